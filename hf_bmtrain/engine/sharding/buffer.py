@@ -171,7 +171,8 @@ class ShardedBuffer:
     def _note_gather(self) -> None:
         """Record the all-gather in the collective log.
 
-        An all-gather without gradients has an entry of its own, so that one rank's evaluation differs from training.
+        An all-gather without gradients has a different entry, so that the logs differ if one rank evaluates while
+        others train.
         """
         if self._collective_log is not None:
             evaluates = self._inside.depth > 0 and not torch.is_grad_enabled()
@@ -198,7 +199,7 @@ class ShardedBuffer:
 
     def drop(self) -> None:
         """Free the full buffer, even if it is resident."""
-        if self._ticket is not None:  # nothing has read it: it need not be unpacked
+        if self._ticket is not None:  # `wait` was not called, so nothing has read the full parameters: do not unpack
             self._ticket.wait()
             self._ticket = None
         self.storage.reshard()
@@ -270,13 +271,13 @@ class ShardedBuffer:
     # -- refused ------------------------------------------------------------------------------------------------
 
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
-        """Raise RuntimeError if a forward wrote to a full parameter or cast it. A cast is undone.
+        """Raise RuntimeError if a forward cast a full parameter, or wrote to one in memory other than the shard.
 
-        The change would be lost when the buffer is resharded, or be kept on one rank only, whose shard contains the
-        whole parameter.
+        A cast is undone before the error. A write would be lost when the buffer is resharded, or be kept only on a rank
+        whose shard contains the whole parameter. If the shard is the full buffer, writes are allowed.
 
         Args:
-            copies: other Parameters over the same memory that are known to have been written.
+            copies: further Parameters over the same memory, which the caller has found written; they raise as well.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

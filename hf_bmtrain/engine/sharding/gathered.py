@@ -152,7 +152,7 @@ def _write_back(world: World, full_params: Wholes) -> None:
 def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
     """Raise RuntimeError on every rank if any rank changed the values of these parameters. Collective.
 
-    modify: whether the context was opened with modify=True; `full_params` are the read-only parameters then.
+    modify: whether the context was opened with modify=True. If so, `full_params` has only the read-only parameters.
     """
     if not full_params:
         return

@@ -29,9 +29,11 @@ class GradientBuffer:
     parameter without a gradient on this rank counts as zero; its `.grad` stays None if no rank has a gradient.
 
     Attributes:
-        shard: (n,) this rank's shard of the flat gradient; exists while a local parameter has a `.grad`, else None.
+        shard: (n,) this rank's shard of the flat gradient; None before the first backward, and after `free_if_unused`
+            has freed it.
         slices: weak references to the local parameters, set once they exist; one may be dropped with its module.
-        requires_grad: of each local parameter, which writes it when its own `requires_grad` is set.
+        requires_grad: for each local parameter, whether it requires a gradient. Setting `requires_grad` of a local
+            parameter sets its entry.
         trained: for each local parameter, whether it required a gradient in any reduction so far.
         number: the number of the flat buffer.
     """
@@ -93,7 +95,7 @@ class GradientBuffer:
         return any(self.requires_grad)
 
     def follow_requires_grad(self) -> None:
-        """Copy `requires_grad` from the local to the full parameters; it may have changed since the last forward."""
+        """Copy `requires_grad` from the local to the full parameters, if it has changed since the last forward."""
         if self.requires_grad != self._full_params_require_grad:
             for full, required in zip(self._full_params, self.requires_grad):
                 full.requires_grad_(required)
@@ -146,7 +148,7 @@ class GradientBuffer:
     @torch.no_grad()
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Accept a gradient of parameter `index` before `send`. Several gradients of one parameter are summed."""
-        if self.requires_grad[index]:  # it may have been frozen since the forward
+        if self.requires_grad[index]:  # the parameter may have been frozen since the forward
             self._collected.add(index)
             self._reducer.collect(index, gradient, self._begin)
 
@@ -205,7 +207,7 @@ class GradientBuffer:
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
         self._squares, self._pending, self._begun = self._pending.squares, None, False
-        torch.autograd.graph.increment_version(self.shard)  # the reduction's writes do not increment the version
+        torch.autograd.graph.increment_version(self.shard)  # NCCL's writes do not increment the version
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
@@ -247,7 +249,7 @@ class GradientBuffer:
         self._collected.clear()
         self._absent = []
         if self._pending is not None:
-            self._pending.cancel()  # it may have written the shard, so its squares are dropped, too
+            self._pending.cancel()  # it may have written the shard: drop the sums of squares of the old contents
             self._pending = self._squares = None
         self._begun = False
 
@@ -284,9 +286,12 @@ class GradientBuffer:
         return self.shard is not None and self.shard._version == self._version
 
     def squares(self, indices: Sequence[int]) -> torch.Tensor | None:
-        """Return the sum of squares of each of these adjacent local parameters' `.grad`s, (k,) float64.
+        """Return the sum of squares of the `.grad` of each local parameter of `indices`, (k,) float64.
 
-        None if the reduction did not compute it, or if a `.grad` was written or replaced since.
+        Returns None if the reduction did not compute them, or if one of these `.grad`s was written or replaced since.
+
+        Args:
+            indices: k consecutive indices.
         """
         if self._squares is None or not self._unwritten:
             return None
@@ -298,7 +303,7 @@ class GradientBuffer:
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
         """Return elements start:stop of the running sum, a view in float32 or wider.
 
-        None if there is no running sum, or if the shard was written since.
+        Returns None if there is no running sum, or if the shard was written since the last reduction.
         """
         if self._total is None or not self._unwritten:
             return None

@@ -70,8 +70,12 @@ class OnDemandGather:
         """Return the full parameter inside a forward or backward, and the local parameter `sharded` elsewhere.
 
         The first read of a forward pass all-gathers the buffer. Each module that reads the parameter (tied parameters
-        have several such readers) gets a Parameter of its own over the same memory, so that its gradient is collected
-        as soon as it is complete, independently of the other readers'.
+        are read by several) gets a Parameter of its own over the same memory, so that the gradient for this reader is
+        collected as soon as it is complete, independently of the other readers'.
+
+        Args:
+            sharded: the local parameter.
+            reader: the module that reads it.
         """
         if self._schedule.in_backward:
             self._schedule.join_backward(self)
@@ -95,7 +99,7 @@ class OnDemandGather:
         full = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
         if not full.requires_grad:
             return full  # torch refuses a hook on it
-        owner = weakref.ref(self)  # autograd owns the hook, where the garbage collector could not find a cycle
+        owner = weakref.ref(self)  # autograd owns the hook: the garbage collector would not find a cycle through it
 
         def collect(full: torch.nn.Parameter) -> None:
             gather, gradient = owner(), full.grad
@@ -115,7 +119,7 @@ class OnDemandGather:
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Pass a gradient of parameter `index`, complete for one reader, on to the gradient buffer."""
         self._schedule.join_backward(self)
-        if self._buffer.gradient.is_pending:  # the buffer is a block's, and its parameter was read outside it as well
+        if self._buffer.gradient.is_pending:  # it is a block's parameter that was also read outside the block
             self._schedule.receive_all()
         for observer in self._schedule.observers.before_reduce:
             observer.before_reduce(self._buffer.gradient, index, gradient)
@@ -150,7 +154,10 @@ class OnDemandGather:
         return saved.view
 
     def prepare_backward(self, unwatched: bool) -> None:
-        """Start the all-gather if backward needs the buffer. unwatched: its value at the end of the forward."""
+        """Start the all-gather if backward needs the buffer.
+
+        unwatched: the value that the attribute `unwatched` had at the end of the forward pass.
+        """
         self._schedule.join_backward(self)
         self.unwatched = unwatched
         if unwatched or self._saved:
@@ -173,9 +180,9 @@ class OnDemandGather:
 
 @contextmanager
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
-    """Keep track of the views of these buffers that autograd saves inside the context.
+    """Keep track of the views of full parameters of these buffers that autograd saves inside the context.
 
-    At the end, a buffer is resharded if autograd has saved none of its views and one module alone reads it.
+    At the end, a buffer is resharded if autograd has saved none of its views and only one module reads it.
     """
 
     def pack(tensor: torch.Tensor):

@@ -122,7 +122,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def trained(self) -> bool:
-        """True if it required a gradient in a reduction so far, or was loaded from a checkpoint as a trained one."""
+        """True if the parameter required a gradient in any reduction so far, or if a checkpoint says so."""
         return self.buffer.gradient.trained[self.index]
 
     @trained.setter
@@ -136,9 +136,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         self.buffer.update.wait()
 
     def autograd_leaves(self) -> list[torch.nn.Parameter]:
-        """Return the leaves of this parameter in autograd's graph.
+        """Return the leaves of autograd's graph that stand for this parameter.
 
-        They are the full parameter, for one in a block, or one Parameter for each module that reads a root parameter.
+        For a parameter of a block, it is the full parameter. For a root parameter, there is one Parameter for each
+        module that has read it.
         """
         return [self.full] if self.on_demand is None else self.on_demand.full_params(self.index)
 

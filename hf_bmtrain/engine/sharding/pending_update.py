@@ -44,7 +44,7 @@ class PendingUpdate:
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:
-        """Make every rank's later all-gathers of `shard` wait for the update registered last, on all ranks. Collective.
+        """Make later all-gathers of `shard` wait until every rank has made the update registered last. Collective.
 
         All ranks begin and announce the same updates in the same order, in an optimizer's step.
         """

@@ -140,7 +140,7 @@ class _Group(NamedTuple):
 
 
 def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
-    """Move the matching plain parameters to the start of group `key` if its kind admits them; return their number."""
+    """Move the plain parameters that match group `key` to its start if its kind admits them; return their number."""
     plain = key._replace(kind=PLAIN)
     others = groups.get(plain, {})
     if not others or not key.kind.takes([*others.values()], [*groups[key].values()]):

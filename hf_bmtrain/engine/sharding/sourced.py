@@ -15,7 +15,7 @@ from ..comm.communicator import Communicator
 from ..runtime.world import World
 
 GATHERED_NUMEL = 1 << 20
-"""About the maximum number of elements that one all-gather of `SourcedParameter.move` receives."""
+"""The approximate maximum number of elements that one all-gather of `SourcedParameter.move` receives."""
 
 
 class SourcedParameter(torch.nn.Parameter):
@@ -28,7 +28,7 @@ class SourcedParameter(torch.nn.Parameter):
         values: 1-D, None once they were moved to a shard. If `mapped`, all elements. Otherwise this rank's share in
             host memory, of the same length on every rank, padded with zeros.
         mapped: whether `values` is memory of a file that this process has mapped, so that it costs no memory.
-        fingerprint: of all elements, for comparison between the ranks.
+        fingerprint: the `fingerprint` of the full values, for comparison between the ranks.
     """
 
     values: torch.Tensor | None

@@ -56,7 +56,8 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
     While `collect` runs, the slots are set to the full parameters.
 
     Args:
-        destination: a StateDict, or torch's own dict if `state_dict` was called on an unsharded module.
+        destination: a StateDict, or torch's own dict if `state_dict` was called on a plain module around the slots'
+            modules.
         slots: the slots whose parameters `collect` saves.
         collect: fills `destination` from the slots' modules.
     """
@@ -90,7 +91,7 @@ def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> N
     The modules' own buffers are not compared: a forward may write different values to them on each rank.
     """
     world = current_world()
-    if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper is rank 0's everywhere
+    if world.size == 1 or not isinstance(state, dict):  # DistributedStateDictWrapper: every rank gets rank 0's tensors
         return
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     facts = {

@@ -72,7 +72,7 @@ class Storage:
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
-        """Allocate the buffer's `shard`, and the full buffer until `fill` frees it; call `buffer.route`. Collective."""
+        """Allocate the buffer's `shard` and full buffer (which `fill` frees), and call `buffer.route`. Collective."""
         buffer, layout = self.buffer, self.buffer.layout
         buffer.shard = world.shards.allocate(layout.shard_numel, dtype, world.device, buffer.update.wait)
         if layout.world_size > 1:

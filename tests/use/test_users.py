@@ -185,6 +185,25 @@ def failed_backward_without_a_root():
         torch.testing.assert_close(parameter.gather_gradient(), value)
 
 
+def gradients_set_after_a_failed_backward():
+    """The failed backward's unfinished shard is freed: its padding does not enter the norm of what follows."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    hook = model.layers[0].register_forward_hook(
+        lambda module, args, output: output.register_hook(lambda gradient: 1 / 0) and None
+    )
+    with pytest.raises(ZeroDivisionError):
+        model(ids(0, 0)).backward()
+    hook.remove()
+    for each in (model, twin):
+        for parameter in each.parameters():
+            parameter.grad = parameter.detach().clone()
+    losses = model(ids(1, bmt.rank())), torch.stack([twin(ids(1, rank)) for rank in range(bmt.world_size())]).mean()
+    for loss in losses:
+        loss.backward()
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1e9) for each in (model, twin)]
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+
+
 def scaler_during_accumulation():
     """What GradScaler.unscale_ and `.grad.data` change is what the optimizer reads, in bf16 too."""
     model = bmt.auto_wrap(Tower().to(torch.bfloat16))
@@ -305,3 +324,8 @@ def test_users(world, case):
 @pytest.mark.parametrize("case", [data_is_written, *in_full(masters_follow_a_load)], ids=lambda case: case.__name__)
 def test_users_by_copies(peers, case):
     peers(2)(case)
+
+
+@pytest.mark.parametrize("size", [1, *in_full(2)])
+def test_gradients_set_after_a_failed_backward(world, size):
+    world(size)(gradients_set_after_a_failed_backward)

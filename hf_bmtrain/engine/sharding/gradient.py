@@ -242,7 +242,7 @@ class GradientBuffer:
         return self._unused.agree(self._absent)
 
     def discard(self) -> None:
-        """Drop the full parameters' `.grad`s, the collected gradients and a pending reduce."""
+        """Drop the full parameters' `.grad`s, the collected gradients, a pending reduce, and the shard if unused."""
         for full in self._full_params:
             full.grad = None
         self._reducer.discard()
@@ -252,6 +252,7 @@ class GradientBuffer:
             self._pending.cancel()  # it may have written the shard: drop the sums of squares of the old contents
             self._pending = self._squares = None
         self._begun = False
+        self.free_if_unused()  # gradients that the user sets would accumulate in it, and its padding may not be zero
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the shard to which this backward's mean is written, and the running sum or None.

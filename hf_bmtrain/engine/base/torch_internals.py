@@ -170,5 +170,5 @@ is being traced, but false while the compiler itself inspects a tensor."""
 
 
 def autocast_type(device: torch.device) -> str:
-    """Return the `device_type` to pass to torch.autocast for tensors on `device`. The meta device stands for "cuda"."""
+    """Return the `device_type` to pass to torch.autocast for tensors on `device`. The meta device stands for a GPU."""
     return "cuda" if device.type == "meta" else device.type

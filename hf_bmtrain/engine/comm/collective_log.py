@@ -155,8 +155,8 @@ class CollectiveLog:
         self.problem: str | None = None
         self.told = False
         self.explain: Callable[[CollectiveLog, int, Excerpt], str | None] = lambda collective_log, rank, theirs: None
-        # The first word is the count. The digest after entry number i is at 1 + i % _RING. This is an array, and after
-        # `publish` a memoryview, because torch.compile may trace `note` and does not trace into these two types.
+        # The first word is the count. The digest after entry number i is at 1 + i % _RING. torch.compile may
+        # trace `note`, and a list of this size would slow it down. It does not trace into an array or a memoryview.
         self._memory: Any = array("Q", bytes(8 * WORDS))
         self._others: list[tuple[int, Any]] = []
 

@@ -190,8 +190,8 @@ class SingleProcess:
 class _GlooTicket:
     """The ticket of one operation of gloo.
 
-    finish: called by `wait` after the operation, to compute the result from what was received; None if that is the
-    result.
+    finish: called by `wait` after the operation, to compute the result from what was received; None if there is nothing
+    to compute.
     """
 
     def __init__(

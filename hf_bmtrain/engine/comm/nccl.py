@@ -94,7 +94,7 @@ class NcclCommunicator:
         return self._last is not None and not self._last.query()
 
     def close(self, abort: bool) -> None:
-        with self._closing:  # the monitor's thread and the main thread may both abort it
+        with self._closing:  # the monitor's thread and the main thread may both abort the communicator
             if self._closed:
                 return
             if abort:

@@ -70,8 +70,8 @@ class ObjectComm:
             seconds: how long to wait; None for the timeout.
 
         Raises:
-            RuntimeError: not all ranks have called it in time, or a problem was found. This object cannot be used for
-                collectives afterwards.
+            RuntimeError: not all ranks have called it in time, or the monitor has found a problem. This object cannot
+                be used for collectives afterwards.
         """
         self.any(False, occasion, seconds)
 

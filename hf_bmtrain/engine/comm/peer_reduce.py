@@ -54,7 +54,7 @@ class Mailboxes:
         self.nbytes = 0
 
     def free(self) -> None:
-        """Free the mailboxes, after this rank's last copy to or from one is complete. Collective."""
+        """Free the mailboxes. This rank's last copy to or from one must be complete. Collective."""
         if self._handle is None:
             return
         for mapped in self._mapped:
@@ -84,7 +84,7 @@ class Mailboxes:
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
-        """Return bytes start:stop of another rank's mailbox with the number of `box`, as a target for copies."""
+        """Return bytes start:stop of the mailbox of `rank` with the same number as `box`, as a target for copies."""
         begin = box.number * self.nbytes
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
 
@@ -127,7 +127,7 @@ class PeerReduction(Reduction):
         """Create the reduction of one world.
 
         Args:
-            collective: reduces the gradients that this reduction does not; its communicator is used for the meetings.
+            collective: reduces small shards and unsupported dtypes; its communicator is used for the meetings.
             memory: allocates, maps and copies the mailboxes.
             exchange: all-gathers a Python object.
             smallest: the size in bytes from which a shard's gradients are reduced by copies.
@@ -170,7 +170,7 @@ class PeerReduction(Reduction):
 
         Args:
             box: the mailbox that `take` returned last.
-            pushed: for each other rank, pairs of a part of its mailbox and the tensor to copy there.
+            pushed: for each other rank, (part of its mailbox, tensor to copy there) pairs.
             add: queues the work that reads `box`.
 
         Returns:

@@ -23,7 +23,7 @@ class ResizableStorage:
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         numbers = dtype.is_floating_point or dtype.is_complex
-        # uint8: bytes of packed floats, and 0xFF bytes are NaN in float8_e4m3fn and in all wider floats
+        # A uint8 storage holds bytes of packed floats: 0xFF bytes are NaN in float8_e4m3fn and in all wider floats.
         self._poison = (float("nan") if numbers else 0xFF) if poison else None
         self.allocated = True
 

@@ -58,7 +58,7 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """Return a view (2n,) of a complex tensor (n,), with real and imaginary parts alternating; others unchanged."""
+    """Return a view (2n,) of the real and imaginary parts, alternating, if `flat` is complex; otherwise `flat`."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

@@ -271,13 +271,13 @@ class ShardedBuffer:
     # -- refused ------------------------------------------------------------------------------------------------
 
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
-        """Raise RuntimeError if a forward cast a full parameter, or wrote to one in memory other than the shard.
+        """Raise RuntimeError if a forward cast a full parameter or wrote to one in place.
 
         A cast is undone before the error. A write would be lost when the buffer is resharded, or be kept only on a rank
-        whose shard contains the whole parameter. If the shard is the full buffer, writes are allowed.
+        whose shard contains the whole parameter. Writes are allowed if the shard is the full buffer.
 
         Args:
-            copies: further Parameters over the same memory, which the caller has found written; they raise as well.
+            copies: further Parameters over the same memory, which the caller has found written. They count as written.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

@@ -162,7 +162,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """Makes the storage of a parameter's buffer, here of plain elements. Parameters of equal kinds share buffers."""
+    """Makes the storage of a flat buffer, here of plain elements. Parameters of equal kinds share buffers."""
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         """Return the storage of a buffer of `parameters`.

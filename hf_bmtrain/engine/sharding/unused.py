@@ -36,9 +36,9 @@ class UnusedParameters:
         self._control.post(self._key, ",".join(map(str, indices)))
 
     def agree(self, indices: Sequence[int]) -> set[int]:
-        """Return those of `indices`, which this rank has posted, that no rank used.
+        """Return the parameters that no rank used. The host must have waited for the mean of the gradient.
 
-        The host must have waited for the mean of the gradient.
+        indices: the parameters that this rank did not use, as it has posted them.
         """
         if self._control.size == 1:
             return set(indices)

@@ -56,7 +56,7 @@ class Placement:
         return replace(self, shape=shape)
 
     def as_real(self) -> Placement:
-        """Return the placement of `torch.view_as_real` of a complex tensor with this placement."""
+        """Return the placement of `torch.view_as_real(x)`, where x is a complex tensor with this placement."""
         layout = self.layout
         twice = replace(
             layout,

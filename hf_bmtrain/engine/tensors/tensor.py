@@ -670,7 +670,7 @@ class Address:
 
 
 def _data_ptr(tensor: Any) -> int | Address:
-    """Return the address of a sharded tensor, an Address with several ranks."""
+    """Return the address of a sharded tensor: an int with one rank, an `Address` with several."""
     with WithoutTorchFunction():
         return tensor.data_ptr() if tensor.placement.communicator.size == 1 else Address(tensor)
 

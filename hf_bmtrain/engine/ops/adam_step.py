@@ -12,7 +12,7 @@ from .adam import HYPER, RECORD, adam_prepare, adam_update
 from .residual import Master
 
 _CHUNK = 1 << 20
-"""Elements that are updated at once on the CPU: the temporary memory."""
+"""How many elements are updated at once on the CPU, to limit the memory of intermediate results."""
 _L2 = HYPER.index("l2")
 Hyper = Sequence[float | torch.Tensor]
 """The hyper-parameters of one parameter group, in the order of HYPER. Each is a number or a scalar tensor."""
@@ -145,7 +145,7 @@ class TorchSteps:
         taken = self.counts[run]
         wide = e.grad.float()
         if self._grad_scale is not None:
-            wide = wide / self._grad_scale  # given grad_scale, the fused operation would overwrite the gradient
+            wide = wide / self._grad_scale  # not in place, since the gradient is only read
         if l2:
             wide = wide.add(master, alpha=l2)
         lr, steps = lr if taken > hold_steps else 0.0, float(taken)
@@ -188,8 +188,8 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
     """Return the implementation of AdamW for `device`.
 
-    It is KernelSteps on CUDA, and for a bfloat16 first moment, which torch's AdamW does not have. Otherwise it
-    is TorchSteps.
+    It is KernelSteps on CUDA, and for a bfloat16 first moment, which torch's AdamW does not have. Otherwise it is
+    TorchSteps.
 
     Args:
         groups: the number of runs in each parameter group.

@@ -27,7 +27,7 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor | None = None) -> Tensor:
-    """Write the mean over ranks to `out`, or add it to `total` and write that to `out`. Return sums of squares of `out`.
+    """Write the mean over ranks to `out`, or add it to `total` and write that to `out`. Return sums of squares.
 
     Values are added in rank order, in float32 (float64 for float64), and the sum is divided once, so results are
     reproducible bit by bit. Does not wait for the device. All tensors are on one device, and `out` and `total` do not

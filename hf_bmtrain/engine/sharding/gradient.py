@@ -215,7 +215,7 @@ class GradientBuffer:
         if not self._absent:
             self._hand_out(self._indices)
             return False
-        # With hooks, leave nothing to `decide`: all ranks must call them in the same order, since they may be collective.
+        # With hooks, leave nothing to `decide`: all ranks must call them in the same order, as they may be collective.
         hooked = any(local is not None and local._gradient_hooks for local in (each() for each in self.slices))
         if hooked or self._alone:
             self._absent, unused = [], self._find_unused()

@@ -280,10 +280,10 @@ class CopySource:
         return shares_storage(view, self._copy)
 
     def pass_on(self, view: torch.Tensor | None) -> str | None:
-        """Write this rank's elements of the copy to the sharded tensor. Returns why it cannot be, or None.
+        """Write this rank's elements of the copy to the sharded tensor. Returns why this is impossible, or None.
 
-        view: the elements that were overwritten; None if others may have been, which must not have changed since the
-            copy was made.
+        view: the view of the copy that was written, if all its elements were, whatever they were before. Otherwise
+            None: then the sharded tensor must not have changed since the copy was made.
         """
         sharded, part = self._sharded, self._sharded.placement.cut(self._copy)
         sharded.settle()
@@ -300,7 +300,7 @@ class CopySource:
 
 
 def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
-    """Pass on a write to views of copies. Returns why it cannot be done, or None."""
+    """Call `pass_on` of each source, with `view` if that is a view of its copy. Returns the first problem, or None."""
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)
         if problem is not None:
@@ -309,7 +309,7 @@ def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | 
 
 
 def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[CopySource] = ()) -> Any:
-    """Return `value` as a WholeCopy if it is a view of one of `copies`. Make a NumPy array read-only."""
+    """Return `value` as a WholeCopy, with its source, if it is a view of one of `copies`. Make an array read-only."""
     if is_array(value):
         value.setflags(write=False)
     elif isinstance(value, torch.Tensor) and any(shares_storage(value, copy) for copy in copies):

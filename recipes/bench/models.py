@@ -15,7 +15,7 @@ from transformers import (
 from transformers.configuration_utils import PreTrainedConfig
 
 LLAMAS = {
-    "llama-tiny": (2, 64, 128, 4, 2, 512, False),
+    "llama-tiny": (2, 128, 256, 4, 2, 512, False),
     "llama-1b": (16, 2048, 8192, 32, 8, 128256, True),
     "llama-3b": (28, 3072, 8192, 24, 8, 128256, True),
     "llama-8b": (32, 4096, 14336, 32, 8, 128256, False),

@@ -3,7 +3,8 @@
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,16 +45,25 @@ def profile_step(step: Callable[[], object], trace: Path | None) -> dict:
 
     trace: also write a Chrome trace there, which includes the host's side.
     """
+    with profiling(trace) as found:
+        step()
+    return found
+
+
+@contextmanager
+def profiling(trace: Path | None) -> Iterator[dict]:
+    """Profile what runs in this context. The dict has its `account` afterwards. trace: as in `profile_step`."""
     activity = torch.profiler.ProfilerActivity
     wanted = [activity.CUDA, *([activity.CPU] if trace else [])]  # recording the host's side slows the host down
+    found: dict = {}
     with tempfile.TemporaryDirectory() as folder:
         path = trace or Path(folder) / "trace.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         with torch.profiler.profile(activities=wanted) as profiler:
-            step()
+            yield found
             torch.cuda.synchronize()
         profiler.export_chrome_trace(str(path))
-        return account(json.loads(path.read_text())["traceEvents"])
+        found.update(account(json.loads(path.read_text())["traceEvents"]))
 
 
 def account(events: Iterable[dict]) -> dict:

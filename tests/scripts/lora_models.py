@@ -22,6 +22,7 @@ import torch.distributed as dist
 import transformers
 
 import hf_bmtrain as bmt
+from bench.four_bit import four_bit
 from bench.models import fill, layers_of
 
 MODELS = {"gpt2": (48, 1600, 50257), "llama-8b": (32, 4096, 128256), "llama-70b": (80, 8192, 128256)}
@@ -134,34 +135,13 @@ def prepare_plain(model: Any, options: argparse.Namespace, device: torch.device)
 
 
 def build_four_bit(options: argparse.Namespace, device: torch.device) -> torch.nn.Module:
-    """The linear layers outside the head in nf4, each quantized on the device before the next is drawn."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    double = options.double_quantization
+    """The linear layers outside the head in nf4."""
     model = make_model(options, torch.device("meta")).requires_grad_(False)
-    dtype = getattr(torch, options.dtype)
-    inside = {module for layer in layers_of(model) for module in layer.modules()}
-    for path, module in [*model.named_modules()]:
-        values = {
-            name: draw(source_of(f"{path}.{name}", options.distinct), parameter, device)
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
-        if module in inside and isinstance(module, torch.nn.Linear):
-            with torch.device("meta"):
-                packed = Linear4bit(module.in_features, module.out_features, False, dtype, double, "nf4")
-            weight = Params4bit(
-                values["weight"], requires_grad=False, compress_statistics=double, quant_type="nf4", module=packed
-            )
-            del values
-            packed.weight = weight.to(device)
-            model.set_submodule(path, packed)
-        else:
-            module._parameters.update({k: torch.nn.Parameter(v, requires_grad=False) for k, v in values.items()})
-    with device:  # its buffers are computed, and no parameters
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    model.is_loaded_in_4bit = True  # tells PEFT to use its layers for bitsandbytes'
-    return model
+
+    def values(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+        return draw(source_of(name, options.distinct), parameter, device)
+
+    return four_bit(model, values, getattr(torch, options.dtype), options.double_quantization)
 
 
 # -- a base in files --------------------------------------------------------------------------------------------------

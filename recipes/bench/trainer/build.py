@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
-from bench.models import layers_of, make_config, make_model
+from bench.four_bit import four_bit
+from bench.models import fill, layers_of, make_config, make_model
 from bench.trainer.data import Sequences, make_tokenizer
 from bench.trainer.rows import BY_LAYER, FUSED, KEPT, ROWS, Cell, Job, Row
 from bench.trainer.step_clock import StepClock
@@ -28,8 +29,12 @@ def make_trainer(cell: Cell, job: Job, folder: Path) -> tuple[Trainer, StepClock
         bmt.init_distributed(seed=0)
     clock = StepClock(job.warmup, job.steps, mapped_bytes if ours else int)
     arguments = training_arguments(cell, job, folder)  # before the model: it sets the device
-    dtype = torch.bfloat16 if row.adapters or ours else torch.float32
-    model = make_model(make_config(job.model, job.seq, job.layers), dtype, arguments.device)
+    config = make_config(job.model, job.seq, job.layers)
+    if row.quantized and not ours:
+        model = make_four_bit(config, arguments.device)
+    else:
+        dtype = torch.bfloat16 if row.adapters or ours else torch.float32
+        model = make_model(config, dtype, arguments.device)
     return (our_trainer if ours else rival_trainer)(cell, job, row, model, arguments, clock)
 
 
@@ -66,14 +71,28 @@ def mapped_bytes() -> int:
 
 
 def rival_trainer(cell: Cell, job: Job, row: Row, model, arguments, clock: StepClock) -> tuple[Trainer, StepClock, str]:
-    if row.quantized:
-        importlib.import_module("bitsandbytes")
-        raise NotImplementedError("bitsandbytes' base is not built yet")
     if row.adapters and not row.sft:
         model = adapt(model, job)
     trainer = assemble(row, job, model, arguments, [clock], {})
-    told = [cell.column, "bf16 base" if row.adapters else "float32 weights", str(arguments.optim)]
+    weights = "bitsandbytes' nf4" if row.quantized else "bf16 base" if row.adapters else "float32 weights"
+    told = [cell.column, weights, getattr(arguments.optim, "value", arguments.optim)]
     return trainer, clock, ", ".join([*told, *([cell.variant] if cell.variant else [])])
+
+
+def make_four_bit(config, device: torch.device):
+    """Return the model in bitsandbytes' nf4 with double quantization, prepared as PEFT's guide says, not recomputed."""
+    peft: Any = importlib.import_module("peft")
+    importlib.import_module("bitsandbytes")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+
+    def values(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+        drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        fill(name, drawn)
+        return drawn
+
+    model = four_bit(model.requires_grad_(False), values, torch.bfloat16, double=True)
+    return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False).train()
 
 
 def adapt(model, job: Job):
@@ -92,8 +111,9 @@ def training_arguments(cell: Cell, job: Job, folder: Path) -> TrainingArguments:
     """Return the arguments: Trainer's defaults but for what the row says, and what is written."""
     row = ROWS[cell.row]
     kind: Any = TrainingArguments
+    steps = job.warmup + job.steps + torch.cuda.is_available()  # the last is profiled
     given: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": job.warmup + job.steps, "per_device_train_batch_size": job.batch,
+        "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": job.batch,
         "learning_rate": job.lr, "bf16": row.bf16 and (row.adapters or cell.column != "ours"),
         "torch_compile": row.compile, "use_cpu": not torch.cuda.is_available(), "seed": 0,
         "logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
@@ -120,8 +140,6 @@ def training_arguments(cell: Cell, job: Job, folder: Path) -> TrainingArguments:
 
 def layer_class(job: Job) -> str:
     """Return the name of the class of the model's layers."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(make_config(job.model, job.seq, 1))
     return type(layers_of(model)[0]).__name__

@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--ranks", type=at_least(1), default=ranks, help="processes (%(default)s)")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"some of: {', '.join(ROWS)}")
     add("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="COLUMN", help=", ".join(COLUMNS))
-    add("--every-variant", action="store_true", help="of each column, and show the fastest; otherwise the first alone")
+    add("--every-variant", action="store_true", help="compile the rivals by layer and as a whole")
     add("--timeout", type=positive, default=300.0, help="seconds for a cell (%(default)s)")
     add("--plot", type=Path, help="write a bar chart there (.png, .svg)")
     add("--table-only", action="store_true", help="measure nothing: print what --output holds of this job")

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.recorded import plot_groups
-from bench.trainer.rows import COLUMNS, ROWS, Job
+from bench.trainer.rows import COLUMNS, ROWS, Cell, Job
 
-APART = 0.02
-"""Losses that differ by a larger part than this are marked: the numerics of the columns differ by rounding alone."""
+APART, ROUNDING = 0.2, 5e-4
+"""A loss is marked if it differs from that of ours by more than this part of the loss's fall and of the loss itself."""
 WIDTH = 16
 
 
@@ -35,9 +35,13 @@ def best(reports: list[dict], row: str, column: str) -> dict:
     return min(own, key=lambda report: report.get("ms", float("inf")), default={})
 
 
+def name_of(report: dict) -> str:
+    return Cell(report["row"], report["column"], report["variant"]).name()
+
+
 def line_of(report: dict) -> str:
     """Return one cell in one line."""
-    name = " ".join([report["row"], report["column"], *([f"({report['variant']})"] if report["variant"] else [])])
+    name = name_of(report)
     if "problem" in report:
         return f"  {name}: {report['problem']} ({report['all_seconds']:.0f} s, {report['log']})"
     spread = "{:.1f}-{:.1f}".format(*report["spread_ms"])
@@ -57,7 +61,15 @@ def table(reports: list[dict], job: Job) -> str:
     lines += ["", *block("peak GB of a rank", reports, rows, lambda cells, column: number(cells[column], "peak_GB"))]
     lines += ["", *block("loss of the timed steps", reports, rows, lambda cells, column: loss_of(cells, column, job))]
     notes = [line_of(report) for report in reports if report["variant"] or "problem" in report]
+    kinds = [f"  {kinds_of(report)}" for report in reports if report.get("milliseconds")]
+    if kinds:
+        lines += ["", "milliseconds by kind of one more step of rank 0, under the profiler", *kinds]
     return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def kinds_of(report: dict) -> str:
+    found = ", ".join(f"{kind} {value:g}" for kind, value in report["milliseconds"].items() if value)
+    return f"{name_of(report)}: {found}"
 
 
 Cells = dict[str, dict]
@@ -117,8 +129,10 @@ def loss_of(cells: Cells, column: str, job: Job) -> str:
     if "loss" not in cells[column]:
         return ""
     own = cells[column]["loss"]
-    ours = own if column == "plain" and job.ranks > 1 else cells["ours"].get("loss", own)
-    return f"{own:.4f}" + (" APART" if abs(own - ours) > APART * abs(ours) else "")
+    ours = cells[column] if column == "plain" and job.ranks > 1 else cells["ours"] if "loss" in cells["ours"] else {}
+    expected = ours.get("loss", own)
+    allowed = APART * abs(ours.get("first_loss", own) - expected) + ROUNDING * abs(expected)
+    return f"{own:.4f}" + (" APART" if abs(own - expected) > allowed else "")
 
 
 def plot(reports: list[dict], job: Job, file: Path) -> None:

@@ -30,8 +30,8 @@ ROWS = {
     "lora-own-adamw": Row("LoRA, bf16=True, Trainer's AdamW", bf16=True, own_optimizer=True, rivals="lora-bf16"),
     "lora-compiled": Row("LoRA, bf16=True, compiled", bf16=True, compile=True),
     "qlora": Row("QLoRA, nf4, bf16=True", bf16=True, quantized=True),
-    "full": Row("all weights", adapters=False, bf16=True),
-    "full-compiled": Row("all weights, compiled", adapters=False, bf16=True, compile=True),
+    "full": Row("all weights, in bf16", adapters=False, bf16=True),
+    "full-compiled": Row("all weights, in bf16, compiled", adapters=False, bf16=True, compile=True),
     "sft": Row("LoRA, TRL's SFTTrainer", bf16=True, recompute=True, sft=True),
 }
 COLUMNS = {"ours": "hf_bmtrain", "plain": "plain, 1 rank", "ddp": "DDP", "fsdp2": "FSDP2"}
@@ -78,15 +78,13 @@ class Cell:
 
 
 def variants(row: Row, column: str, every: bool) -> list[str]:
-    """Return the variants of a cell, of which the fastest counts. every: not only those that are usually fastest."""
+    """Return the variants of a cell, of which the fastest counts. every: the slower ways to compile too."""
     if column == "ours":
-        found = ["", *([FUSED] if not row.sft else [])]
-    elif column == "fsdp2":
+        return ["", *([FUSED] if not row.sft else [])]
+    if column == "fsdp2":
         found = [BY_LAYER, f"{KEPT}, {BY_LAYER}"] if row.compile else ["", KEPT]
         return [*found, *(["", KEPT] if row.compile and every else [])]
-    else:
-        found = ["", *([BY_LAYER] if row.compile else [])]
-    return found if every else found[:1]
+    return ["", *([BY_LAYER] if row.compile and every else [])]
 
 
 def cells_of(rows: list[str], columns: list[str], every: bool) -> list[Cell]:

@@ -4,16 +4,20 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from transformers import TrainerCallback
+
+from bench.trace import profiling
 
 
 class StepClock(TrainerCallback):
     """Notes the time at the end of each step, without waiting for the device before the last of them.
 
     Trainer logs after the first step, after the last but one that is not timed, and after the last: the losses. The
-    peak of memory is that of the timed steps. mapped_bytes: returns the bytes outside torch's allocator.
+    peak of memory is that of the timed steps. If Trainer makes one step more, it is profiled on rank 0.
+    mapped_bytes: returns the bytes outside torch's allocator.
     """
 
     def __init__(self, warmup: int, steps: int, mapped_bytes: Callable[[], int]) -> None:
@@ -22,8 +26,15 @@ class StepClock(TrainerCallback):
         self._closed = 0.0
         self.losses: list[float] = []
         self._peak = self._reserved = 0
+        self._profiling = ExitStack()
+        self._profile: dict = {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if len(self._times) == self._warmup + self._steps and state.is_world_process_zero:
+            self._profile = self._profiling.enter_context(profiling(None))
 
     def on_step_end(self, args, state, control, **kwargs):
+        self._profiling.close()
         self._times.append(time.perf_counter())
         number, cuda = len(self._times), torch.cuda.is_available()
         if number == self._warmup and cuda:
@@ -46,7 +57,7 @@ class StepClock(TrainerCallback):
 
     def report(self) -> dict:
         """Return the milliseconds of the timed steps, the losses, and the peak of memory."""
-        timed = self._times[self._warmup - 1 :]
+        timed = self._times[self._warmup - 1 : self._warmup + self._steps]
         steps = [1e3 * (after - before) for before, after in zip(timed, timed[1:])]
         return {
             "ms": statistics.median(steps),
@@ -57,4 +68,5 @@ class StepClock(TrainerCallback):
             "loss": self.losses[-1],  # the mean of the timed steps
             "peak_GB": self._peak / 1e9,
             "reserved_GB": self._reserved / 1e9,
+            **self._profile,
         }

@@ -102,6 +102,8 @@ class BMTrainCallback(TrainerCallback):
         given = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
         self._checkpoints.load(self.resumed, given, self._folder(args, state), resumed=state.global_step > 0)
         self._speed = Speedometer(model)
+        if isinstance(count := getattr(model, "num_parameters", None), ParameterCount):
+            count.renew()
         self._numbers = BadNumbers(model.parameters())
         self._termination = Termination() if self._save_on_sigterm else None
         if args.torch_compile and not self._compiled:

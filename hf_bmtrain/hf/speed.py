@@ -6,12 +6,14 @@ import itertools
 import logging
 import operator
 import resource
+import sys
 import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from ..engine.blocks.observer import Observer
 from ..engine.runtime.world import current_world
@@ -34,7 +36,7 @@ class Speedometer(Observer):
         self._input = getattr(model, "main_input_name", "input_ids")
         self._weights, self._attention = _flops_a_token(model)
         self._handle = current_world().schedule.observe(self, model)
-        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")
+        self._samples = self._tokens = self._flops = 0.0
         self._since = time.perf_counter()
         self._paused: float | None = None
 
@@ -51,7 +53,9 @@ class Speedometer(Observer):
         inputs = next((tensor for tensor in tensors if tensor is main), tensors[0])
         tokens = inputs.numel() if inputs is main and inputs.dim() == 2 else 0
         flops = tokens * (self._weights + self._attention * inputs.shape[-1])
-        self._counts += torch.tensor([len(inputs), tokens, flops], dtype=torch.float64, device="cpu")
+        self._samples += len(inputs)
+        self._tokens += tokens
+        self._flops += flops
 
     def pause(self) -> None:
         """Stop the clock until `resume`, so that evaluations and saves do not count as training time."""
@@ -66,13 +70,14 @@ class Speedometer(Observer):
     def read(self) -> dict[str, float]:
         """Return the rates of all ranks since the last call, and the largest peak memory of a rank. Collective."""
         world = current_world()
-        totals = self._counts.to(world.device)
+        counts = [self._samples, self._tokens, self._flops]
+        totals = torch.tensor(counts, dtype=torch.float64, device=world.device)
         world.reduce.all_reduce(totals).wait()
         memory = torch.tensor([_peak_memory(world.device)], dtype=torch.float64, device=world.device)
         world.reduce.all_reduce(memory, maximum=True).wait()
         now = time.perf_counter() if self._paused is None else self._paused
         seconds = max(now - self._since, 1e-9)
-        self._since, self._counts = now, torch.zeros_like(self._counts)
+        self._since, self._samples, self._tokens, self._flops = now, 0.0, 0.0, 0.0
         samples, tokens, flops = totals.tolist()
         report = {"samples_per_second": samples / seconds, "peak_memory_gib": memory.item() / 2**30}
         if tokens:
@@ -99,17 +104,21 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 class ParameterCount:
     """Counts the elements of a model's full parameters, tied ones once.
 
-    Trainer requests the count in every step, so the modules are searched again only if a module or parameter was
-    added, removed or replaced since the last count.
+    The modules are searched again only if a module or parameter was added, removed or replaced since the last count.
+    Trainer requests the count in every step, for its total_flos: it gets the same answer for KEPT steps, before the
+    modules are compared with those of the last search.
     """
+
+    KEPT = 20
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._held: list[dict[str, Any]] = []  # the modules' dictionaries of modules and parameters
-        self._seen: list[Any] = []  # the values in these dictionaries at the last search
-        self._sizes: list[int] = []  # the length of each dictionary then
+        self._held: list[Any] = []  # views of the values of the modules' dictionaries of modules and parameters
+        self._empty: list[dict[str, Any]] = []  # those of the dictionaries that were empty
+        self._seen: list[Any] = [None]  # the values in these dictionaries at the last search, followed by that of _END
         # For each parameter: the parameter, the number of its elements, and whether only embeddings use it.
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
+        self._answer, self._left = 0, 0  # what Trainer gets, and for how many more steps
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of elements.
@@ -118,8 +127,19 @@ class ParameterCount:
             only_trainable: count only parameters that require a gradient.
             exclude_embeddings: whether to leave out embeddings that are not tied to another layer.
         """
-        same = [*map(len, self._held)] == self._sizes and all(map(operator.is_, self._values(), self._seen))
-        if not self._held or not same:
+        if sys._getframe(1).f_code is not Trainer.floating_point_ops.__code__:
+            return self._count(only_trainable, exclude_embeddings)
+        if self._left == 0:
+            self._answer, self._left = self._count(only_trainable, exclude_embeddings), self.KEPT
+        self._left -= 1
+        return self._answer
+
+    def renew(self) -> None:
+        """Count anew when Trainer asks next, at the beginning of a training."""
+        self._left = 0
+
+    def _count(self, only_trainable: bool, exclude_embeddings: bool) -> int:
+        if any(self._empty) or not all(map(operator.is_, self._values(), self._seen)):
             self._search()
         return sum(
             numel
@@ -135,12 +155,17 @@ class ParameterCount:
             (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
         looked_up = embeddings - others
         self._numels = [(parameter, parameter.numel(), parameter in looked_up) for parameter in model.parameters()]
-        self._held = [each for module in model.modules() for each in (module._modules, module._parameters)]
-        self._sizes = [*map(len, self._held)]
+        dictionaries = [each for module in model.modules() for each in (module._modules, module._parameters)]
+        self._held = [each.values() for each in dictionaries if each]
+        self._empty = [each for each in dictionaries if not each]
         self._seen = [*self._values()]
 
     def _values(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(map(dict.values, itertools.compress(self._held, self._sizes)))
+        return itertools.chain(itertools.chain.from_iterable(self._held), _END)
+
+
+_END = (object(),)
+"""So that a shorter list of values is never the beginning of a longer one."""
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import Trainer
 
 import hf_bmtrain as bmt
 from cases import full, in_full
@@ -114,3 +115,19 @@ def test_parameters_are_counted_again_after_a_change():
     assert count(only_trainable=True) == total + 5
     del layer.extra
     assert count() == total
+
+
+def test_trainer_gets_the_last_count_again_and_others_a_new_one():
+    model = build("llama")
+    count = model.num_parameters = ParameterCount(model)
+    inputs = {"input_ids": torch.zeros(1, 1)}
+    trainer = mock.Mock(model=model)
+    flops = [Trainer.floating_point_ops(trainer, inputs)]
+    model.extra = torch.nn.Linear(3, 5)
+    flops += [Trainer.floating_point_ops(trainer, inputs) for _ in range(count.KEPT)]
+    assert flops == [*[flops[0]] * count.KEPT, flops[0] + 6 * 20]
+    del model.extra
+    assert 6 * count(exclude_embeddings=True) == flops[0]
+    assert Trainer.floating_point_ops(trainer, inputs) == flops[0] + 6 * 20
+    count.renew()
+    assert Trainer.floating_point_ops(trainer, inputs) == flops[0]

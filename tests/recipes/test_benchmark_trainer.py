@@ -87,8 +87,9 @@ def test_rivals_that_are_the_same_are_measured_once():
 
 def test_a_cell_is_as_slow_as_its_slowest_rank():
     ranks = [report_of("lora", "ours", ms, peak_GB=peak, steps_ms=[ms]) for ms, peak in ((2.0, 5.0), (3.0, 4.0))]
-    found = merge(ranks, 2, 0, 9.0)
+    found = merge(ranks, 2, "", 9.0)
     assert (found["ms"], found["peak_GB"], found["peak_GB_of_ranks"]) == (3.0, 5.0, [5.0, 4.0])
-    assert merge([{"problem": "out of memory"}], 2, 1, 9.0) == {"problem": "out of memory"}
-    assert merge(ranks[:1], 2, 1, 9.0) == {"problem": "1 of 2 processes did not end within 9 s"}
-    assert merge([], 1, -9, 9.0) == {"problem": "1 of 1 processes ended with status -9"}
+    assert merge([ranks[0], {"problem": "out of memory"}], 2, "", 9.0) == {"problem": "out of memory"}
+    late = "1 of 2 processes did not end within 9 s"
+    assert merge(ranks[:1], 2, "Timeout (0:00:09)!\nThread", 9.0) == {"problem": late}
+    assert merge([], 1, "so\nKilled\n", 9.0) == {"problem": "a process ended without a report: Killed"}

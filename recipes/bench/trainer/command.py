@@ -25,6 +25,8 @@ MODELS = {"tiny": "llama-tiny", "1b": "llama-1b", "3b": "llama-3b", "8b": "llama
 RECIPES = Path(__file__).resolve().parents[2]
 GRACE = 60.0
 """Seconds that torchrun has to end its processes."""
+OVERDUE = "Timeout ("
+"""What faulthandler prints when a process's time is over."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -100,13 +102,10 @@ def run(cell: Cell, job: Job, timeout: float, logs: Path) -> dict:
                 env=environment(ranks), stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
-                status = launched.wait(timeout + GRACE)
-            except subprocess.TimeoutExpired:  # the processes end by themselves after `timeout`
-                status = None
-            except BaseException:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    launched.wait(timeout + GRACE)  # the processes end by themselves after `timeout`
+            finally:
                 end(launched)
-                raise
-            end(launched)
         found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
     report = (
         asdict(cell) | merge(found, ranks, status, timeout) | {"all_seconds": round(time.perf_counter() - begin, 1)}
@@ -139,14 +138,15 @@ def end(launched: subprocess.Popen) -> None:
     launched.wait()
 
 
-def merge(found: list[dict], ranks: int, status: int | None, timeout: float) -> dict:
+def merge(found: list[dict], ranks: int, log: str, timeout: float) -> dict:
     """Return the report of a cell from those of its ranks: the slowest rank's times, the peak of each."""
     problems = [report["problem"] for report in found if "problem" in report]
     if problems:
         return {"problem": problems[0]}
     if len(found) < ranks:
-        late = f"did not end within {timeout:g} s" if status in (None, 1) else f"ended with status {status}"
-        return {"problem": f"{ranks - len(found)} of {ranks} processes {late}"}
+        late = f"{ranks - len(found)} of {ranks} processes did not end within {timeout:g} s"
+        last = (log.strip().splitlines() or ["nothing was printed"])[-1].strip()
+        return {"problem": late if OVERDUE in log else f"a process ended without a report: {last[:300]}"}
     slowest = max(found, key=lambda report: report["ms"])
     return {
         **found[0],

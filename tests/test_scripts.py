@@ -16,8 +16,8 @@ NAMES = [
     "bad_inputs", "bmtrain_suite", "checkpoint_speed", "docstrings", "faults", "float8_curves", "float8_signal",
     "gpt2_memory", "hook_time", "identical", "kill_points", "load_memory", "lora_memory", "memory_contract",
     "model_center_suite", "noisy", "parity", "peer_reduction", "plain_boolq", "plan_memory", "programs", "state_memory",
-    "step_path", "stress", "torch_functions", "trainer_cost", "trainer_matrix", "trainer_resume", "upstream_cases", "usages",
-    "zoo", "zoo_bf16",
+    "step_path", "stress", "torch_functions", "trainer_cost", "trainer_matrix", "trainer_resume", "upstream_cases",
+    "usages", "zoo", "zoo_bf16",
 ]  # fmt: skip
 
 

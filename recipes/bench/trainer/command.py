@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seq-len", type=at_least(1), default=2048, help="tokens per row (%(default)s)")
     add("--warmup", type=at_least(2), default=5, help="steps that are not timed (%(default)s)")
     add("--steps", type=at_least(1), default=12, help="steps that are timed (%(default)s)")
-    add("--lr", type=positive, default=1e-3, help="learning rate (%(default)s)")
+    add("--lr", type=positive, default=3e-4, help="learning rate (%(default)s)")
     add("--ranks", type=at_least(1), default=ranks, help="processes (%(default)s)")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"some of: {', '.join(ROWS)}")
     add("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="COLUMN", help=", ".join(COLUMNS))
@@ -107,9 +107,8 @@ def run(cell: Cell, job: Job, timeout: float, logs: Path) -> dict:
             finally:
                 end(launched)
         found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
-    report = (
-        asdict(cell) | merge(found, ranks, status, timeout) | {"all_seconds": round(time.perf_counter() - begin, 1)}
-    )
+    report = asdict(cell) | merge(found, ranks, log.read_text(errors="replace"), timeout)
+    report["all_seconds"] = round(time.perf_counter() - begin, 1)
     return report | ({"log": str(log)} if "problem" in report else {})
 
 

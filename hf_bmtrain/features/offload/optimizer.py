@@ -303,8 +303,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         )
         return [p.slab.part(p.start, p.start + run.weights.numel()) for run, p in places.items()]
 
-    def _load(self, state_dict: dict, copy: bool) -> None:
-        super()._load(state_dict, copy)
+    def _load(self, state_dict: dict, copied: bool) -> None:
+        super()._load(state_dict, copied)
         self._early = _EarlyUpdates()
 
 

@@ -1,7 +1,7 @@
 """Makes `import bmtrain` provide this package: a module for each public module of BMTrain, with the same names in it.
 
 `bmtrain` is a new module. If it were this package under a second name in `sys.modules`, an import of a submodule that
-BMTrain does not have would find a file of this package and run it a second time. With a new module it fails.
+BMTrain does not have would find a file of this package and run it a second time. With a new module the import fails.
 """
 
 from __future__ import annotations

@@ -171,8 +171,8 @@ class InspectTensor:
         """Compute statistics of the recorded tensors over all ranks. Collective.
 
         Returns:
-            A dict for each record, in order, with the keys of `inspect_model`. The size of dimension 0 is the sum over
-            the ranks. grad_std and grad_mean are None if there is no gradient. Names are `group.0.name`,
+            A dict for each record, in order, with the keys of `inspect_model`. In "shape", the size of dimension 0 is
+            the sum over the ranks. grad_std and grad_mean are None if there is no gradient. Names are `group.0.name`,
             `group.1.name` and so on, for records of one group and name, or `0.name` without a group.
 
         Raises:

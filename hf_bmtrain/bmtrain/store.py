@@ -35,7 +35,7 @@ def allgather_object(obj: Any, comm: World | None = None) -> list[Any]:
 
     Args:
         obj: any object that can be pickled.
-        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
     """
     current_world().check_comm(comm)
     return allgather_objects(obj)

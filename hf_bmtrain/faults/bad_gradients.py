@@ -83,7 +83,7 @@ class OwnGradients(Observer):
 
 
 class GradientWatcher(Observer):
-    """Explains why a step was skipped, and then checks each rank's own gradients for some steps.
+    """Explains why a step was skipped. Checks each rank's own gradients in the next steps, to name the ranks too.
 
     Every owner of optimizers (an OptimManager, or the object that follows Trainer) is watched separately.
     """
@@ -158,8 +158,7 @@ class _Bad:
 def explain(
     parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor, own: OwnGradients | None, world: World
 ) -> str | None:
-    """Return a message that names the first block in backward with non-finite gradients, these gradients, and the ranks
-    that computed them. Collective.
+    """Name the first block in backward with non-finite gradients, these, and the ranks they come from. Collective.
 
     Args:
         parameters: the local parameters of all optimizers.

@@ -154,7 +154,10 @@ def _ranks_of(shown: bytes) -> list[int]:
 
 
 def _say_farewell(store: TCPStore, rank: int) -> None:
-    """Note in the store that this rank has read the missing ranks. Rank 0 serves the store, so it waits for others."""
+    """Note in the store that this rank has read which ranks are missing.
+
+    Rank 0 then waits, for some seconds at most, until the others have read it, because its process serves the store.
+    """
     end = time.monotonic() + _FAREWELL_SECONDS
     with contextlib.suppress(RuntimeError):  # rank 0, whose process serves the store, may have ended
         told = store.add(_key("told"), 1)
@@ -164,9 +167,9 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:
-    """Return the ranks that have not arrived, [0] if all have just arrived.
+    """Return the ranks that have not arrived, never an empty list.
 
-    Returns [0] too if the store does not answer, because rank 0's process serves it.
+    [0] is returned also if all have arrived just now, and if the store, which rank 0's process serves, does not answer.
     """
     try:
         return [rank for rank in range(size) if not store.check([_key(str(rank))])] or [0]

@@ -73,8 +73,8 @@ class SharedStatus:
         """Move a log to this rank's page, and compare each new entry with the logs of the two adjacent ranks.
 
         Adjacent ranks are enough: if any two ranks of a host differ, two adjacent ones do. More comparisons would cost
-        time at every operation. Every rank must add the same logs in the same order, with equal entries so far. Further
-        logs than _JOURNALS are not shared.
+        time at every operation. Every rank must add the same logs in the same order, with equal entries so far. Only
+        the first _JOURNALS logs are shared.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:

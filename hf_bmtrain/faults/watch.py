@@ -355,7 +355,7 @@ class Watch(Monitor):
         return self._explain(places, f"{when} of communicator '{collective_log.name}' differs")
 
     def _crossed(self, other: int, theirs: Status) -> str | None:
-        """Return that this rank and `other` wait for each other on two communicators; None if they do not.
+        """Return an explanation if this rank and `other` wait for each other on two communicators; None if they do not.
 
         They do if each has issued an operation, on one of the communicators, that the other has not issued, and neither
         has made progress for CROSSED_SECONDS.

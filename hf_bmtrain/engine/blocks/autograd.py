@@ -1,10 +1,10 @@
-"""Callbacks when backward enters and leaves the forward of a sharded layer, and autocast without its cache.
+"""Callbacks before and after the backward of a sharded layer; and a context for autocast without its cache.
 
 `enter_backward` is an identity function on the outputs of a layer. Its backward runs when the gradients of all outputs
 exist, before any other autograd node of the layer. `leave_backward` is an identity function on the inputs. Its
 backward runs when the gradients of all inputs exist, hence after the nodes that computed them. By then the gradients
-of the layer's weights are complete too: of the nodes that are ready, autograd's engine runs those that accumulate
-gradients first, and then the one that was created last. `watch_backward` is for a whole model: it leaves the outputs as
+of the layer's weights are complete too: of the nodes that are ready, autograd's engine first runs those that accumulate
+gradients, then the one that was created last. `watch_backward` is for a whole model: it leaves the outputs as
 they are, and registers hooks on them that run at the first gradient.
 """
 
@@ -53,8 +53,8 @@ class _LeaveBackward(torch.autograd.Function):
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return `function.apply(*args)`, but skip the checks for functorch, which take half the time of the call.
 
-    Inside a functorch transform, call `function.apply` itself, which raises torch's error for unsupported functions.
-    While torch.compile traces, do so too, because it supports no other call.
+    The checks are kept inside a functorch transform, where they raise torch's error for unsupported functions, and
+    while torch.compile traces, which supports no other call than `function.apply`.
     """
     if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
@@ -125,12 +125,12 @@ def enter_backward(
 
 
 def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
-    """Do as `enter_backward`, but leave `outputs` as they are: hooks on their tensors call `before` once.
+    """Like `enter_backward`, but register hooks on the tensors in `outputs` instead of replacing the tensors.
 
-    They do so when backward computes the first gradient of any of these tensors. The model returns the very tensors
-    that its layers passed on, so a user's hook or `retain_grad()` on a hidden state sees the complete gradient.
-    `enter_backward` is called instead if an output is a leaf, on which the hook would stay registered, if an object
-    cannot be searched for tensors, or while torch.compile traces the model.
+    The hooks call `before(token)` once, when backward computes the first gradient of any of these tensors. The model
+    thus returns the very tensors that its layers passed on, so a user's hook or `retain_grad()` on a hidden state sees
+    the complete gradient. `enter_backward` is called instead if an output is a leaf, on which the hook would stay
+    registered, if an object cannot be searched for tensors, or while torch.compile traces the model.
     """
     if torch.compiler.is_compiling():
         return enter_backward(before, token, outputs)
@@ -248,7 +248,7 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
 
 
 def uncached_autocast() -> AbstractContextManager | None:
-    """Return a context with the current autocast settings but without the cache of casts; None without autocast.
+    """Return a context with the current autocast settings but without the cache of casts; None if autocast is off.
 
     The cache has one entry for each parameter object, and a full parameter is the same object at every step. If one
     autocast context enclosed several steps, a block would compute with casts of old weights. The casts of all blocks

@@ -24,9 +24,9 @@ from .sharded_module import ShardedModule, extend_class
 class CheckpointBlock(ShardedModule):
     """A transformer layer whose parameters are sharded, and full only while its forward or backward runs.
 
-    `CheckpointBlock(layer)` shards `layer` in place, replaces its class by a subclass of both classes, and returns it.
-    The layer's names, `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. A list that
-    the layer returns becomes a tuple, as in BMTrain; `auto_wrap` leaves lists as they are. Collective.
+    `CheckpointBlock(layer)` shards `layer` in place and returns it. Its new class is a subclass of CheckpointBlock and
+    of the class that it had, so names, `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. A list
+    that the layer returns becomes a tuple, as in BMTrain; `auto_wrap` leaves lists as they are. Collective.
 
     Args:
         layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
@@ -130,7 +130,7 @@ def extend(
 
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
-    """Add parameters that were put into `block` after it was sharded.
+    """Add to `block` the flat buffers and slots of parameters that were put into it after it was sharded.
 
     sharded: the result of `shard_places` for the new parameters.
     """

@@ -49,8 +49,8 @@ class TransformerBlockList(torch.nn.ModuleList):
 
         Args:
             *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
-            return_hidden_states: whether to append, for each hidden state, its values before every block, stacked
-                along a new dimension 0: (blocks, ...).
+            return_hidden_states: whether to return in addition, for each hidden state, its values before every block,
+                stacked along a new dimension 0: (blocks, ...).
             **kwargs: passed to every block.
 
         Returns:

@@ -26,8 +26,8 @@ class BlockState:
     The slots are set to full parameters exactly while the block's forward or backward runs. The block that ran last
     stays unsharded until another block starts. When a block starts, its neighbour is prefetched.
 
-    `pending` and `_entered` decide when the block's gradients are reduced. They are the same on every rank, whereas
-    the set of parameters that have a gradient may differ between ranks.
+    When the block's gradients are reduced depends only on `pending`, and on whether the running backward has reached
+    the block. Both are the same on every rank, whereas different ranks may have gradients for different parameters.
 
     Attributes:
         schedule: the schedule of the world.
@@ -168,8 +168,8 @@ class BlockState:
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Recompute this block for a checkpoint around it, perhaps before the block's own backward has started.
 
-        Autograd must save the same tensors as in the first forward. If the block applied torch's checkpoint to itself
-        then, it does so again.
+        Autograd must save the same tensors as in the first forward. So the block runs under torch's checkpoint again if
+        its first forward did.
         """
         closed = not self._open
         if closed:
@@ -242,7 +242,8 @@ class BlockState:
     def after_backward(self) -> None:
         """Set the slots back to local parameters after the backward of one forward.
 
-        If no other forward's backward is pending, also start the gradients' reduction and reshard the block.
+        If no other forward of the block waits for its backward, also start to reduce the gradients, and reshard the
+        block.
         """
         self.show_local()
         if self.pending > 0:
@@ -256,8 +257,8 @@ class BlockState:
     def finish_backward(self) -> None:
         """Reduce and reshard the block at the end of the whole backward, unless `after_backward` has done so.
 
-        It has not if no input of the block required a gradient (autograd then does not call it), or if the backward did
-        not go through all of the block's forwards.
+        `after_backward` has not done so if autograd did not call it, because no input of the block required a gradient,
+        or if the backward did not go through all of the block's forwards.
         """
         if self._open:
             self.show_local()

@@ -95,7 +95,7 @@ class DistributedModule(ShardedModule):
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
-        """Return `watch` for the buffers of this module's own parameters; a null context if the module has children.
+        """Return `on_demand.watch` of the buffers of this module's own parameters; a null context if it has children.
 
         Inside `watch` no other module may read these buffers. A module without children calls no other module, so its
         forward satisfies this. Without grad mode, autograd saves nothing, and the context is null too.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # at run time, this folder must not import engine/optim
 
 
 class Observer:
-    """Base class of observers. A subclass overrides the methods of the events that it wants to see.
+    """Is told about the forwards, backwards and steps of a world. A subclass overrides the methods of some events.
 
     `Schedule.observe` adds an observer to a world.
 

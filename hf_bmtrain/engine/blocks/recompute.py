@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Recompute:
-    """Recomputes every training forward of a block. A subclass may decide for each forward.
+    """Decides which training forwards of a block are recomputed in backward: all of them, unless a subclass decides.
 
     Attributes:
         fills_cache: whether training forwards may fill a key-value cache, which a recomputation would fill twice: False
@@ -29,7 +29,7 @@ class Recompute:
 
         Called before the block's all-gather. The answers may differ between ranks: they change no collective. Inside
         saved-tensor hooks, such as those of a checkpoint around the block, the answer must be the same in every call,
-        because that checkpoint repeats the block by the last one.
+        because the checkpoint repeats the block in the way of the last answer.
 
         Args:
             args: the positional arguments of the forward.
@@ -75,7 +75,7 @@ class Replay(Protocol):
 
 
 class LayerFeatures(Protocol):
-    """Creates parts of a block from outside the engine, which it must not import. See `World.layer_features`."""
+    """Creates those parts of a block that features define; the engine imports none. See `World.layer_features`."""
 
     def check(self, use_checkpoint: object) -> None:
         """Raise ValueError if `use_checkpoint` is not a value that the method `recompute` accepts."""

@@ -25,8 +25,9 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class BackwardParticipant(Protocol):
-    """Takes part in a backward. At the end of that backward the schedule calls all participants, in the same order on
-    every rank.
+    """A block, or a buffer of root parameters, that takes part in a backward and must be told when it ends.
+
+    The schedule calls the participants of a backward at its end, in the same order on every rank.
     """
 
     def finish_backward(self) -> None:
@@ -43,8 +44,8 @@ class ForwardPass:
     of any other block is a new forward, which has a backward of its own.
 
     Attributes:
-        readers: the OnDemandGather of each buffer of root parameters that the forward read. The value is True during
-            the forward; `end` sets it to the OnDemandGather's `unwatched`.
+        readers: a dict whose keys are the OnDemandGathers of the buffers of root parameters that the forward read. The
+            values are True during the forward; `end` sets each to the `unwatched` of its OnDemandGather.
         blocks: the blocks with a differentiable output in this forward.
     """
 
@@ -67,7 +68,7 @@ class ForwardPass:
             reader.check_unwritten()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a root parameter that the forward read outside `watch`."""
+        """Return whether `tensor` is a view of a root parameter that the forward read outside `on_demand.watch`."""
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
     def reshard(self) -> None:
@@ -93,7 +94,7 @@ class ForwardPass:
 
 
 class ForwardDepth:
-    """A context that every layer's and model's forward enters. `depth` counts the forwards that run now, nested."""
+    """A context that every layer's and model's forward enters. `depth` is how many run now, one inside the other."""
 
     depth = 0
 
@@ -258,7 +259,7 @@ class Schedule:
         """Add a participant to the running backward. The first one queues the callback `_end_backward`.
 
         Participants are stored by autograd's graph task, because a backward that runs inside another one (of a
-        reentrant checkpoint) ends before it.
+        reentrant checkpoint) ends before the outer one.
         """
         self._members_of(current_graph_task())[member] = None
 
@@ -365,7 +366,7 @@ class Schedule:
             self._pending.popleft()
 
     def _decide(self) -> None:
-        """Set the `.grad`s that `receive` left open because this rank did not use the parameters."""
+        """Set the `.grad`s, not set by `receive`, of parameters that this rank did not use but another rank did."""
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:
             gradient.decide()

@@ -173,7 +173,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
-        """Make one step of the runs `numbers`, which must be in ascending order and have reduced gradients."""
+        """Update the runs with these `numbers`, in ascending order. Their gradients must have been reduced."""
         states = [self._states[number] for number in numbers]
         # 1. Wait for earlier updates of the runs' buffers. Update the masters of weights written since the last step.
         for state in states:
@@ -304,7 +304,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return copied
 
     def _of(self, groups: list[dict[str, Any]]) -> AdamOptimizer:
-        """Return a new optimizer of this kind, of complete parameter groups."""
+        """Return a new optimizer of this class over `groups`, parameter groups that have all settings."""
         return type(self)(groups, exp_avg_dtype=self._exp_avg_dtype)
 
     def state_dict(self, gather: bool = False) -> dict:
@@ -331,8 +331,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the state without copies: the tensors are the optimizer's own, which the next step changes.
 
-        Parameters whose masters are stored as residuals have "residual" and no "master". Float32 masters are first
-        updated to weights that were written since the last step.
+        Parameters whose masters are stored as residuals have "residual" and no "master". Float32 masters
+        first follow weights that were written since the last step (`Master.follow_weight`).
         """
         self._finish()
         for state in self._states:

@@ -599,10 +599,7 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of this rank's gradients, (2,) float64.
-
-    The second element is the flag of `accumulate_squared_norm`.
-    """
+    """Return (2,) float64: the sum of squares of this rank's gradients, and the flag of `accumulate_squared_norm`."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     measured = []
     for members in neighbours(parameters):

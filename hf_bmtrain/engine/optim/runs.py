@@ -132,7 +132,7 @@ def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tup
 
 
 def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) -> bool:
-    """Return whether the parameter still has the `.grad` that `gradient_versions` returned, and it was not written.
+    """Return whether the parameter still has the `.grad` that `gradient_versions` returned, unwritten since then.
 
     seen: the value for this parameter in the result of `gradient_versions`.
     """
@@ -194,7 +194,7 @@ class RunState:
 
     Attributes:
         run: the run.
-        master: the masters as they are stored, together with exp_avg_sq, (n,) float32.
+        master: the masters and exp_avg_sq, in the form in which they are stored, (n,) each.
         exp_avg: (n,) float32 or bfloat16.
         step: (), float32, the number of steps taken.
         index_base: the number of the run's first element among all elements of the optimizer (see `index_bases`). It
@@ -239,7 +239,7 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
         parameter: the parameter.
         held: its state.
         loaded: True if `held` was loaded and is not in a run yet: its master is returned as it is. If False, a float32
-            master is first updated to weights that were written since the last step.
+            master first follows weights that were written since the last step (`Master.follow_weight`).
     """
     weights = _values(parameter)
     if "residual" in held:

@@ -210,7 +210,7 @@ def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
     if len(shape) == len(full_shape):  # torch's Adafactor keeps reduced dimensions, of size 1
         return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]
-    return len(full_shape) > 1 and shape in left_out  # transformers' Adafactor removes them
+    return len(full_shape) > 1 and shape in left_out  # transformers' Adafactor removes the reduced dimension
 
 
 # -- gathering ----------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values`, a parameter's state, merged with the dict in it that has 8-bit optimizers' quantized state."""
+    """Return a parameter's state `values`, with the nested dict of 8-bit optimizers' quantized state merged into it."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

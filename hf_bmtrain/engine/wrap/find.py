@@ -12,7 +12,7 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """Return the outermost ModuleLists whose items have parameters; of a list of ModuleLists, the inner lists.
+    """Return the outermost ModuleLists whose items have parameters; for a list of ModuleLists, its inner lists.
 
     Lists that contain None (optional modules between layers) or embeddings are skipped. Models read the weights of
     such embeddings without calling the module (SAM's points, tied heads), so no block would all-gather them.

@@ -61,7 +61,7 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
 
 
 def name_buffers(model: torch.nn.Module, world: World) -> None:
-    """Set the names of the flat buffers, for messages, and the `origin` of every sharded parameter."""
+    """Name every flat buffer, for messages, and set the `origin` (block and name) of every sharded parameter."""
     names: dict[int, list[str]] = {}
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, CheckpointBlock)]
     holders = {key: block for block in blocks for key in _keys(model.get_submodule(block[:-1]))}

@@ -116,7 +116,7 @@ def _choose_chains(
 
 
 def _refuse_together(world: World, check: Callable[[], object]) -> None:
-    """Call `check`, and raise its ValueError; raise RuntimeError if the ranks' errors differ. Collective."""
+    """Call `check`, and let its ValueError pass; raise RuntimeError instead if the ranks' errors differ. Collective."""
     refusal = None
     try:
         check()

@@ -1,4 +1,4 @@
-"""Matrix products of float8 factors: e4m3 values with a float32 scale per row, or for weights one per tensor.
+"""Matrix products of float8 factors: e4m3 values with float32 scales, one per row, or one for a whole weight.
 
 An element is value x scale. A scale is absmax / 448, where absmax is the largest magnitude among the elements that
 share the scale, at least 1e-30. A value is the element times 448 / absmax, in float32, rounded to float8_e4m3fn. If
@@ -232,7 +232,7 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether kernels round x: on GPUs and on the meta device, which stands for a GPU, unless compiled.
+    """Return whether own kernels round x: on GPUs and the meta device (it stands for a GPU), but not in compiled code.
 
     Compiled code rounds with kernels that Inductor generates. An exception is `quantize_both`, which is a custom
     operator, because Inductor would fuse the column-wise absmax with the computation of the elements: that took 1.3 ms,

@@ -79,7 +79,7 @@ class Calibration(Observer):
         raise NotImplementedError
 
     def decide(self) -> None:
-        """Compare the measurements of all ranks, and switch off float8 for layers below the bound. Collective.
+        """Compare the measurements of all ranks, and switch off float8 for layers below LEAST_DECIBELS. Collective.
 
         From then on weights are gathered in float8, except in layers that were switched off or that no rank called, and
         in models with adapters. Does nothing while the backward of a block is pending on some rank, because the block
@@ -210,8 +210,9 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
     differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
     if differing and world.rank == 0:
         _log.warning(
-            "float8: %d of this model's %d float8 layers, such as '%s', use float8 although those of the checkpoint do "
-            "not, or the other way round. They are not changed, and training will not continue bit for bit.",
+            "float8: for %d of this model's %d float8 layers, such as '%s', the model had decided whether to use "
+            "float8 before the checkpoint was loaded, and the checkpoint says otherwise. They are not changed, and "
+            "training will not continue bit for bit. Load the checkpoint before the first training step.",
             len(differing), len(states), differing[0],
         )  # fmt: skip
     paths = {state: path for path, state in states.items()}
@@ -255,7 +256,11 @@ def _tell(ratios: dict[str, float]) -> None:
                 "dtype. Pass keep=[%r] to auto_wrap to leave such layers out from the start.",
                 path, ratio, LEAST_DECIBELS, path.rpartition(".")[2],
             )  # fmt: skip
-    _log.info("float8: signal-to-noise in dB: %s", ", ".join(f"{path} {ratio:.1f}" for path, ratio in ratios.items()))
+    _log.info(
+        "float8: signal-to-noise ratio of each layer's output in dB (below %.0f a layer leaves float8; inf: no noise "
+        "was measured): %s",
+        LEAST_DECIBELS, ", ".join(f"{path} {ratio:.1f}" for path, ratio in ratios.items()),
+    )  # fmt: skip
 
 
 def decibels(signal: float, noise: float) -> float:

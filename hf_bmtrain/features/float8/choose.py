@@ -132,7 +132,7 @@ def _reads_weights(module: torch.nn.Module) -> bool:
 
 
 def _table(layers: Iterable[str], left: dict[str, str]) -> str:
-    """Return a table for the log, counted by name: `layers` in float8; layers in `left`, with the reason why not."""
+    """Return a table for the log: how many layers of each name use float8, and how many in `left` do not, and why."""
     lines = ["float8: matrix products of linear layers in blocks, with one scale per token and one per weight"]
     lines.append(f"  in float8: {', '.join(_counted(layers))}")
     lines += [f"  not: {text}" for text in _grouped(left)]

@@ -208,7 +208,7 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 
 @torch.no_grad()
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
-    """Return the sums (2,) for `Float8State.powers`.
+    """Return (2,): the sum of squares of the output without rounding, and of the error that rounding added in y.
 
     y: what the layer computed in float8 for the input x, without the bias. transposed: whether `weight` is (K, N).
     """

@@ -79,7 +79,7 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """Weights that may be gathered in float8."""
+    """The kind of storage for weights that may be gathered in float8."""
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         return Float8Storage(small)
@@ -195,7 +195,7 @@ class Float8Storage(Storage):
             buffer.reshard()
 
     def _check(self) -> None:
-        """Raise RuntimeError if this rank received other values than the parameters have, weights rounded. Collective.
+        """Raise RuntimeError if this rank did not receive the small parameters and the rounded weights. Collective.
 
         The expected values are all-gathered in the parameters' own dtype.
         """

@@ -53,7 +53,7 @@ class Adapter(NamedTuple):
 def has_wide_products(device: torch.device) -> bool:
     """Return whether `device` can multiply 16-bit matrices with a float32 result.
 
-    A GPU must do so without float32 copies of the matrices. Other devices make copies.
+    For a GPU that means without float32 copies of the matrices. Other devices always can, by such copies.
     """
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 

@@ -62,7 +62,9 @@ class Criterion:
             raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")
         targets, weight, ignored = targets.long(), self.rows.class_weight, self.rows.ignore_index
         if weight is not None and weight.numel() != classes:
-            raise ValueError(f"the class weights are {weight.numel()} numbers for {classes} classes")
+            raise ValueError(
+                f"the class weights are {weight.numel()} numbers for {classes} classes: pass one for each class"
+            )
         if targets.device.type == "cpu":
             wrong = (targets != ignored) & ((targets < 0) | (targets >= classes))
             if wrong.any():
@@ -74,10 +76,10 @@ class Criterion:
         return targets
 
     def factor(self, targets: Tensor) -> Tensor:
-        """Return the factor of each row's loss in the reduction, (1,) float32, without synchronizing with the device.
+        """Return the number by which `reduce` multiplies the sum of losses, (1,) float32, without a synchronization.
 
-        For a mean it is 1 / divisor. If the divisor is 0 (all targets are ignored) the factor is 1, so that the mean is
-        0, where torch returns NaN. Otherwise it is 1.
+        For a mean it is 1 / divisor or, if the divisor is 0 (all targets are ignored), 1, so that the mean is 0, where
+        torch returns NaN. For reduction "sum" or "none" it is 1.
         """
         one = torch.ones(1, device=targets.device)
         if self.reduction != "mean":

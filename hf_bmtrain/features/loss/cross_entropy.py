@@ -128,7 +128,7 @@ class CrossEntropy:
         return self._launch_rows("cross_entropy_losses", logits, targets)
 
     def losses_and_gradient_(self, logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `losses`, and in the same launch write the gradient of sum(scale * losses) over the logits."""
+        """Return (losses, lses); in the same launch overwrite the logits with the gradient of sum(scale * losses)."""
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
         if logits.is_meta:
@@ -142,7 +142,7 @@ class CrossEntropy:
     def gradient_(
         self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor, out: Tensor | None = None
     ) -> None:
-        """Write the gradient of sum(scale * losses) over the logits, or into `out`.
+        """Write the gradient of sum(scale * losses) into `out`; None overwrites the logits.
 
         out: (N, V) of the logits' dtype, with the same row stride, and the same alignment to 16 bytes.
         """

@@ -122,7 +122,7 @@ class _Work:
             return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
-        """Do what `run` describes. weight, bias: full parameters. rows, weight, bias: in `dtype`."""
+        """Do the work of `run`, with full parameters `weight` and `bias`, and with rows, weight and bias in `dtype`."""
         (count, _), classes = rows.shape, weight.shape[0]
         for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
         losses = rows.new_empty(count, dtype=torch.float32)
@@ -207,7 +207,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
     """Return ratio * gradient in the parameter's dtype; None if `gradient` is None.
 
-    For a local parameter, give the result to its buffer instead, and return None.
+    For a local parameter, add the result to the gradients of its flat buffer instead, and return None.
     """
     if gradient is None:
         return None
@@ -224,7 +224,7 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 
 @contextmanager
 def _full(parameter: Tensor | None) -> Iterator[Any]:
-    """Yield the full parameter. A local one is all-gathered, and resharded at the end unless unsharded before."""
+    """Yield the full parameter. A local one is all-gathered, and at the end resharded if it was not full before."""
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.unsharded():
             yield parameter.buffer.full_params[parameter.index].detach()

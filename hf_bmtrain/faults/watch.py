@@ -57,7 +57,7 @@ class Watch(Monitor):
         self._interrupt: Callable[[], None] = lambda: None
         self._delay = self._next = hang_seconds()
         self._stopped = threading.Event()
-        self._since = time.monotonic()  # the time of the last change of _seen
+        self._since = time.monotonic()  # when `_seen` changed last
         self._seen: tuple[list[int], list[int]] = [], []  # number of entries of each log: this rank's, the next's
         self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
@@ -199,8 +199,8 @@ class Watch(Monitor):
             theirs = self._read(rank)
             stuck = rank in self.status.blamed and time.time() - theirs.written > _SILENT_SECONDS if theirs else False
             if theirs is not None and (stuck or condition(theirs.pid) == "stopped"):
-                # Its launcher would wait for that process forever. It must end before this rank does, so that the
-                # launcher blames it.
+                # The launcher would wait forever for that process. Kill it before this rank ends, so that the launcher
+                # reports that rank as the one that failed first.
                 os.kill(theirs.pid, signal.SIGKILL)
                 self.wait_for_end(rank, SECONDS)
         self.status.problem = problem

@@ -124,7 +124,7 @@ class Schedule:
         self._pass: ForwardPass | None = None
         self._calibrates = False
         self._members: dict[int, dict[BackwardParticipant, None]] = {}  # participants by autograd graph task
-        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, the passes whose outputs backward has reached
+        self._passes: dict[int, list[ForwardPass]] = {}  # forward passes that the backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that a dropped model is freed
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
@@ -301,7 +301,7 @@ class Schedule:
             self._receive(ahead=0)
             self._decide()
         except BaseException:
-            self._members[task], self._passes[task] = members, passes  # discard_failed_backward needs them
+            self._members[task], self._passes[task] = members, passes  # for `discard_failed_backward`
             raise
         self.wait_for_readers()  # so that the optimizer may write the shards
         self.backwards += 1

@@ -58,7 +58,7 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
         world.check_same_on_all_ranks("optimizer.step", _facts(optimizer, world))
         _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     if known is None and slices:
-        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # the package's own are element-wise
+        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # hf_bmtrain's are element-wise
             _check_element_wise(optimizer, slices[0].device)
         known = optimizer.full_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
@@ -276,13 +276,13 @@ def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[
 def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
     """Make one step per gradient with a new optimizer of the same class and the options of `group`."""
     options = {**group, "params": [parameter]}
-    if group.get("lr") is not None:  # replaced, because it may be 0 at the start of a warm-up
+    if group.get("lr") is not None:  # replace the rate, which may be 0 at the start of a warm-up
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
     twin: Any = type(optimizer)([options], **given)
-    twin.checked = current_world().buffers.made, [[parameter]], []  # so that its steps are not checked in turn
+    twin.checked = current_world().buffers.made, [[parameter]], []  # marked as checked: not to be checked in its steps
     for gradient in gradients:
         parameter.grad = gradient
         if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:

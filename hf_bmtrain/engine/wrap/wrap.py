@@ -149,7 +149,7 @@ def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList],
     Also turns off the model's own gradient checkpointing, because blocks recompute by themselves.
     """
     for module_list in lists:
-        if type(module_list) is torch.nn.ModuleList:  # a subclass may have methods of its own
+        if type(module_list) is torch.nn.ModuleList:  # not a subclass, whose own methods would be lost
             module_list.__class__ = TransformerBlockList
     for chain in chains:
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]

@@ -63,7 +63,7 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
     matrix = torch.cat([a, b.t()], 1)  # to split A and Bᵀ with the same launches
-    if torch.compiler.is_compiling():  # compiled code cannot use `out=` with a view; these lines become one kernel
+    if torch.compiler.is_compiling():  # which cannot use `out=` with a view; it fuses these lines
         high, low = _parts(matrix)
         made = torch.stack([high, low, high, high]).to(dtype)
     else:

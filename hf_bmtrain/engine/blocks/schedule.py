@@ -124,7 +124,7 @@ class Schedule:
         self._pass: ForwardPass | None = None
         self._calibrates = False
         self._members: dict[int, dict[BackwardParticipant, None]] = {}  # participants by autograd graph task
-        self._passes: dict[int, list[ForwardPass]] = {}  # forward passes that the backward has reached
+        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, forward passes that its backward reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that a dropped model is freed
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()

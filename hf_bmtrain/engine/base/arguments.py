@@ -98,7 +98,7 @@ def expect_number(
 
 
 def _show(value: Any) -> str:
-    """Describe a value of the wrong type in a few words, without reading the elements of a tensor."""
+    """Return a few words, for an error, about a value of the wrong type. The elements of a tensor are not read."""
     if value is None or isinstance(value, bool):
         return repr(value)
     kind = type(value).__name__

@@ -70,7 +70,7 @@ class Argument(NamedTuple):
         name: the parameter's name.
         c_type: its C type; for a pointer, the type of the elements.
         pointer: whether it is a pointer.
-        written: whether it is a pointer to memory that is not const.
+        written: whether it is a pointer through which the kernel may write: one that is not declared const.
     """
 
     name: str

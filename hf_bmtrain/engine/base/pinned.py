@@ -35,7 +35,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
         A uint8 tensor (nbytes,). The memory is unlocked and freed with the last view of it.
 
     Raises:
-        RuntimeError: the memory is not available. The error tells how much is.
+        RuntimeError: the memory is not available. The message says how much host memory is available.
     """
     if device.type == "meta":
         return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=True)
@@ -64,7 +64,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
 
 
 def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
-    """Unlock `memory`. The argument keeps it mapped until CUDA has unlocked it.
+    """Unlock `memory`, which the reference held by this call keeps mapped until CUDA has unlocked it.
 
     If it were unmapped first, another thread could map the same addresses, and CUDA would refuse to lock them.
     """
@@ -102,7 +102,7 @@ def register(pointer: int, nbytes: int, device: torch.device) -> None:
 
     Args:
         pointer: the address of the memory.
-        nbytes: its size.
+        nbytes: the size of the memory.
         device: the CUDA device.
     """
     runtime = import_cupy().cuda.runtime

@@ -69,7 +69,7 @@ optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
 def has_global_hooks() -> bool:
     """Return whether a global module hook is registered, one that runs for every module.
 
-    The public functions can only register such hooks.
+    There is no public way to ask: torch's public functions only register such hooks.
     """
     module: Any = torch.nn.modules.module  # its function `_has_any_global_hook` does not exist in torch 2.6
     return bool(
@@ -113,9 +113,10 @@ itself. The package uses it to track storages when it predicts memory."""
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator of torch.ops, which declares the arguments that the operator writes.
+    """Return the schema of an operator of torch.ops. It declares which arguments the operator writes.
 
-    Returns None for an operator with several overloads, and for anything else. There is no public equivalent.
+    Returns None for an operator with several overloads, and for anything that is not an operator. There is no public
+    equivalent.
     """
     if isinstance(operator, torch._ops.OpOverloadPacket):
         overloads = operator.overloads()

@@ -41,7 +41,7 @@ _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
 
 
 def code(kind: str, number: int) -> int:
-    """Return the entry for an operation.
+    """Return the entry for an operation: the number that stands for it in a log.
 
     Args:
         kind: what the operation is, one of `_KINDS`.
@@ -72,9 +72,9 @@ def option_kind(option: str) -> str:
 
 
 def kind_and_number(entry: int) -> tuple[str, int]:
-    """Return the kind and the number that `code` made an entry of.
+    """Return the kind and the number of an operation from its entry: the inverse of `code`.
 
-    For an entry that `value_code` made, the number has the bits of the float32 value.
+    For an entry from `value_code`, the number is the bit pattern of the float32 value.
     """
     number, position = divmod(entry, len(_KINDS))
     return _KINDS[position], number
@@ -203,7 +203,7 @@ class CollectiveLog:
         self.refuse()
 
     def excerpt(self) -> Excerpt:
-        """Return the last SENT entries, or fewer if there are fewer."""
+        """Return the last SENT entries of this log, or all if there are fewer."""
         return _excerpt(self._memory)
 
     def compare(self, theirs: Excerpt) -> Difference | None:

@@ -320,7 +320,7 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
 
 @contextlib.contextmanager
 def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
-    """Replace an error of gloo or NCCL by the problem in the collective log, if the monitor finds one within 5 s."""
+    """Replace an error of gloo or NCCL, raised inside the context, by the problem that the monitor finds within 5 s."""
     try:
         yield
     except RuntimeError:
@@ -329,7 +329,7 @@ def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
 
 
 def comes(work: Any, seconds: float) -> bool:
-    """Wait at most `seconds` for an operation of gloo, and return whether it succeeded within them."""
+    """Wait at most `seconds` for an operation of gloo, and return whether it has succeeded by then."""
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:

@@ -62,7 +62,7 @@ class _CudaTicket:
 
 
 class NcclCommunicator:
-    """A communicator for tensors on one CUDA device, with an NCCL communicator of CuPy and a stream of torch."""
+    """A communicator for tensors on one CUDA device, by an NCCL communicator of CuPy on a stream of its own."""
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
         nccl = import_nccl()

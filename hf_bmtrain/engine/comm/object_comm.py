@@ -26,7 +26,7 @@ class ObjectComm:
         size: the number of ranks.
         timeout: how many seconds a collective waits for the other ranks.
         collective_log: the log of the collectives.
-        occasions: what the collectives were for, by the numbers in the log.
+        occasions: what the collectives were for, by the number that stands for each purpose in the log.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:

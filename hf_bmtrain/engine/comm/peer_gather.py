@@ -21,7 +21,7 @@ class _Shared:
 
     Attributes:
         shard: this rank's shard.
-        nbytes: its size.
+        nbytes: the size of the shard.
         sources: the mapped shards by rank; None for this rank's own.
         handle: the handle of this rank's memory.
         alive: returns None once nothing refers to the memory of this rank's shard.

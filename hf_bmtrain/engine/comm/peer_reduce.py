@@ -174,7 +174,7 @@ class PeerReduction(Reduction):
             add: queues the work that reads `box`.
 
         Returns:
-            The ticket of the work of `add`.
+            A ticket that is complete once the work queued by `add` is.
         """
         self._pushing.follow()
         self._pushing.after(box.free)

@@ -84,7 +84,7 @@ class Reducer(Protocol):
     """Averages the gradients of one flat buffer over the ranks, once per backward."""
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
-        """Accept a gradient before `send`. Gradients for the same tensor are added up.
+        """Accept the full gradient of one tensor ahead of `send`. Several gradients of one tensor are added up.
 
         Args:
             index: the index of its tensor in the layout.
@@ -108,7 +108,7 @@ class Reducer(Protocol):
         ...
 
     def discard(self) -> None:
-        """Drop the gradients that were collected."""
+        """Drop the gradients that `collect` has accepted since the last `send`."""
 
 
 class Reduction(Protocol):

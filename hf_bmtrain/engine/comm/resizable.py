@@ -49,10 +49,10 @@ class ResizableStorage:
         return shares_storage(tensor, self.tensor)
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
-        """Return a view of `shape` that starts at element `start` and has its own version counter.
+        """Return a view of `shape` that starts at element `start`, with a version counter of its own.
 
-        The counter is separate, by `.data`, because for autograd filling the storage must not count as a write to the
-        view.
+        It is made from `.data`: with a shared counter, autograd would take each refill of the storage for an in-place
+        write to the views that it has saved, and backward would raise.
         """
         assert self.allocated
         return self.tensor.data[start : start + shape.numel()].view(shape)

@@ -61,7 +61,7 @@ def variant(
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return every variant of this module's source. They are the same for all architectures."""
+    """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
     kinds = [(grad, None, torch.float32) for grad in C_NAMES]
     kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
     kinds += [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
@@ -82,7 +82,8 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
     Args:
         grad_scale: (1,) float32, by which gradients are divided: the loss scale divided by the clip factor.
         found_inf: (1,) float32, nonzero if the step must be skipped.
-        hyper: (runs, 7) float64, with the columns of HYPER. In the first hold_steps steps the learning rate is 0.
+        hyper: (runs, 7) float64, with the columns of HYPER. The column hold_steps is the number of first
+            steps in which the learning rate is 0.
         steps: (runs,) float32, the number of steps that each run has taken. Incremented in place unless the step is
             skipped.
         records: (runs, 12) float32, written, with the columns of RECORD.
@@ -167,9 +168,9 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Return (head, quads), such that elements head to head + 4 * quads are aligned to four elements in every tensor.
+    """Return (head, quads), such that elements head : head + 4 * quads begin at a multiple of 4 elements in memory.
 
-    Returns (0, 0) if the tensors are not aligned alike.
+    This holds for all `tensors`, of n elements each. Returns (0, 0) if no `head` suits all of them.
     """
     heads = {(-tensor.data_ptr() // tensor.element_size()) % 4 for tensor in tensors}
     head = heads.pop()

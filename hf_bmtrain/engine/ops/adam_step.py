@@ -117,7 +117,7 @@ class KernelSteps:
 class TorchSteps:
     """AdamW on the CPU, with the same methods as KernelSteps. All optimizer state is float32.
 
-    It calls the functions of torch that torch.optim.Adam and AdamW call there, so that the results have the same bits.
+    It calls the same functions of torch as torch.optim.Adam and AdamW on the CPU, so the results are bit-identical.
     """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:

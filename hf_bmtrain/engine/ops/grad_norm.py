@@ -26,7 +26,7 @@ def variant(dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return every variant of this module's source. They are the same for all architectures."""
+    """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
     return [variant(dtype) for dtype in C_NAMES]
 
 
@@ -82,8 +82,8 @@ class Segments:
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tables that the kernels read. Every segment is divided into chunks of at most PIECE elements.
 
-        They are the chunks' first elements (int64), the chunks' lengths (int32), and for each segment the index of its
-        first chunk, followed by the number of chunks (int64).
+        The three tables are the chunks' first elements (int64), the chunks' lengths (int32), and for each segment the
+        index of its first chunk, followed by the number of chunks (int64).
         """
         begins, lengths, firsts = [], [], [0]
         for start, end in itertools.pairwise(self.offsets):

@@ -17,7 +17,7 @@ def variant(dtype: torch.dtype, summed: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return every variant of this module's source. They are the same for all architectures."""
+    """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 
 

@@ -217,7 +217,7 @@ def _hindrance(device: torch.device, exchange) -> str | None:
         return "the ranks see different CUDA devices (CUDA_VISIBLE_DEVICES)"
     others = [place[3] for place in places if place[3] != device.index]
     blocked = [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
-    reports = [report for report in exchange(blocked and f"cuda:{device.index} cannot reach {blocked}") if report]
+    reports = [report for report in exchange(blocked and f"cuda:{device.index} cannot access GPUs {blocked}") if report]
     return reports[0] if reports else None
 
 

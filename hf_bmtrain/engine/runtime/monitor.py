@@ -17,10 +17,13 @@ EXIT = "the end of the program"
 
 
 class Monitor:
-    """The interface of monitors. This class itself watches nothing, for a single process or a simulation.
+    """Watches the other ranks, to find out which of them failed, is missing, or issued other collectives.
+
+    It then stops this rank, which would wait for them. This base class does nothing: a single process and a simulation
+    use it as it is.
 
     Attributes:
-        names: the names of flat buffers for messages, by the buffers' numbers.
+        names: by the number of each flat buffer, the name that messages show for it.
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,7 @@ class Monitor:
         """
 
     def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None]) -> None:
-        """Start watching the other ranks. Collective.
+        """Start watching the other ranks, once this rank can exchange objects with them. Collective.
 
         Args:
             control: exchanges objects between the ranks.
@@ -57,7 +60,7 @@ class Monitor:
         """
 
     def add(self, communicator: Communicator) -> None:
-        """Watch a communicator that has just been opened. Every rank adds its communicators in the same order."""
+        """Watch the collectives of a new communicator. Every rank adds its communicators in the same order."""
 
     def excerpts(self) -> list[Excerpt]:
         """Return the last entries of each communicator's collective log, for `compare` on another rank."""
@@ -82,4 +85,4 @@ class Monitor:
         """Tell the other ranks how this rank's program ended, in words. Only the first call has an effect."""
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching the other ranks."""

@@ -35,8 +35,8 @@ class State(Enum):
 class ShardedBuffer:
     """Parameters of one dtype and device in one flat buffer, of which every rank stores 1/N.
 
-    The local parameters, views of `shard`, keep the buffer alive. It refers to them weakly, so that a dropped model is
-    freed at once. The first `gather` after a write to the shard fills the full buffer again.
+    The local parameters, views of `shard`, keep the buffer alive. The buffer refers to them weakly, so that a dropped
+    model is freed at once. The first `gather` after a write to the shard fills the full buffer again.
 
     Attributes:
         storage: how the shard is kept and sent.

@@ -85,13 +85,16 @@ def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[Distr
 
 
 def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
-    """Return a copy of the full parameter for each local parameter. Collective."""
+    """Return {local parameter: a copy of its full parameter}. Collective."""
     return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
 
 
 @contextmanager
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
-    """Put the full parameters into the model's slots; at the end restore the local parameters and all modules."""
+    """Put full parameters into the model's slots; at the end, put the local ones back and undo replaced modules.
+
+    Raises RuntimeError at the end if the code inside the context has replaced a parameter or module.
+    """
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
     hooks += [module.register_state_dict_pre_hook(_refuse) for module in modules]
@@ -161,7 +164,7 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
     way_out = "write with bmt.gathered(..., modify=True)"
     if modify:
         way_out = next(iter(full_params)).buffer.storage.read_only
-    world.raise_everywhere(f"gathered: changes of parameters inside have no effect: {way_out}", problem)
+    world.raise_everywhere(f"gathered: parameters were changed inside, which has no effect: {way_out}", problem)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,7 @@ class GradientBuffer:
             self._full_params_require_grad = list(self.requires_grad)
 
     def free_if_unused(self) -> None:
-        """Free the shard if no local parameter has a `.grad`, so that the next forward can use its memory."""
+        """Free `shard` if no local parameter has a `.grad`, so that the next forward can use the memory."""
         if self.shard is not None and not self._begun and not self._absent and self._fresh:
             self.shard = self._total = self._squares = self._norms = None
             self._handed = [None] * len(self._handed)
@@ -117,7 +117,10 @@ class GradientBuffer:
 
     @property
     def _gradients(self) -> list[torch.Tensor | None]:
-        """The `.grad` of every local parameter, None for one that was dropped."""
+        """The `.grad` of each local parameter, in the buffer's order.
+
+        None if it has none, or if the parameter was garbage-collected with its module.
+        """
         return [None if (local := reference()) is None else local.grad_now for reference in self.slices]
 
     def set_aside(self) -> Callable[[], None]:
@@ -158,7 +161,7 @@ class GradientBuffer:
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index, `.grad`) of every full parameter that has a gradient, before `send` averages it."""
+        """Yield (index, `.grad`) of every full parameter that has one. Call it before `send`, which drops them."""
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
                 yield index, full.grad
@@ -228,7 +231,7 @@ class GradientBuffer:
     def decide(self) -> None:
         """Set the `.grad` of parameters that this rank did not use but another rank did.
 
-        The host waits for the mean. Does nothing if `send` was called again, since that decides too.
+        The host waits for the mean. Does nothing while a later reduction is pending: `send` called this before.
         """
         if self._pending is not None or not self._absent:
             return

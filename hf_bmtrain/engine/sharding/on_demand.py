@@ -25,11 +25,11 @@ class _Saved:
 class OnDemandGather:
     """Unshards one buffer of root parameters from its first read in a forward pass until backward is done with it.
 
-    For a read inside `watch`, which sees every tensor that autograd saves, it is known when backward is done: an
-    embedding saves no weights, a linear layer saves them until its own backward is over. After any other, unwatched
-    read the buffer stays unsharded until the whole backward is over. If the buffer was resharded too early (for
-    example before a second backward), it is gathered again when autograd unpacks a saved view. Every rank takes the
-    same decisions.
+    `watch` sees every tensor that autograd saves, so for a read inside it the buffer can be resharded as soon as no
+    saved view remains: an embedding saves no weights, a linear layer saves them until its own backward is over. After a
+    read outside `watch` the buffer stays unsharded until the whole backward is over. If the buffer was resharded too
+    early (for example before a second backward), it is gathered again when autograd unpacks a saved view. Every rank
+    takes the same decisions.
 
     Attributes:
         unwatched: whether the buffer was read outside `watch` in this forward pass.
@@ -144,8 +144,8 @@ class OnDemandGather:
     def _restore(self, saved: _Saved) -> torch.Tensor:
         if not self._schedule.in_backward:
             raise RuntimeError(
-                "A weight that autograd saved is sharded again, and can be read only while backward runs: do not read "
-                "saved tensors (grad_fn._saved_...) outside it."
+                "A full weight that autograd saved was freed after the forward, and can be read only while backward "
+                "runs: do not read saved tensors (grad_fn._saved_...) outside it."
             )
         self._schedule.join_backward(self)
         self._buffer.gather()

@@ -46,7 +46,8 @@ class PendingUpdate:
     def announce(self, shard: torch.Tensor) -> None:
         """Make later all-gathers of `shard` wait until every rank has made the update registered last. Collective.
 
-        All ranks begin and announce the same updates in the same order, in an optimizer's step.
+        The last update is the one that `begin` registered last. All ranks begin and announce the same updates in the
+        same order, in an optimizer's step.
         """
         assert self.ticket is not None, "begin, then announce"
         self._gather.announce(shard, self.ticket)

@@ -162,7 +162,7 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
     """Set the slots to None inside the context, so that `module._apply(convert)` does not convert local parameters.
 
-    Raises RuntimeError if `convert` would move them to another device or cast them.
+    Raises RuntimeError at the start if `convert` would move local parameters to another device or cast them.
     """
     for slot in slots:
         probe = torch.empty(0, dtype=slot.sharded.dtype, device=slot.sharded.device)

@@ -174,7 +174,7 @@ class StorageKind:
         return Storage()
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether parameters of the plain kind are stored in the buffer of this kind, before its own.
+        """Return whether parameters of the plain kind join a buffer of this kind, before the buffer's own parameters.
 
         Args:
             small: parameters of the plain kind, of the same dtype and `requires_grad` as `own`.

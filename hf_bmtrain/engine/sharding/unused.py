@@ -13,8 +13,8 @@ class UnusedParameters:
     A rank that used all parameters does nothing. A rank that did not writes the unused ones to the ranks' key-value
     store (a post) before it starts the reduction of the buffer's gradient. When its host has waited for the mean, it
     reads all ranks' posts: every rank has started the reduction by then, so a rank without a post used all parameters.
-    The posts of one gradient are deleted when the host has waited for the mean of a later one, because every rank has
-    read them by then.
+    The posts of one reduction are deleted when the host has waited for the mean of a later reduction, because every
+    rank has read them by then.
 
     Attributes:
         sent: the number of reductions started so far. The owner increments it.

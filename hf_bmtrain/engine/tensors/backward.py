@@ -31,7 +31,7 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
 
 
 def refuse_grad(*args: Any, **kwargs: Any) -> None:
-    """Raise RuntimeError in place of `torch.autograd.grad`."""
+    """Raise RuntimeError. Called instead of `torch.autograd.grad`, which would find no gradient."""
     raise RuntimeError(
         "torch.autograd.grad with respect to parameters of a sharded model would find no gradient, since gradients are "
         "averaged over the ranks before they are stored in `.grad`. Call loss.backward(inputs=parameters) on every "
@@ -40,7 +40,7 @@ def refuse_grad(*args: Any, **kwargs: Any) -> None:
 
 
 def double_backward() -> RuntimeError:
-    """Return the error for a backward with `create_graph=True`."""
+    """Return the error to raise for a backward with `create_graph=True`."""
     return RuntimeError(
         "A backward of a backward (create_graph=True) through a sharded model is not supported, since the full weights "
         "are freed after the first backward. Compute gradient penalties on a model that is not wrapped."

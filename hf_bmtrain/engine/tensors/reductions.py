@@ -100,7 +100,10 @@ def _dot(x: Any, y: Any):
 
 
 def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum over all elements of `part` on all ranks, computed in float32 or wider. Collective."""
+    """Return the sum of all elements of `part` over all ranks, in `dtype`. Collective.
+
+    Floating-point numbers are added in float32 or wider. x: the sharded tensor whose communicator is used.
+    """
     x.settle()
     total = part.sum(dtype=torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
     total = total.as_subclass(torch.Tensor)

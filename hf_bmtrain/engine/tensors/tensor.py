@@ -166,7 +166,7 @@ class ShardBase:
 
     @staticmethod
     def reads_elements(func: Callable) -> bool:
-        """Return whether a function of torch may read or write elements: it is neither in METADATA nor in SHAPES."""
+        """Return whether a function of torch may read or write elements: neither METADATA nor SHAPES lists it."""
         return func not in METADATA and name_of(func) not in SHAPES
 
 
@@ -229,7 +229,8 @@ class WholeCopy(torch.Tensor):
     """A view of a full copy of a sharded tensor. What is written to it is written to the sharded tensor as well.
 
     Attributes:
-        source: the sharded tensor and its copy; None if a write cannot be passed on, and raises RuntimeError.
+        source: the sharded tensor and its copy; None if autograd recorded the call that made the view: a write to the
+            view then raises RuntimeError, because it cannot be passed on.
     """
 
     source: CopySource | None = None
@@ -432,7 +433,7 @@ class _Call:
             return ShardTensor.of(result, placement)
 
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Apply an in-place function to this rank's elements, without recording it.
+        """Apply an in-place function to this rank's elements, without autograd recording it.
 
         If autograd records and `written` is a leaf that requires a gradient, gradients stay enabled, so that torch
         refuses the write.
@@ -445,7 +446,7 @@ class _Call:
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
         """Apply an in-place function to a plain tensor of the full shape, or of this rank's number of elements.
 
-        If one rank stores all elements of a vector, the two shapes are equal there and different on other ranks.
+        If one rank stores all elements of a vector, these two shapes are equal on it and different on other ranks.
         Vectors are therefore gathered in both cases, so that all ranks issue the same collectives.
 
         Args:
@@ -516,7 +517,7 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
-        """Return the results of a function of lists, as sharded tensors where an operand is one."""
+        """Return the results of a function of lists; each is a sharded tensor if an operand at its position is one."""
         if not isinstance(result, (list, tuple)):
             return result
         if self.in_place:
@@ -721,7 +722,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def _count_writes(name: str, args: Sequence[Any]) -> None:
-    """Increment the versions of the parameters that a fused optimizer of torch has written: it does not do so itself.
+    """Increment the versions of the parameters that a fused optimizer function of torch wrote, which it does not do.
 
     Without this, a block that is unsharded during the step would not be all-gathered again with the new weights.
     """

@@ -59,7 +59,7 @@ def _crc(value: Any) -> int:
 
 
 class _Crc:
-    """The CRC-32 of values that are added one after another. Equal values have equal ones in every process."""
+    """Computes one CRC-32 of all values passed to `add`. Equal values give an equal CRC-32 in every process."""
 
     def __init__(self) -> None:
         self.value = 0

@@ -67,7 +67,7 @@ class Master:
         return join(self.weight.to(self.stored.device), self.stored, self.exp_avg_sq, device)
 
     def write(self, master: torch.Tensor) -> None:
-        """Store new masters. If they are stored as residuals, also set the weights to the masters, rounded to nearest.
+        """Store new masters. If residuals are stored, also set the weights to the masters, rounded to nearest even.
 
         Args:
             master: float32 with n elements, of any shape and on any device.

@@ -46,8 +46,8 @@ class PendingUpdate:
     def announce(self, shard: torch.Tensor) -> None:
         """Make later all-gathers of `shard` wait until every rank has made the update registered last. Collective.
 
-        The last update is the one that `begin` registered last. All ranks begin and announce the same updates in the
-        same order, in an optimizer's step.
+        It is the update of the last call of `begin`. All ranks begin and announce the same updates in the same order,
+        in an optimizer's step.
         """
         assert self.ticket is not None, "begin, then announce"
         self._gather.announce(shard, self.ticket)

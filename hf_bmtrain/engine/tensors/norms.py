@@ -55,7 +55,7 @@ class SegmentNorms:
 
 
 def measure(norms: Iterable[SegmentNorms]) -> None:
-    """Compute and cache the norms of those of `norms` that have none cached, all in one all-reduce. Collective."""
+    """Compute and cache the norms of each buffer whose norms are not cached, in one all-reduce for all. Collective."""
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return

@@ -24,6 +24,10 @@ def test_a_cell_is_measured(tmp_path, capsys):
     assert "--rows lora --columns plain" in report["command"]
     assert "\nLoRA, PEFT's defaults  " in capsys.readouterr().out
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*given, "--missing"]) == 0  # measures nothing
+    assert len((tmp_path / "trainer.jsonl").read_text().splitlines()) == 1
+    assert main([*given, "--within", "1e-9"]) == 0
+    assert "after 1e-09 s 1 cells are left" in capsys.readouterr().out
 
 
 @full
@@ -72,7 +76,7 @@ def test_ours_is_compared_with_the_fastest_rival():
 
 
 def test_rivals_that_are_the_same_are_measured_once():
-    cells = [cell.name() for cell in cells_of(["lora-bf16", "lora-own-adamw"], list(COLUMNS), every=False)]
+    cells = [cell.name() for cell in cells_of(["lora-bf16", "lora-own-adamw"], list(COLUMNS), "usual")]
     assert cells == [
         "lora-bf16 ours", "lora-bf16 ours (fused loss)", "lora-bf16 plain", "lora-bf16 ddp", "lora-bf16 fsdp2",
         "lora-bf16 fsdp2 (kept)", "lora-own-adamw ours", "lora-own-adamw ours (fused loss)",

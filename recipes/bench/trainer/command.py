@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from bench.trainer.grid import line_of, plot, read, table
-from bench.trainer.rows import COLUMNS, ROWS, Cell, Job, cells_of
+from bench.trainer.grid import line_of, name_of, plot, read, table
+from bench.trainer.rows import COLUMNS, ROWS, VARIANTS, Cell, Job, cells_of
 from common.command_line import at_least, positive
 
 MODELS = {"tiny": "llama-tiny", "1b": "llama-1b", "3b": "llama-3b", "8b": "llama-8b"}
@@ -35,18 +35,23 @@ def main(arguments: Sequence[str]) -> int:
     job = make_job(options)
     file = options.output / "trainer.jsonl"
     failed = 0
-    if not options.table_only:
-        cells = cells_of(options.rows, options.columns, options.every_variant)
-        told = " ".join(["recipes/benchmark.py", "trainer", *map(shlex.quote, arguments)])
-        order = ", ".join(cell.name() for cell in cells)
-        print(f"{job.name()}: {len(cells)} cells, in this order: {order}", flush=True)
-        for cell in cells:
-            report = run(cell, job, options.timeout, options.output / "logs")
-            report |= {"job": asdict(job), "command": told, "date": datetime.date.today().isoformat()}
-            with file.open("a") as out:
-                out.write(json.dumps(report) + "\n")
-            print(line_of(report), flush=True)
-            failed += "problem" in report
+    told = " ".join(["recipes/benchmark.py", "trainer", *map(shlex.quote, arguments)])
+    cells = [] if options.table_only else cells_of(options.rows, options.columns, options.variants)
+    if options.missing:
+        there = {name_of(report) for report in read(file, job) if "ms" in report}
+        cells = [cell for cell in cells if cell.name() not in there]
+    print(f"{job.name()}: {len(cells)} cells, in this order: {', '.join(map(Cell.name, cells))}", flush=True)
+    begin = time.perf_counter()
+    for number, cell in enumerate(cells):
+        if time.perf_counter() - begin > options.within:
+            print(f"  after {options.within:g} s {len(cells) - number} cells are left", flush=True)
+            break
+        report = run(cell, job, options.timeout, options.output / "logs")
+        report |= {"job": asdict(job), "command": told, "date": datetime.date.today().isoformat()}
+        with file.open("a") as out:
+            out.write(json.dumps(report) + "\n")
+        print(line_of(report), flush=True)
+        failed += "problem" in report
     reports = read(file, job)
     print(table(reports, job), flush=True)
     if options.plot and any("ms" in report for report in reports):
@@ -71,8 +76,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--ranks", type=at_least(1), default=ranks, help="processes (%(default)s)")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"some of: {', '.join(ROWS)}")
     add("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="COLUMN", help=", ".join(COLUMNS))
-    add("--every-variant", action="store_true", help="compile the rivals by layer and as a whole")
+    add("--variants", choices=VARIANTS, default="usual", help="how many ways of a column to try (%(default)s)")
+    add("--missing", action="store_true", help="only the cells that --output has no times of")
     add("--timeout", type=positive, default=300.0, help="seconds for a cell (%(default)s)")
+    add("--within", type=positive, default=float("inf"), help="start no cell after so many seconds")
     add("--plot", type=Path, help="write a bar chart there (.png, .svg)")
     add("--table-only", action="store_true", help="measure nothing: print what --output holds of this job")
     add("--output", type=Path, default=Path("outputs/trainer"), help="folder for the results (%(default)s)")

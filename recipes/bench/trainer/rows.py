@@ -77,22 +77,27 @@ class Cell:
         return 1 if self.column == "plain" else job.ranks
 
 
-def variants(row: Row, column: str, every: bool) -> list[str]:
-    """Return the variants of a cell, of which the fastest counts. every: the slower ways to compile too."""
+VARIANTS = ("first", "usual", "all")
+
+
+def variants(row: Row, column: str, which: str) -> list[str]:
+    """Return the variants of a cell, of which the fastest counts. which: one of VARIANTS; "all" adds slower ones."""
     if column == "ours":
-        return ["", *([FUSED] if not row.sft else [])]
-    if column == "fsdp2":
+        found = ["", *([FUSED] if not row.sft else [])]
+    elif column == "fsdp2":
         found = [BY_LAYER, f"{KEPT}, {BY_LAYER}"] if row.compile else ["", KEPT]
-        return [*found, *(["", KEPT] if row.compile and every else [])]
-    return ["", *([BY_LAYER] if row.compile and every else [])]
+        found += ["", KEPT] if row.compile and which == "all" else []
+    else:
+        found = ["", *([BY_LAYER] if row.compile and which == "all" else [])]
+    return found[:1] if which == "first" else found
 
 
-def cells_of(rows: list[str], columns: list[str], every: bool) -> list[Cell]:
-    """Return the cells to measure, row by row, each once."""
+def cells_of(rows: list[str], columns: list[str], which: str) -> list[Cell]:
+    """Return the cells to measure, row by row, each once. which: one of VARIANTS."""
     found = {}
     for name in rows:
         for column in columns:
             source = name if column == "ours" else ROWS[name].rivals or name
-            for variant in variants(ROWS[source], column, every):
+            for variant in variants(ROWS[source], column, which):
                 found[Cell(source, column, variant)] = None
     return list(found)

@@ -32,14 +32,15 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 class MemoryPlanner(Observer):
-    """Plans which activations stay in device memory until backward, and which frozen buffers between steps.
+    """Plans which activations stay in device memory until backward, and which frozen buffers stay unsharded.
 
-    There is at most one per world. It is an observer of forwards, and takes part in the backwards that are measured.
+    There is at most one planner per world. As an observer it is called before each forward of a wrapped model and after
+    each backward, and it also joins the backwards in which memory is measured.
 
     Attributes:
         activations: the plan for all blocks with use_checkpoint="auto". It counts resident buffers as taken memory.
-        residents: a plan for each wrapped model with keep_frozen="auto". They share the memory that `activations`
-            leaves.
+        residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers. These plans share
+            the memory that `activations` leaves.
     """
 
     position = 10  # resident buffers are resharded before other observers may need the memory
@@ -60,7 +61,7 @@ class MemoryPlanner(Observer):
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
-        """Return a policy for `block`. The block joins the plan once it has been measured."""
+        """Return a recomputation policy for `block`, which `activations` plans once the block has been measured."""
         if self.activations.outlived:
             self.activations = Activations(self)
         return AutoCheckpoint(self.activations, block)
@@ -75,7 +76,7 @@ class MemoryPlanner(Observer):
             plan.reshard()
 
     def finish_backward(self) -> None:
-        """Use the measurements of a backward. Called before the last gradients of that backward are received."""
+        """Use what was measured in a backward. Called at its end, before its last gradients are received."""
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -98,7 +99,7 @@ def planner_of(world: World) -> MemoryPlanner | None:
 
 
 def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompute:
-    """Return the policy that `use_checkpoint` means for `block`: ALWAYS, NEVER, or an AutoCheckpoint.
+    """Return the recomputation policy that `use_checkpoint` selects for `block`: ALWAYS, NEVER or an AutoCheckpoint.
 
     Args:
         use_checkpoint: whether the block is recomputed in backward: True, False, or "auto" for a plan.
@@ -126,7 +127,7 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
 
 
 class Memory(Extension):
-    """The feature of `auto_wrap(keep_frozen=)`. It also adds an explanation to out-of-memory errors."""
+    """The extension that applies `auto_wrap(keep_frozen=)`. It also adds an explanation to out-of-memory errors."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -140,9 +141,9 @@ class Memory(Extension):
 
 
 def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:
-    """Make frozen buffers of `model`, which has just been wrapped, resident. Collective.
+    """Apply `keep_frozen` to `model`, which has just been wrapped. Collective.
 
-    keep_frozen: True for all of them now, "auto" for those that a plan chooses later, False for none.
+    keep_frozen: True makes all frozen buffers resident now, "auto" those that a plan chooses later, False none.
     """
     if keep_frozen is False or world.size == 1:
         return
@@ -160,9 +161,9 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
 
 
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
-    """Apply keep_frozen=True to parameters that were added, or frozen, after `model` was wrapped with it. Collective.
+    """Make buffers that were added or frozen after `model` was wrapped resident too. Collective.
 
-    Does nothing if `model` was wrapped with another keep_frozen.
+    Does nothing unless `model` was wrapped with keep_frozen=True.
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):

@@ -24,7 +24,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Block(Protocol):
-    """The attributes of a BlockState that a plan reads. It also writes `zero_level`."""
+    """The attributes of a BlockState that a plan reads. The plan also writes `zero_level`."""
 
     buffers: list[ShardedBuffer]
     zero_level: int
@@ -35,9 +35,9 @@ class Measurement:
     """What was measured in one forward of one block.
 
     Attributes:
-        shapes: the shapes of its inputs.
-        nbytes: the bytes that autograd saved for backward.
-        calls: the number of the block's forwards, including this one, whose backward had not run.
+        shapes: the shapes of the forward's inputs.
+        nbytes: the bytes that autograd saved in the forward for backward.
+        calls: how many forwards of the block, including this one, were waiting for their backward.
     """
 
     shapes: Shapes
@@ -46,14 +46,15 @@ class Measurement:
 
 
 class AutoCheckpoint(Recompute):
-    """Recomputes a block or keeps its activations, according to the plan of `activations`.
+    """The policy of one block that is recomputed, or keeps its activations, as the plan in `activations` chooses.
 
     A plan is valid for inputs that are in no dimension larger than the inputs of some measured forward, since they need
     no more memory. Larger inputs start a new measurement.
 
     Attributes:
         kept: whether the plan keeps the block's activations.
-        calls: the most forwards of the block that waited for their backward at a time, in measured passes.
+        calls: the largest number of the block's forwards that waited for their backward at the same time, in all
+            measured passes.
     """
 
     def __init__(self, activations: Activations, block: Block) -> None:
@@ -64,7 +65,7 @@ class AutoCheckpoint(Recompute):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block's activations when backward begins: of its largest measured forward, times `calls`."""
+        """Bytes of the block's activations when backward begins: those of its largest measured forward × `calls`."""
         return self._most * self.calls
 
     @property
@@ -94,16 +95,16 @@ class AutoCheckpoint(Recompute):
             self.activations.mark(recomputed)
 
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        """Return whether the training forward that is about to begin is recomputed in backward.
+        """Return whether the block's training forward that is about to begin is recomputed in backward.
 
-        Call it before the block is gathered. Until there is a plan, the first forward of a pass must be run by every
-        rank, because the ranks exchange measurements here. True also inside saved-tensor hooks, such as those of
-        torch's checkpoint or of offloading around the block: such hooks decide themselves which tensors are kept.
+        Call it before the block is gathered. Until there is a plan, every rank must call it for the first forward of a
+        pass, because the ranks exchange measurements here. Inside saved-tensor hooks, such as those of torch's
+        checkpoint or of offloading around the block, it returns True: such hooks decide which tensors are kept.
 
         Args:
             args: the positional arguments of the forward.
             kwargs: the keyword arguments of the forward.
-            pending: the number of the block's forwards whose backward has not run.
+            pending: how many forwards of the block are waiting for their backward, not including this one.
         """
         self.activations.begin_forward()
         if self.activations.in_backward or top_saved_tensors_hooks(True) is not None:
@@ -114,10 +115,10 @@ class AutoCheckpoint(Recompute):
 
     @contextmanager
     def _count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
-        """Under `with`, count the bytes that autograd saves in the block's forward, and add them as a Measurement.
+        """Under `with`, count the bytes that autograd saves in the block's forward; at its end add a Measurement.
 
         A forward inside a backward is not counted: it is a recomputation by torch's checkpoint around the block.
-        pending: the number of the block's earlier forwards whose backward has not run.
+        pending: how many earlier forwards of the block are waiting for their backward.
         """
         if self.activations.in_backward:
             yield
@@ -130,7 +131,7 @@ class AutoCheckpoint(Recompute):
         self.activations.add(self, Measurement(shapes_of(args, kwargs), saved.nbytes, pending + 1))
 
     def learn(self, measurement: Measurement) -> None:
-        """Use a measurement of this block, once the backward of its pass has ended."""
+        """Update this block's maxima with a measurement. Called when the backward of the measured pass ends."""
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._inputs.add(measurement.shapes)
 
@@ -139,22 +140,22 @@ class Activations:
     """The plan for all blocks of a world that have use_checkpoint="auto". A new plan is made when needed.
 
     A pass begins with the first training forward of a block after a backward, and ends with the next backward. In a
-    measured pass every block is recomputed, the bytes that autograd saves are counted per block, and two peaks of
-    memory are recorded (the allocator's peak is reset for that): the backward's peak while the recomputed activations
-    of a block are alive, from its recomputation to the next block's backward; and the forward's peak during the rest of
-    the pass. After the first step of an optimizer the ranks agree on a plan, for the largest activations and the
-    smallest free memory of any rank.
+    measured pass every block is recomputed, the bytes that autograd saves are counted for each block, and two peaks of
+    memory are recorded (the allocator's peak is reset for that). The "backward's peak" is that of the times at which
+    the recomputed activations of a block are alive, from its recomputation to the next block's backward; the
+    "forward's peak" is that of the rest of the pass. After the first step of an optimizer the ranks agree on a plan:
+    for each block they assume the largest activations of any rank, and at each peak the least free memory of any rank.
 
     A forward on inputs larger than measured is recomputed, and the rest of its pass is measured. After that, and when a
-    pass begins with less free memory than the plan was made for, a rank makes a new plan alone: which blocks it
-    recomputes changes no collective. Which blocks stay unsharded until their backward does, so that is decided once, by
-    all ranks.
+    pass begins with less free memory than the plan was made for, a rank makes a new plan alone, of the blocks that it
+    recomputes, because that choice changes no collective. The choice of the blocks that stay unsharded until their
+    backward does change collectives, so all ranks make it together, once.
 
     Attributes:
         measuring: whether this pass is measured from here on.
         left: the bytes that the last plan leaves for resident frozen buffers, including those that are resident
-            already; None before the first plan, and while a measurement is not used yet. Activations have priority,
-            because keeping them saves the computation of a forward, while a resident frozen block saves two
+            already; None before the first plan, and after a measurement until a plan uses it. Activations have
+            priority, because keeping them saves the computation of a forward, while a resident frozen block saves two
             all-gathers, which overlap with computation anyway.
     """
 
@@ -201,7 +202,7 @@ class Activations:
             self._begin_pass(self._present())
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
-        """Make a plan if one is possible and needed, or else measure this pass. blocks: those measured so far."""
+        """Make a plan if one is needed; if that is not possible yet, measure this pass. blocks: the measured ones."""
         self._meter.begin(_buffers(blocks))
         self._fresh, self.measuring = [], False
         if self._free is None:
@@ -224,9 +225,10 @@ class Activations:
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
-        """Record the allocator's peak since the last call, and reset it for the next one.
+        """Record the allocator's peak since the last call of `mark`, and reset it.
 
-        It counts as the backward's peak if a block's recomputed activations were alive, else as the forward's.
+        It counts as the backward's peak if a block's recomputed activations were alive since then, or else as the
+        forward's peak.
 
         recomputed: True if the recomputation of a block begins now, False if the backward of a block does.
         """
@@ -244,7 +246,7 @@ class Activations:
         self._meter.memory.reset_peak()
 
     def finish_backward(self) -> None:
-        """Use the measurements of this pass, whose backward ends now."""
+        """Store the measurements of this pass, whose backward ends now, for the next plan."""
         self._take_peak(recomputed=False)
         known = self._present()
         for block, measurement in self._fresh:
@@ -265,9 +267,10 @@ class Activations:
         return self._meter.memory.usable() - self._meter.began
 
     def _rooms(self, free: int) -> tuple[int, int]:
-        """Return the bytes that kept activations may take at the forward's peak, and at the backward's.
+        """Return how many bytes of kept activations fit at the forward's peak, and how many at the backward's peak.
 
-        This is `free`, less the resident buffers, less what a pass that recomputes every block takes at that peak.
+        These are `free` (bytes free as the pass began), less all resident buffers, less what a pass that recomputes
+        every block takes at that peak.
         """
         free -= self._planner.resident_bytes
         return free - self._forward, free - self._backward
@@ -275,8 +278,8 @@ class Activations:
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
         """Make the first plan, the same on every rank, and return True. Collective.
 
-        Return False, without a plan, if no rank's optimizer has stepped: its state is not allocated yet. blocks: the
-        policies of the measured blocks.
+        Return False, without a plan, if no rank's optimizer has stepped: then the optimizer's state is not allocated
+        yet. blocks: the policies of the measured blocks.
         """
         world, free = self._planner.world, self._read_free()
         sizes = tuple(block.nbytes for block in blocks)

@@ -1,4 +1,4 @@
-"""Measurements of the memory that a training pass takes, from which plans are made."""
+"""Measures how much memory is free and how much a training pass takes; plans are made from these measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Under `with`, count. Saved-tensor hooks that were active before (such as torch's checkpoint's) stay so."""
+        """Under `with`, count saved storages. Hooks for saved tensors that were active before still take effect."""
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
         def count(tensor: torch.Tensor) -> Any:
@@ -67,25 +67,25 @@ def _is_within(shapes: Shapes, measured: Shapes) -> bool:
 
 
 class MeasuredInputs:
-    """The shapes of the largest inputs that were measured, each with the number of its forward within its pass."""
+    """The input shapes of the largest measured forwards, each with the number of the forward within its pass."""
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
         self._covered: dict[Shapes, int] = {}  # cache of `cover`: the highest number for which shapes are covered
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
-        """Add the shapes of the inputs of a measured forward. number: of the forward within its pass."""
+        """Add the input shapes of a measured forward. number: how many forwards of its pass came before it."""
         kept = [each for each in self._measured if each[0] > number or not _is_within(each[1], shapes)]
         self._measured = [*kept, (number, shapes)]
 
     def cover(self, shapes: Shapes, number: int = 0) -> bool:
         """Return whether a forward is known to need no more memory than a measured one.
 
-        That is so if a measured forward with this number or a higher one had inputs that are in no dimension smaller.
+        That is so if a measured forward with the same or a higher number had inputs that are in no dimension smaller.
 
         Args:
             shapes: the shapes of the forward's inputs.
-            number: of the forward within its pass.
+            number: how many forwards of its pass came before it.
         """
         if number <= self._covered.get(shapes, -1):
             return True
@@ -97,13 +97,14 @@ class MeasuredInputs:
 
 
 class Meter:
-    """Measures passes for one plan. A pass begins with the first training forward after a backward.
+    """Measures for one plan the memory that is free as a pass begins, and how far the peak rises above its beginning.
 
-    Buffers that are resident by a plan can be resharded at any time, so their bytes count as free.
+    A pass begins with the first training forward after a backward. Buffers that are resident by a plan can be resharded
+    at any time, so their bytes count as free.
 
     Attributes:
         memory: the device's memory.
-        began: the bytes that were allocated when `begin` was called, without resident buffers.
+        began: the bytes that were allocated when `begin` was called, not counting resident buffers.
     """
 
     def __init__(self, memory: DeviceMemory, resident_bytes: Callable[[], int]) -> None:
@@ -137,7 +138,7 @@ class Meter:
         return self.memory.allocated() - self._resident_bytes()
 
     def taken(self) -> int:
-        """Return by how much the allocator's peak, without resident buffers, exceeds `began`."""
+        """Return by how many bytes the allocator's peak, not counting resident buffers, exceeds `began`."""
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:
@@ -145,16 +146,16 @@ class Meter:
         self._versions = _versions(buffers)
 
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
-        """Return whether an optimizer has stepped since `note_versions`, so that its state is allocated.
+        """Return whether an optimizer has written a shard of `buffers` since `note_versions`.
 
-        Also True if no buffer is trainable.
+        If so, the optimizer's state is allocated. Also True if no buffer is trainable.
         """
         versions = _versions(buffers)
         return not versions or versions != self._versions
 
 
 def _versions(buffers: Iterable[ShardedBuffer]) -> list[int]:
-    """Return the versions of the shards of `buffers` that an optimizer updates."""
+    """Return the versions of the trainable shards of `buffers`. An optimizer step changes them."""
     return [buffer.version for buffer in buffers if buffer.gradient.trainable]
 
 
@@ -163,8 +164,9 @@ class Reading:
     """One rank's measurements, from which the ranks make a plan.
 
     Attributes:
-        stepped: whether the rank's optimizer has allocated its state.
-        rooms: the bytes that a plan may use at each peak; None if the rank does not know them yet.
+        stepped: whether the rank's optimizer has stepped, and so allocated its state.
+        rooms: for each of the memory peaks that the plan distinguishes, the bytes that may still be taken at that peak;
+            None if the rank does not know them yet.
         activations: the bytes of each block's activations.
     """
 
@@ -174,7 +176,7 @@ class Reading:
 
 
 def agree(world: World, mine: Reading) -> tuple[list[int], list[int]] | None:
-    """Return the smallest rooms, and each block's largest activations, of all ranks. Collective.
+    """Return for each peak the smallest `rooms` of any rank, and for each block the largest `activations`. Collective.
 
     Return None while it is too early for a plan: no rank's optimizer has stepped, or a rank does not know its rooms.
 

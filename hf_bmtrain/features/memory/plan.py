@@ -10,13 +10,13 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice per block, in execution order.
+    """What is kept in memory until backward: a choice for each block, in execution order.
 
     Attributes:
         kept: for each block, whether it keeps its activations.
         full: for each block, whether it stays unsharded from its forward to its backward.
-        left: the bytes that the plan leaves free at both peaks; less than 0 if even a step that recomputes every block
-            takes too much.
+        left: the bytes that the plan leaves free at the peak of the forward and at that of the backward, whichever has
+            less; negative if even a step that recomputes every block takes too much.
     """
 
     kept: tuple[bool, ...]
@@ -41,9 +41,9 @@ def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_roo
     """Choose the blocks that keep their activations and, if all do, those that stay unsharded until their backward.
 
     Blocks are chosen from the last one to the first, and a block that does not fit is skipped. All kept activations are
-    alive when backward begins, before any block is recomputed; those of the first blocks would still be alive while the
-    last blocks are recomputed, so later blocks come first. The last block's own activations do not count against
-    `backward_room`, because a step that recomputes it has them too at that peak.
+    alive when backward begins, before any block is recomputed. Kept activations of the first blocks would also be alive
+    while the last blocks are recomputed, so the last blocks are preferred. The last block's own activations do not
+    count against `backward_room`, because a step that recomputes this block also has them in memory at that peak.
 
     Args:
         activations: bytes of each block's activations, in execution order.
@@ -51,7 +51,7 @@ def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_roo
             between forward and backward, or must always be.
         forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and the
             loss. May be negative, as may `backward_room`.
-        backward_room: the bytes that this step leaves free at its peak while a block's recomputed activations are
+        backward_room: the bytes that the same step leaves free at its peak while a block's recomputed activations are
             alive.
     """
     kept = [False] * len(activations)

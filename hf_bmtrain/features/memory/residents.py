@@ -55,9 +55,9 @@ class Residents:
 
     A pass begins with the first training forward after a backward, and ends where the next pass begins. Passes are
     measured while nothing is resident (the allocator's peak is reset for that). After the first step of an optimizer
-    the ranks agree on a plan: first the buffers of root parameters, then the blocks, as many as fit on the rank with
-    the least room. The room of a rank is what a measured step leaves of `DeviceMemory.usable` or, if blocks have
-    use_checkpoint="auto", what their plan leaves (`Activations.left`).
+    the ranks agree which buffers become resident: first those of root parameters, then those of the blocks, as many as
+    fit on the rank with the least room. The room of a rank is what a measured step leaves of `DeviceMemory.usable` or,
+    if blocks have use_checkpoint="auto", what the plan of their activations leaves (`Activations.left`).
 
     Before each training forward the ranks exchange one message. If on any rank the inputs are larger than measured, or
     less memory is free than the plan was made for, all ranks reshard the resident buffers, measure, and plan again.
@@ -99,7 +99,7 @@ class Residents:
         return sum(buffer.full_nbytes for buffer in self._kept() if buffer.is_unsharded)
 
     def _kept(self) -> list[ShardedBuffer]:
-        """Return the chosen buffers that still exist; none while they are not resident (see `reshard`)."""
+        """Return the chosen buffers that still exist; an empty list after `reshard`, until they are resident again."""
         if not self._keeping:
             return []
         return [buffer for buffer in (reference() for reference in self._chosen) if buffer is not None]
@@ -121,7 +121,7 @@ class Residents:
     def begin_forward(self, shapes: Shapes) -> None:
         """Decide which buffers are resident in the training forward that begins now. Collective.
 
-        shapes: the shapes of its inputs.
+        shapes: the shapes of the forward's inputs.
         """
         begins = self._meter.enters_pass(self._schedule.backwards)
         if begins:
@@ -143,7 +143,7 @@ class Residents:
         self._forwards += 1
 
     def _begin_pass(self) -> None:
-        """Use the measured inputs of the last pass, and decide whether there is anything to do in this one."""
+        """Store the input shapes that were measured in the last pass, and decide whether this pass needs any work."""
         self._forwards = 0
         for number, shapes in self._seen:  # only now, because a measurement is complete when its pass has ended
             self._inputs.add(shapes, number)
@@ -177,7 +177,7 @@ class Residents:
     # -- a measurement ------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Begin a measurement. Call it only while no buffer of this model is resident."""
+        """Begin to measure the memory that steps take. Call it only while no buffer of this model is resident."""
         self._policies = self._present_policies()
         self._meter.note_versions(self._buffers())
         if self._planner.activations.measuring:
@@ -193,7 +193,7 @@ class Residents:
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
-        """Record the allocator's peak now, because the user may reset it between two steps."""
+        """During a measurement, record the allocator's peak now: the user may reset it between two steps."""
         if self._peak is not None:
             self._peak = max(self._peak, self._meter.taken())
 
@@ -209,7 +209,7 @@ class Residents:
         return None if self._peak is None else free + self._planner.gathered_bytes - others - self._peak
 
     def _agree(self) -> None:
-        """Make a plan, the same on every rank, if an optimizer has stepped and so allocated its state. Collective."""
+        """Choose the resident buffers, the same on every rank, if an optimizer has allocated its state. Collective."""
         buffers, room = self._buffers(), self._room()
         reading = Reading(self._meter.has_stepped(buffers), None if room is None else (room,))
         self._meter.note_versions(buffers)
@@ -221,10 +221,10 @@ class Residents:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _plan(self, units: Sequence[Sequence[ShardedBuffer]], room: int) -> None:
-        """Choose the resident buffers: each group, in order of execution, that still fits. Collective.
+        """Choose the resident buffers: in execution order, each group that still fits into the room. Collective.
 
         The first groups matter most: when a forward begins, there is hardly any computation yet that could overlap with
-        an all-gather. units: the groups of frozen buffers. room: the bytes that they may take.
+        an all-gather. units: the groups of frozen buffers. room: the bytes that resident buffers may take.
         """
         numbers, left = [], room
         for number, unit in enumerate(units):
@@ -254,7 +254,7 @@ class Residents:
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard the resident buffers: now or, inside another model's forward, which may read them, at its end."""
+        """Reshard the resident buffers now or, if another model's forward is running and may read them, at its end."""
         for buffer in self._kept():
             buffer.resident = False
             if self._schedule.inside.depth <= 1:

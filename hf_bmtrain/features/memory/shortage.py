@@ -15,7 +15,7 @@ from ...engine.sharding.slots import buffers_of
 
 
 def follow_shortage(model: torch.nn.Module, world: World) -> None:
-    """Add a description of the memory of `model` to out-of-memory errors, in place of an earlier model's."""
+    """From now on, describe the memory of `model`, and not of an earlier model, in out-of-memory errors."""
     shortage = world.schedule.observer(Shortage)
     if shortage is None:
         world.schedule.observe(Shortage(model, world))
@@ -24,7 +24,7 @@ def follow_shortage(model: torch.nn.Module, world: World) -> None:
 
 
 class Shortage(Observer):
-    """Describes the memory that a wrapped model takes now, for an out-of-memory error."""
+    """Describes what takes memory in a wrapped model when an out-of-memory error is raised, and what would save it."""
 
     position = 10
 
@@ -33,7 +33,7 @@ class Shortage(Observer):
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Describe the memory of `model` from now on."""
+        """From now on, describe the memory of `model` and no longer that of an earlier model."""
         self._model = weakref.ref(model)
 
     def out_of_memory(self) -> str:

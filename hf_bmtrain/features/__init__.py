@@ -1,1 +1,1 @@
-"""One folder for each feature: its arithmetic, how it stores parameters, its layers, and when it is used."""
+"""One folder for each optional feature of training, and `auto_wrap`, which applies the features to a model."""

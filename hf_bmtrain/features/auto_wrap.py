@@ -34,7 +34,10 @@ def extensions_of(options: Options) -> list[Extension]:
 
 
 class LayerFeatures:
-    """Creates every block's recomputation policy and Replay, also for a `CheckpointBlock` made without `auto_wrap`."""
+    """Creates each block's recomputation policy, and the Replay that restores its state in a recomputation.
+
+    It also does so for a `CheckpointBlock` that is made without `auto_wrap`.
+    """
 
     def check(self, use_checkpoint: object) -> None:
         check_use_checkpoint(use_checkpoint)

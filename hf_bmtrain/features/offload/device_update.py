@@ -17,16 +17,17 @@ _BUFFERS = 3
 class DeviceUpdate:
     """Updates chunks of state through three buffers on the device, with a stream each for upload, update and download.
 
-    So the next chunk is uploaded and the previous one is downloaded while this one is updated. The host never waits.
-    What each operation waits for, and why that is enough:
+    So, while one chunk is updated, the next one is uploaded and the previous one is downloaded. The host never waits.
+    The streams wait as follows:
 
-    * Upload into a buffer: until the buffer's previous contents are downloaded, and until this chunk's download of the
-      previous step is complete.
-    * Update of a buffer: until its upload is complete, and until the work that the current stream had queued when
-      `carry` was called is complete: the gradients, the step's numbers, and everything that reads the old weights.
-    * Download of a buffer: until its update is complete.
-    * The caller may write gradients, the step's numbers and weights again after waiting for the events that `carry`
-      yields, or for `updated`.
+    * An upload into a buffer waits until the buffer's previous contents are downloaded, and until the previous step's
+      download of the same chunk is complete.
+    * The update of a buffer waits until its upload is complete, and until the work is complete that the current stream
+      had queued when `carry` was called: it computes the gradients and the step's numbers (such as bias corrections),
+      and contains everything that reads the old weights.
+    * The download of a buffer waits until its update is complete.
+    * The caller must wait for the events that `carry` yields, or for `updated`, before it writes gradients, the step's
+      numbers or weights again.
 
     Attributes:
         updated: the event of the last chunk's update.
@@ -54,7 +55,7 @@ class DeviceUpdate:
         self.downloaded: Event = DONE
 
     def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Event]:
-        """Queue the update of every chunk, and yield the event of each. Keep a chunk's gradients until its event.
+        """Queue the update of every chunk, and yield an event for each. Keep its gradients until the event completes.
 
         Args:
             chunks: the chunks to update, in this order.
@@ -69,7 +70,7 @@ class DeviceUpdate:
             yield self._pass(next(self._turns), chunk, update)
 
     def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Event:
-        """Queue upload, update and download of a chunk through buffer `number`. Returns the event of its update."""
+        """Queue upload, update and download of a chunk in device buffer `number`. Returns the event of its update."""
         home = chunk.slab.part(chunk.start, chunk.stop)
         masters, exp_avg, exp_avg_sq = self._buffers[number]
         master = None if home.master is None else masters.view(home.master.dtype)

@@ -100,7 +100,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return 0.0 if self._delta is None else self._delta[1].item()
 
     def wait(self) -> None:
-        """Make the current stream wait until the last update has written weights and state. The host does not wait."""
+        """Make the current stream, but not the host, wait until the last step has written weights and state."""
         if self._mover is not None:
             self._mover.updated.wait()
 
@@ -176,23 +176,24 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     @contextmanager
     def update_in_backward(self) -> Iterator[None]:
-        """Update each block during the backward inside this context, as soon as its gradient is reduced.
+        """In the backward inside this context, update each block's parameters as soon as their gradient is reduced.
 
-        `step` updates the rest. Afterwards the weights are bitwise the same as without this context; between the
-        backward and `step` only some are updated, so do not use them. The state is copied from the last block to the
-        first while the backward runs, so the next forward cannot begin before the last chunk is updated.
+        `step` updates all other parameters. After `step` the weights are bitwise the same as without this context;
+        between the backward and `step` only some are updated, so do not use them. The state is copied from the last
+        block to the first while the backward runs, so the next forward cannot begin before the last chunk is updated.
 
-        Use it only if no update depends on all gradients together: it is too late then for clipping, loss scaling and
-        skipping, and `clip_grad_norm` and `step` raise. An inf or nan reaches the weights, and OptimManager raises.
-        Only `step` updates ordinary parameters. It also updates all parameters of a buffer in the first step, in the
-        first step after a load, and whenever the set of its parameters with a gradient is not that of the last step.
+        Use it only if no update depends on all gradients together. Clipping, loss scaling and skipping a step come too
+        late after such a backward: `clip_grad_norm` and `step` raise. An inf or nan in a gradient reaches the weights,
+        and OptimManager raises. Ordinary parameters are updated only by `step`. So are all parameters of a flat buffer
+        in the first step, in the first step after a load, and whenever the set of the buffer's parameters that have a
+        gradient differs from that of the last step.
 
         Returns:
             A context manager for the last backward of a step.
 
         Raises:
-            ValueError: there is a loss scale.
-            RuntimeError: a second backward runs inside, or `step` has not been called since the last context.
+            ValueError: the optimizer has a loss scale.
+            RuntimeError: a second backward runs inside the context, or `step` has not been called since the last one.
 
         Example::
 
@@ -230,12 +231,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return bool(self._early.parameters)
 
     def _update_early(self, local_params: list[Any]) -> None:
-        """Update `local_params`, all of one buffer, whose gradient has just been reduced.
+        """Update `local_params`, parameters of one flat buffer whose gradient has just been reduced.
 
-        If the parameters with gradients are not exactly those of the buffer's runs, leave the update to `step`, which
-        arranges the runs first. (All parameters of a buffer get their gradients at once.) The weights may be written
-        now: every rank has contributed to the reduced gradient, so every rank has left the block's backward, and the
-        next forward waits for the update (see PendingUpdate).
+        All parameters of a buffer get their gradients at once. If those with a gradient are not exactly those in the
+        optimizer's runs of this buffer, this leaves the update to `step`, which arranges the runs first. The weights
+        may be written now: every rank has contributed to the reduced gradient, so every rank has left the block's
+        backward, and the next forward waits for the update (see PendingUpdate).
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
@@ -256,7 +257,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._early.settings = _snapshot(self._settings())
 
     def _check_early(self) -> None:
-        """Raise RuntimeError if something that the updates during the backward depend on has changed since."""
+        """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward."""
         parameters = self._early.parameters
         if not parameters:
             return
@@ -310,10 +311,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
 @dataclass
 class _EarlyUpdates:
-    """The updates made during the backward.
+    """What was updated during the backward, and with what.
 
     Attributes:
-        parameters: the updated parameters, each with the gradient tensor that was used and its version.
+        parameters: the updated parameters, each with the gradient tensor that was used and this tensor's version.
         settings: a copy of the parameter groups' settings that were used.
     """
 
@@ -322,5 +323,5 @@ class _EarlyUpdates:
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """Return a copy to compare with later settings. Tensors are replaced by id and version, so none is read."""
+    """Return a copy of `settings` to compare with later ones. Each tensor in it becomes its id and version."""
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

@@ -1,4 +1,4 @@
-"""Optimizer state in page-locked host memory: slabs with the state of several runs, which are copied in chunks."""
+"""Optimizer state in page-locked host memory. A slab holds the state of several runs, and is copied in chunks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Chunk:
     """Elements start to stop of a slab, which are copied to the device and updated together.
 
     Attributes:
-        owner: the flat buffer or ordinary parameter whose state all of them are.
+        owner: the flat buffer or ordinary parameter to which the state of all these elements belongs.
         slab: the slab.
         start: the first element in the slab.
         stop: the element after the last one.
@@ -105,7 +105,7 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
     Args:
         runs: the runs.
         places: the place of each run's state.
-        order: the indices of the runs to cut, in the order that the chunks shall have.
+        order: the indices of the runs whose state is cut, in the order in which their chunks are returned.
 
     Returns:
         The chunks. A chunk holds several runs if they have one owner and are adjacent in one slab.

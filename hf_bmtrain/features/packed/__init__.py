@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # at run time a circle: `options` imports the names of the fo
 
 
 class Packed(Extension):
-    """The feature of `auto_wrap(quantize_frozen=)`, and of weights that bitsandbytes has quantized."""
+    """The extension that applies `auto_wrap(quantize_frozen=)`, and shards weights that bitsandbytes has quantized."""
 
     def __init__(self, options: Options) -> None:
         self._form = options.quantize_frozen

@@ -110,10 +110,12 @@ class Format:
         return packed.view(-1)
 
     def _put_scales(self, tails: Tensor, absmax: Tensor, count: int) -> Tensor:
-        """Write the scales into `tails`, the bytes of each cell after its codes, and return them as `unpack` gets them.
+        """Write the scales into `tails`, and return them rounded as they are stored: (cells, 256) float32.
 
-        absmax: the largest magnitude of each 64 elements, (cells, 256) float32. count: how many of these are of the
-        tensor; the rest is filling of the last cell. Returns (cells, 256) float32.
+        Args:
+            tails: the bytes of each cell after its codes.
+            absmax: the largest magnitude in each group of 64 elements, (cells, 256) float32.
+            count: how many of these groups belong to the tensor; the rest fills the last cell.
         """
         if self.scale_bits == 32:
             # A tensor, because a GPU would replace the division by a Python number by a product with the inverse.
@@ -131,7 +133,7 @@ class Format:
         return self._scales(tails)
 
     def _scales(self, tails: Tensor) -> Tensor:
-        """Return the scales (cells, 256) float32. tails: the bytes of each cell after its codes."""
+        """Return the scales in `tails`, the bytes of each cell after its codes: (cells, 256) float32."""
         if self.scale_bits == 32:
             return tails.contiguous().view(torch.float32)
         floats = tails[:, _BLOCKS : _BLOCKS + 8].contiguous().view(torch.float32)
@@ -156,14 +158,14 @@ class Format:
     def assemble(
         self, numel: int, codes: Tensor, scales: Tensor, factors: Tensor | None = None, mean: Tensor | None = None
     ) -> Tensor:
-        """Return elements whose 4-bit codes and scales are known, packed in cells as by `pack`.
+        """Arrange 4-bit codes and scales that are computed already in cells, as `pack` does, and return the cells.
 
         Args:
             numel: the number of elements.
             codes: uint8, two elements per byte, the first one in the upper half.
             scales: one per 64 elements: float32, or uint8 indices into `dynamic_values` if scales are compressed.
-            factors: of compressed scales, float32, one per 256 scales.
-            mean: of compressed scales, one float32 for the tensor.
+            factors: if scales are compressed, their factors: float32, one per 256 scales.
+            mean: if scales are compressed, their mean: one float32 for the tensor.
 
         Returns:
             (cells * cell_bytes,) uint8, in new memory.
@@ -208,7 +210,7 @@ class Format:
         )
 
     def _reference(self, packed: Tensor, out: Tensor) -> None:
-        """Do what `unpack` describes in torch, on any device."""
+        """Unpack `packed` into `out` as `unpack` does, but with operations of torch, on any device."""
         rows = packed.view(-1, self.cell_bytes)
         for cells, target in zip(rows.split(_CHUNK), out.view(-1, _BLOCKS, BLOCK).split(_CHUNK)):
             codes = cells[:, : self._codes]
@@ -237,8 +239,8 @@ QUANTIZE_FROZEN = tuple(name for name, form in FORMATS.items() if form.by_name)
 def dynamic_values(device: torch.device) -> Tensor:
     """Return the values of the 256 codes of a compressed scale, before factor and mean: (256,) float32, ascending.
 
-    They are 0, 1, and for each of the seven decades below 1 the midpoints of equal parts, and their negatives. The
-    decade from 0.1 to 1 has 64 parts, the next one below has 32, and so on.
+    They are 0 and 1; and each of the seven decades below 1 is divided into equal parts, whose midpoints and negated
+    midpoints are values. The decade from 0.1 to 1 has 64 parts, the next one below has 32, and so on.
     """
     return _tables(_NF4, device)[16:]
 
@@ -255,7 +257,7 @@ def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _nearest(values: Tensor, numbers: Tensor) -> Tensor:
-    """Return for each value the index, uint8, of the nearest of the ascending `numbers`; the lower index in a tie."""
+    """Return for each value the index (uint8) of the nearest of `numbers`, which ascend; in a tie the lower index."""
     return torch.bucketize(values, (numbers[:-1] + numbers[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
@@ -272,5 +274,5 @@ def variant(form: Format, dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants that this module can compile."""
+    """Return all variants of kernels that this module can compile for GPUs of the architecture `arch`."""
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes has quantized to 4 bits (`load_in_4bit=True`): they are sharded with the same codes.
+"""Shards weights that bitsandbytes has quantized to 4 bits (`load_in_4bit=True`), without changing their codes.
 
 bitsandbytes is not imported: its classes are recognized by name, as in transformers and PEFT.
 """
@@ -28,9 +28,9 @@ _LOAD = (
 
 
 class Linear4bit(torch.nn.Linear):
-    """A linear layer of bitsandbytes whose weight is sharded. It computes with the full, unpacked weight.
+    """Replaces a linear layer of bitsandbytes when its weight is sharded. It computes with the full, unpacked weight.
 
-    compute_dtype: the dtype to compute in; None for the input's.
+    compute_dtype: the dtype to compute in; None for the dtype of the input.
     """
 
     compute_dtype: torch.dtype | None
@@ -61,7 +61,10 @@ def refuse_quantized(model: torch.nn.Module, why: str) -> None:
 
 
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Return how each weight is quantized, by name, to compare over ranks. Call `admit_quantized` first."""
+    """Return a text for each quantized weight, by name, that says how it is quantized and must be equal on all ranks.
+
+    Call `admit_quantized` first.
+    """
     return {
         f"quantized '{name}'": f"{_form(_state(module, parameter)).name} {_dtype(module, parameter)}"
         for name, (module, _, parameter) in _find(model).items()
@@ -71,15 +74,16 @@ def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
 def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
     """Replace bitsandbytes' quantized weights by PackedParameters, which `shard_places` shards without unpacking them.
 
-    Their layers become the Linear4bit of this file. Root parameters are unpacked instead. Whoever reads the model's
-    weights gets unpacked values, so the marks of a quantized model are removed: Trainer and saved configurations treat
-    it as an ordinary one. Call `admit_quantized` first.
+    The layers of these weights become the Linear4bit of this file. Quantized root parameters are not packed again, but
+    unpacked. From then on, reading a weight of the model gives unpacked values, so the attributes by which transformers
+    marks a quantized model are removed: Trainer and saved configurations treat the model as an ordinary one. Call
+    `admit_quantized` first.
 
     Args:
         model: the model that is about to be sharded.
         blocks: its blocks.
         outside: the modules outside blocks.
-        device: where weights are unpacked.
+        device: the device on which root parameters are unpacked.
     """
     found = _find(model)
     root = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
@@ -105,7 +109,7 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
 
 
 def _find(model: torch.nn.Module) -> dict[str, Place]:
-    """Return the places of the weights that bitsandbytes has quantized, by name."""
+    """Return, by name, the weights that bitsandbytes has quantized, each as its place: module and key."""
     return {
         f"{path}.{key}".lstrip("."): (module, key, parameter)
         for path, module in model.named_modules()
@@ -115,9 +119,9 @@ def _find(model: torch.nn.Module) -> dict[str, Place]:
 
 
 def _refusal(module: Any, key: str, parameter: Any) -> str | None:
-    """Return why `parameter`, the `key` of `module`, which bitsandbytes has quantized, cannot be sharded.
+    """Return why the quantized weight `parameter`, stored as `key` in `module`, cannot be sharded.
 
-    The text includes the way out. None if it can be sharded.
+    The text includes the way out. Returns None if the weight can be sharded.
     """
     computes = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
     if type(parameter).__name__ == "Int8Params":
@@ -155,7 +159,7 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
 
 
 def _state(module: Any, parameter: Any) -> Any:
-    """Return the weight's `quant_state`, from the layer if code that re-created the Parameter has left it there."""
+    """Return the weight's `quant_state`: from the weight or, if a re-created Parameter has lost it, from the layer."""
     return getattr(parameter, "quant_state", None) or getattr(module, "quant_state", None)
 
 
@@ -169,9 +173,9 @@ def _dtype(module: Any, parameter: Any) -> torch.dtype:
 
 
 def _packed(module: Any, parameter: Any) -> PackedParameter:
-    """Return a PackedParameter with the weight's codes and scales.
+    """Return a PackedParameter with the codes and scales of a weight that bitsandbytes has quantized.
 
-    Its cells are assembled only when its `pack` is called; until then it refers to bitsandbytes' tensors.
+    It refers to bitsandbytes' tensors, and assembles packed cells from them when its `pack` is called.
     """
     state = _state(module, parameter)
     codes = parameter.data.contiguous().view(-1).view(torch.uint8)
@@ -192,7 +196,7 @@ def _unpack(packed: PackedParameter, device: torch.device) -> torch.nn.Parameter
 
 
 def _forget(model: torch.nn.Module) -> None:
-    """Remove the marks of a quantized model that transformers has set on its modules and configuration."""
+    """Remove the attributes by which transformers marks a model as quantized, from its modules and configuration."""
     for module in model.modules():
         noted = vars(module)
         if noted.pop("hf_quantizer", None) is not None:

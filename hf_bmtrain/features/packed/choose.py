@@ -17,7 +17,7 @@ _NO_MATRICES = (
 
 
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
-    """Return the parameters in `blocks` to pack, as a PackedKind; None if `name` is None.
+    """Return a PackedKind with the parameters in `blocks` that are to be packed; None if `name` is None.
 
     They are frozen matrices in a dtype of 16 or 32 bits with at least CELL elements (a smaller one would still take a
     whole cell): each `weight` with two dimensions; and each parameter with three dimensions, under any name, that
@@ -32,7 +32,7 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
         name: the name of the format, or None.
 
     Raises:
-        ValueError: there is no such parameter.
+        ValueError: `blocks` contain no parameter that can be packed.
     """
     if name is None:
         return None

@@ -22,11 +22,11 @@ from .arithmetic import CELL, Format
 
 @dataclass(frozen=True)
 class PackedKind(StorageKind):
-    """Parameters that are packed in `form`.
+    """The kind of storage of parameters that are packed in one format.
 
     Attributes:
         form: the packed format.
-        names: {id(parameter): name} of the parameters to pack, for messages.
+        names: {id(parameter): name} of the parameters to pack. The names are for messages.
     """
 
     form: Format
@@ -47,8 +47,8 @@ class PackedParameter(torch.nn.Parameter):
 
     Attributes:
         form: the packed format.
-        pack: returns all packed cells, uint8, in new memory.
-        storage_kind: the kind of storage that its buffer will have.
+        pack: a function that returns all packed cells of the parameter, uint8, in new memory.
+        storage_kind: the kind of storage of the flat buffer that the parameter is put in.
     """
 
     form: Format
@@ -57,7 +57,14 @@ class PackedParameter(torch.nn.Parameter):
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, form: Format, pack: Callable[[], torch.Tensor]) -> Any:
-        """Return a parameter with this shape and, once unpacked, this dtype. form, pack: see the class."""
+        """Return a PackedParameter.
+
+        Args:
+            shape: the shape of the parameter.
+            dtype: the dtype of its unpacked values.
+            form: the packed format.
+            pack: a function that returns all packed cells, uint8, in new memory.
+        """
         made: Any = make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"), False)
         made.form, made.pack, made.storage_kind = form, pack, PackedKind(form)
         return made
@@ -100,10 +107,10 @@ class PackedStorage(Storage):
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Set `stored` to this rank's cells of rank 0's values. Collective.
+        """Pack rank 0's values of `parameters`, and set `stored` to this rank's cells of them. Collective.
 
         Parameters are broadcast one at a time. Every rank receives one full parameter, packs it, and copies its own
-        cells; of a PackedParameter it receives all cells. So the peak is one full parameter.
+        cells; of a PackedParameter it receives all cells instead. So at most one full parameter is in memory at a time.
 
         Raises ValueError for values that `form` cannot represent.
         """
@@ -125,7 +132,7 @@ class PackedStorage(Storage):
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
 
     def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return all packed cells of rank 0's values of `parameter`, on this device. Collective."""
+        """Return all packed cells of rank 0's values of `parameter`, on this rank's device. Collective."""
         if not isinstance(parameter, PackedParameter):
             return self.form.pack(self._values(parameter))
         packed = parameter.pack().to(self.stored.device)
@@ -133,7 +140,7 @@ class PackedStorage(Storage):
         return packed
 
     def _values(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return rank 0's values of `parameter`, flat and in new memory, on this device. Collective."""
+        """Return rank 0's values of `parameter` on this rank's device, flattened and in new memory. Collective."""
         device = self.stored.device
         if isinstance(parameter, SourcedParameter):
             values = torch.empty(parameter.numel(), dtype=parameter.dtype, device=device)
@@ -167,7 +174,7 @@ class PackedStorage(Storage):
 
 
 class QuantizedParameter(DistributedParameter):
-    """The local parameter of a frozen parameter that is stored packed.
+    """The local parameter of a frozen parameter whose shards are stored packed.
 
     torch's functions can read it; each call unpacks this rank's elements into new memory. Writing it, and setting
     `requires_grad`, raise RuntimeError.
@@ -214,7 +221,7 @@ class QuantizedParameter(DistributedParameter):
 
     @property
     def quant_state(self) -> NoReturn:
-        """Raises RuntimeError: only PEFT reads bitsandbytes' statistics of a weight, to merge an adapter into it."""
+        """Raises RuntimeError. Only PEFT reads this attribute of bitsandbytes' weights, to merge an adapter."""
         raise written(self)
 
 
@@ -253,5 +260,5 @@ def _unpack(parameter: QuantizedParameter) -> ShardTensor:
 
 
 def _unpacked(value: torch.Tensor) -> torch.Tensor:
-    """Return `value`, or this rank's elements unpacked if it is a quantized parameter."""
+    """Return this rank's elements of a quantized parameter, unpacked; any other `value` is returned unchanged."""
     return _unpack(value) if isinstance(value, QuantizedParameter) else value

@@ -36,12 +36,13 @@ def check_parity(
     """Compare one training step of a wrapped model with the same step in plain torch, and print a table. Collective.
 
     Both steps run on this rank's `batch`, in the model's current mode (dropout included), from the same states of all
-    random generators. The plain step runs the model's own code on full copies of the weights, without all-gathers,
-    reductions, recomputation or compiled blocks.
+    random generators. The "sharded step" is that of the wrapped model. The "plain step" runs the model's own code on
+    full copies of the weights, without all-gathers, reductions, recomputation or compiled blocks.
 
     It compares: the outputs of every block and of every module with parameters outside blocks; the loss; each
-    parameter's gradient, against the mean over ranks of the plain gradients; and the weight update of one optimizer
-    step. For the last, one new optimizer steps the shards and another the full copies, both with the sharded gradients.
+    parameter's gradient, against the mean over ranks of the plain step's gradients; and the weight update of one
+    optimizer step. For the update, one new optimizer steps the shards and another one the full copies, both with the
+    gradients of the sharded step.
 
     Afterwards weights, gradients, buffers, attributes and generators are as before, also if this function raises. Only
     tensors that the model stores outside parameters and buffers, and modifies in place, are not restored. During the
@@ -112,7 +113,7 @@ def _check_arguments(model: Any, optimizer: Any, bound: Any) -> None:
 
 
 def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """Run the forward and backward of one batch, and return the loss."""
+    """Run the forward and backward of `model` on one batch, and return the loss. loss: as for `check_parity`."""
     with torch.enable_grad():
         if isinstance(batch, dict):
             outputs = model(**batch)
@@ -147,9 +148,11 @@ def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> s
 
 
 class _Comparison:
-    """Collects the differences on this rank. All ranks call `of_outputs`, `of_gradients`, `of_update` in this order.
+    """Compares the sharded step with the plain step, and collects the differences that this rank finds.
 
-    differences: what was compared so far.
+    All ranks call `of_outputs`, `of_gradients` and `of_update` in this order.
+
+    differences: one Difference for each tensor that was compared so far.
     """
 
     def __init__(self, model: torch.nn.Module, world: World, bound: float | None) -> None:
@@ -158,7 +161,7 @@ class _Comparison:
         self._names = {p: name for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
 
     def _allowed(self, tensor: torch.Tensor) -> float:
-        """Return the relative difference that is allowed in `tensor`: the user's bound, or a default for the dtypes."""
+        """Return the relative difference allowed in `tensor`: the user's bound, or else the default for the dtypes."""
         if self._bound is not None:
             return self._bound
         device = self._world.device.type
@@ -172,7 +175,7 @@ class _Comparison:
         return max(_BOUNDS.get(dtype.to_real(), 1e-5) for dtype in dtypes)
 
     def _add(self, kind: str, block: str, name: str, got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
-        """Add the Difference of a tensor: `got` in the sharded step, `wanted` in the plain step.
+        """Add the Difference of a tensor that is `got` in the sharded step and `wanted` in the plain step.
 
         kind, block, name, allowed: as for Difference.
         """
@@ -198,9 +201,10 @@ class _Comparison:
 
     @torch.no_grad()
     def of_gradients(self, full_params: Wholes) -> None:
-        """Compare each sharded gradient with the mean over ranks of the plain ones. Collective.
+        """Compare each gradient of the sharded step with the mean over ranks of the plain step's gradients. Collective.
 
-        Afterwards `.grad` of every full parameter is the full sharded gradient, for `of_update`.
+        Afterwards `.grad` of each full parameter is the sharded step's gradient, all-gathered, or None if there is
+        none, so that `of_update` gives both optimizers the same gradients.
         """
         found = []
         for sharded, full in reversed(full_params.items()):
@@ -231,10 +235,11 @@ class _Comparison:
         return total / self._world.size
 
     def of_update(self, full_params: Wholes, make: MakeOptimizer) -> None:
-        """Compare the updates by one step of an optimizer over shards and of one over full parameters. Collective.
+        """Step one optimizer over the shards and another one over the full parameters, and compare the weight updates.
+        Collective.
 
         Args:
-            full_params: the full parameters; their `.grad` is used.
+            full_params: the full parameters, with the sharded step's gradients in `.grad`.
             make: a function that returns an optimizer for a list of parameters.
         """
         trained = [sharded for sharded in full_params if sharded.requires_grad]
@@ -252,6 +257,6 @@ class _Comparison:
                 self._add("update", self._block(sharded), self._names[sharded], got, wanted, allowed)
 
     def _block(self, sharded: DistributedParameter) -> str:
-        """Return the name of the block of the local parameter `sharded`; outside blocks, the parameter's own name."""
+        """Return the name of the block that contains the local parameter `sharded`; outside blocks, its own name."""
         name, origin = self._names[sharded], sharded.origin
         return name if origin is None or not origin.block else origin.block

@@ -17,7 +17,7 @@ Outputs = dict[tuple[str, str], list[torch.Tensor]]
 
 
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return, by name, the outermost blocks of `model`, and the modules outside blocks that have own parameters."""
+    """Return, by name, the outermost blocks of `model`, and the modules outside blocks that own parameters."""
     found: dict[str, torch.nn.Module] = {}
     inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
@@ -36,10 +36,10 @@ def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterato
 
     Args:
         modules: the modules to record, by name.
-        schedule: knows whether a running forward is a recomputation.
+        schedule: the schedule of the world, which knows whether a running forward is a recomputation.
 
     Yields:
-        The outputs, which are added as the modules return them.
+        The outputs, to which each module's output is added when the module returns it.
     """
     outputs: Outputs = {}
     calls = dict.fromkeys(modules, 0)

@@ -1,4 +1,4 @@
-"""The result of `check_parity`: the difference of each tensor that was compared, and the first too large one."""
+"""The result of `check_parity`: the difference of each compared tensor, and the first difference that is too large."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Difference:
         name: the name of the module or parameter.
         largest: the largest absolute difference of an element; inf if an element is finite in one step only.
         allowed: the largest absolute difference that is allowed.
-        rank: the rank where the difference is the largest.
+        rank: in a `Parity`, the rank where the difference is the largest; 0 before the ranks are compared.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of `check_parity`, the same on every rank. Its `str` is a table with a line per kind and block.
+    """The result of `check_parity`, the same on every rank. `str` of it is a table with a line per kind and block.
 
     Attributes:
         differences: one per tensor: outputs in the order of the forward, gradients in the order of the backward, then
@@ -97,7 +97,7 @@ def _cells(each: Difference) -> tuple[str, ...]:
 
 
 def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
-    """Return, for each tensor, the difference of the rank where it is largest relative to what is allowed.
+    """Return for each tensor, of its differences on all ranks, the one that is largest relative to what is allowed.
 
     ranks: the differences of each rank. Raises RuntimeError if the ranks compared different tensors.
     """
@@ -119,7 +119,10 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
 
 
 def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return max|got − wanted|. Equal infinities and two NaNs count as 0, a single NaN or another shape as inf."""
+    """Return max|got − wanted|; inf if the shapes differ.
+
+    Equal infinities, or two NaNs, differ by 0; any other pair with an infinity or NaN differs by inf.
+    """
     if got.shape != wanted.shape:
         return float("inf")
     if not got.numel():

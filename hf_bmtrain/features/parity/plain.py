@@ -1,4 +1,4 @@
-"""Runs a wrapped model as plain torch would: with full weights in its slots, and its modules' original classes."""
+"""Runs a wrapped model as plain torch would: with full weights in its modules, which get their original classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 def gather_full_params(model: torch.nn.Module) -> Wholes:
     """Return a full copy of each sharded parameter of `model`. Collective.
 
-    The copies are assembled from the local parameters, not by the all-gathers of a forward, which are to be checked.
+    They are assembled from the local parameters. The all-gathers of a forward are not used, because they are checked.
     """
     full_params: Wholes = {}
     for sharded in model.parameters():
@@ -36,7 +36,7 @@ def gather_full_params(model: torch.nn.Module) -> Wholes:
 def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
     """Under `with`, let `model` run its own code on `full_params`, without all-gathers, reductions or recomputation.
 
-    Compiled blocks run their layer's forward without compilation.
+    Compiled blocks run their forward without compilation.
 
     Args:
         model: the wrapped model.

@@ -16,9 +16,9 @@ from ..replay.snapshot import Snapshot
 class TrainingState:
     """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
 
-    It copies this rank's 1/N of the weights, and the buffers. Until `restore`, local parameters have no gradients and
-    no gradient hooks; and blocks with any policy but NEVER recompute every forward, so that a plan of memory does not
-    measure steps that are not training.
+    Of the weights it copies this rank's shards. Until `restore`, local parameters have no gradients and no gradient
+    hooks; and blocks with any recomputation policy but NEVER recompute every forward, because a plan with
+    use_checkpoint="auto" must not measure these steps, which are not training.
     """
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:
@@ -39,7 +39,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, weights: bool) -> None:
-        """Restore everything. weights: whether to restore the weights too, because they may have been written."""
+        """Restore everything but, unless `weights` is True, the weights. They need it only if they were written."""
         self._world.schedule.discard_failed_backward()
         self.rewind()
         if weights:

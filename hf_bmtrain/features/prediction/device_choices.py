@@ -16,8 +16,8 @@ _FLASH_WIDTH = 256
 def cuda_choices() -> Iterator[None]:
     """Under `with`, dropout, softmax and scaled_dot_product_attention of meta tensors allocate what they do on CUDA.
 
-    In addition torch.autocast("meta", enabled=False) does nothing, while torch raises an error, because it has no
-    autocast for this device. PEFT turns autocast off like that around adapters on fused experts.
+    In addition torch.autocast("meta", enabled=False), which otherwise raises an error because torch has no autocast for
+    this device, does nothing. PEFT turns autocast off in this way around adapters on fused experts.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")

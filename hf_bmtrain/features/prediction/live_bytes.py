@@ -18,13 +18,13 @@ _ROUND = 512
 
 
 class Change(NamedTuple):
-    """A storage was allocated or grew (nbytes > 0), or was freed or shrank (nbytes < 0).
+    """A change of a storage: it was allocated or grew (nbytes > 0), or was freed or shrank (nbytes < 0).
 
     Attributes:
         number: identifies the storage.
-        nbytes: the change of its size in bytes.
-        label: the part of the step in which it was allocated; "" if it was freed.
-        shape: the shape of the first tensor in it; () if that is not known.
+        nbytes: the change of the storage's size in bytes.
+        label: the part of the step in which the storage was allocated; "" if it was freed.
+        shape: the shape of the first tensor in the storage; () if that is not known.
     """
 
     number: int
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live: the bytes of all live storages.
-        host: the bytes of all page-locked tensors so far.
+        host: the bytes of all page-locked tensors that were ever allocated.
         peak: the largest `live` since `reset_peak`, or since the beginning.
         changes: every change so far, in order.
     """
@@ -110,7 +110,7 @@ class LiveBytes(TorchDispatchMode):
         return outputs
 
     def _see(self, tensor: torch.Tensor, hosted: bool) -> None:
-        """Count the storage of an operation's output, if it is a new one. hosted: whether it is page-locked."""
+        """Count the storage of an operation's output `tensor`, if it is new. hosted: whether it is page-locked."""
         if not tensor.is_meta:
             return
         storage = tensor.untyped_storage()
@@ -122,9 +122,9 @@ class LiveBytes(TorchDispatchMode):
             self._follow(storage, tuple(tensor.shape))
 
     def _follow(self, storage: torch.UntypedStorage, shape: tuple[int, ...] = ()) -> None:
-        """Record the current size of a storage, as a new one or as a change of its last size.
+        """Record a new storage or, for a known one, the change of its size since it was last recorded.
 
-        shape: the shape of the first tensor in it.
+        shape: the shape of the first tensor in the storage.
         """
         key, nbytes = storage._cdata, -(-storage.nbytes() // _ROUND) * _ROUND
         known = self._known.get(key)

@@ -35,7 +35,7 @@ def predict_memory(
 ) -> Prediction:
     """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`. It is not collective.
 
-    On GPUs the prediction is compared with the memory that was measured in the second step, in one line of the log. If
+    On GPUs, after the second step of training, a line of the log compares the prediction with the measured memory. If
     they differ by more than 5 %, the line is a warning and includes the table.
 
     Args:

@@ -43,8 +43,8 @@ class Prediction:
 
     Attributes:
         table: bytes at the peak, by purpose: {key in ROWS: bytes}.
-        mapped: the part of these bytes that is outside torch's allocator (shards and mailboxes that other ranks of the
-            host read).
+        mapped: how many of the bytes in `table` are outside torch's allocator (shards and mailboxes that other ranks of
+            the host read).
         context: bytes on the device for the CUDA context and libraries, which belong to no tensor.
         host: bytes of page-locked host memory.
         phases: the phases of the step, each with its name, the live bytes at its end, and its peak.
@@ -140,7 +140,7 @@ def predict(
 
 
 def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]) -> dict[str, int]:
-    """Return the bytes that are live at the peak of the last step, by the keys of ROWS.
+    """Return the bytes that are live at the peak of the simulation's last step: {key in ROWS: bytes}.
 
     done: the simulation. vocabulary, shapes: as for `_kind`.
     """
@@ -164,9 +164,13 @@ def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]
 
 
 def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[tuple[int, ...]]) -> str:
-    """Return the key in ROWS for a storage that the engine does not know: a guess by label and shape.
+    """Return the key in ROWS for a storage that neither the engine nor the optimizer owns: a guess.
 
-    vocabulary: the size of the vocabulary, or None. shapes: the shapes of all parameters.
+    Args:
+        label: the part of the step in which the storage was allocated.
+        shape: the shape of the first tensor in it.
+        vocabulary: the size of the vocabulary, or None.
+        shapes: the shapes of all parameters.
     """
     if label in ("backward", "recomputation", "outside"):
         if tuple(shape) in shapes or (label == "backward" and not shape):

@@ -51,7 +51,7 @@ class _Echo(ObjectComm):
 class _MetaPeers:
     """Stands for `PeerMemory`: allocates meta tensors for memory outside torch's allocator, and copies nothing.
 
-    mapped: what was allocated.
+    mapped: the meta tensors that were allocated.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ def quiet_world(size: int, zero_level: int, copies: bool, memory: Any) -> World:
         size: the number of ranks.
         zero_level: the level that blocks get by default.
         copies: whether large shards are gathered and reduced by peer copies, as on one host.
-        memory: the device's memory, with the methods of `DeviceMemory`.
+        memory: an object with the methods of `DeviceMemory` that stands for the device's memory.
     """
     communicator, control = _Quiet(size), _Echo(size)
     shards: Gather = CollectiveGather(communicator)

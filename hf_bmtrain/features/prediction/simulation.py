@@ -30,7 +30,7 @@ Phase = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulation, of which the last step counts.
+    """The result of a simulation. Its last step is the one that is predicted.
 
     Attributes:
         changes: all changes of storages, from the beginning of the simulation.
@@ -137,7 +137,17 @@ def _checked_optimizers() -> Iterator[None]:
 
 
 def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str], phases: list[Phase], count) -> None:
-    """Run one training step with `count` backwards. stage: gets the running phase. phases: gets all phases."""
+    """Run one training step with `count` backwards.
+
+    Args:
+        model: the wrapped model.
+        inputs: the keyword arguments of its forward.
+        manager: the manager of the optimizer.
+        live: counts the bytes.
+        stage: a list whose only item is set to the phase that runs.
+        phases: a list to which each phase is added when it ends.
+        count: the number of backwards.
+    """
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -161,7 +171,10 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
 
 
 def _peak(live: LiveBytes, first: int) -> int:
-    """Return the most bytes live since change `first`. `live.peak` cannot tell: a MemoryPlanner may have reset it."""
+    """Return the most bytes that were live at a time since change `first` in `live.changes`.
+
+    `live.peak` is not used, because a MemoryPlanner may have reset it.
+    """
     now = live.live
     most = now
     for change in reversed(live.changes[first:]):
@@ -171,7 +184,7 @@ def _peak(live: LiveBytes, first: int) -> int:
 
 
 def _label(world: World, stage: str) -> str:
-    """Return the part of the step that runs now. stage: the running phase."""
+    """Return the label of what runs now, for `Change.label`. stage: the running phase of the step."""
     depth = world.inside.depth
     if world.schedule.in_backward:
         return "recomputation" if depth else "backward"

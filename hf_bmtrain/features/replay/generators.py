@@ -43,7 +43,7 @@ class Generators:
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return the functions that read and set the state of a generator; None if `generator` is not a generator."""
+    """Return two functions that get and set the state of `generator`; None if it is not a random generator."""
     if isinstance(generator, random.Random) or generator is random:
         return generator.getstate, generator.setstate
     if isinstance(generator, torch.Generator):

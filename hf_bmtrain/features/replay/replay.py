@@ -17,8 +17,8 @@ from .snapshot import Attributes, Buffers, Contents, Snapshot
 class Replay:
     """Lets a layer's forward be recomputed although it changes state (running means, counters, a cache).
 
-    `record` saves the state before the first forward, and `restore` shows it to a recomputation, whose own changes are
-    then undone.
+    `record` saves the state before the first forward. `restore` sets the state back to that for a recomputation, and
+    undoes the recomputation's own changes afterwards.
 
     The first forward in training mode, and the first in evaluation mode, copies all buffers and compares their values
     afterwards, which waits for the device. Later forwards copy only the buffers that changed in that first one. Random
@@ -36,7 +36,7 @@ class Replay:
         self._attributes: Attributes | None = None
 
     def _present_attributes(self) -> Attributes:
-        """Return a copy of the layer's attributes: the last copy, if they have not changed since it was made."""
+        """Return a copy of the layer's attributes; if they have not changed since the last copy, that one."""
         if self._attributes is None or not self._attributes.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
         return self._attributes
@@ -102,7 +102,7 @@ class Replay:
             undo()
 
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
-        """Return `copies`, by their index in `_places`, in the form that Snapshot takes."""
+        """Return `copies`, a dict by index in `_places`, in the form that Snapshot takes."""
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:
@@ -123,7 +123,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def keep_scripts() -> None:
-    """Stop TorchScript from optimizing further functions in this thread. Those that are optimized stay so."""
+    """Stop TorchScript from optimizing more functions in this thread. Functions already optimized stay so."""
     optimize_scripts(False)
 
 

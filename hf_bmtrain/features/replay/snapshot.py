@@ -72,9 +72,10 @@ class Snapshot:
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
-        """Restore the state, but put copies in the place of buffers, so that the present buffers are not written.
+        """Set the modules to the saved state, with copies in the place of buffers: the present buffers are not written.
 
-        Returns a function that restores the state found at the call, with the buffers themselves.
+        Returns a function that undoes this: it sets everything back to the state before the call, and puts the present
+        buffers themselves back into the modules.
         """
         present = []
         for buffers, copies in self.buffers:
@@ -92,8 +93,8 @@ class Snapshot:
     def _restore_others(self) -> Callable[[], None]:
         """Restore attributes, containers and generators, but not buffers.
 
-        Returns a function that goes back to the state at the call. If the attributes equal the snapshot's at the call,
-        which is cheap to check, they are not copied for that: the function then restores the snapshot's attributes.
+        Returns a function that undoes this. If the present attributes equal the saved ones, which is cheap to check,
+        they are not copied, and the function restores the saved ones.
         """
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
@@ -111,9 +112,9 @@ class Snapshot:
 
 
 class Contents:
-    """The items of all mutable containers in `values`, at any depth, as they are when this object is created.
+    """The items of all mutable containers in `values`, nested ones too, as they are when this object is created.
 
-    Containers are copied one level deep: tensors and other items are the same objects.
+    Of each container a shallow copy is made: tensors and other items in it are the same objects.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
@@ -158,7 +159,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, contents: Any) -> None:
-    """Replace the items of `container` by `contents`, by dict's and list's own methods, not those of its subclass."""
+    """Replace the items of `container` by `contents`, with the methods of dict and list, not overridden ones."""
     if isinstance(container, dict):
         base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
         base.clear(container)
@@ -225,7 +226,7 @@ class Attributes:
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
 
     def restore(self) -> Callable[[], None]:
-        """Restore the attributes and containers. Returns a function that goes back to what was found at the call."""
+        """Restore the attributes and containers. Returns a function that undoes this."""
         present = []
         for attributes, own in self._modules:
             changed = vars(self._layer()) if attributes is None else attributes
@@ -242,12 +243,12 @@ class Attributes:
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes, of a module's `__dict__`, that a forward may change."""
+    """Return the items of `attributes`, the `__dict__` of a module, that a forward may change."""
     return {name: value for name, value in attributes.items() if name not in _STANDARD}
 
 
 def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
-    """Replace the attributes, of a module's `__dict__`, that a forward may change by `own`."""
+    """In `attributes`, the `__dict__` of a module, replace the items that a forward may change by those in `own`."""
     for name in _own(attributes).keys() - own.keys():
         del attributes[name]
     attributes.update(own)

@@ -79,9 +79,9 @@ def _bytes(text: str) -> int:
 
 
 def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
-    """Write the model of the first intact checkpoint in `found` (newest first) to a new folder.
+    """Write the model of the first intact checkpoint in `found`, which is sorted newest first, to a new folder.
 
-    given: the options of the command line. Returns the error message, None on success.
+    given: the options of the command line. Returns an error message, or None on success.
     """
     for checkpoint in found:
         output = given.output or checkpoint.folder.with_name(f"merged-{checkpoint.folder.name}")

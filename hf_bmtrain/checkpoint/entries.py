@@ -27,7 +27,7 @@ class Entry:
     Attributes:
         spec: name, dtype and shape of the full tensor.
         first: index of this rank's first element in the flattened full tensor.
-        part: 1-D, this rank's elements. A view of the model's or optimizer's tensor; a copy if that is not contiguous.
+        part: this rank's elements, 1-D: a view of the model's or optimizer's tensor, or a copy if it is not contiguous.
         sharded: whether each rank has different elements. If False, every rank has the full tensor.
     """
 
@@ -52,7 +52,7 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
             buffers are always included.
 
     Raises:
-        ValueError: `chosen` is None, and the model has quantized weights.
+        ValueError: `chosen` is None, and the model has quantized weights, which a checkpoint cannot contain.
     """
     if chosen is None:
         refuse_quantized(model)
@@ -67,7 +67,7 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 
 
 def was_trained(name: str, parameter: Any) -> bool:
-    """Return whether a parameter is trainable, or was since `auto_wrap`: PEFT freezes adapters that are not active."""
+    """Return whether a parameter is trainable or has been since `auto_wrap`: PEFT freezes adapters not in use."""
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
 
@@ -91,7 +91,7 @@ def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torc
 
 
 def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
-    """Return the entry `name` of the tensor `values`, which has the layout of `parameter`."""
+    """Return an Entry called `name` for the tensor `values`, which has the shape and the layout of `parameter`."""
     if not isinstance(parameter, DistributedParameter):
         return _full(name, values)
     part = values.part if isinstance(values, ShardBase) else values
@@ -179,11 +179,11 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
 def optimizer_entries(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, world: World
 ) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
-    """Return an entry `<parameter>.<key>` for each state tensor with its parameter's layout, and all other state.
-    Collective.
+    """Return an entry for each tensor of the optimizer's state that is laid out like its parameter, and all other
+    state. Collective.
 
-    The other state, such as step counts, is copied to the CPU and returned as {parameter name: {key: value}}. Raises
-    RuntimeError if it contains a sharded tensor, which then has another layout than its parameter.
+    An entry is named `<parameter>.<key>`. The other state, such as step counts, is copied to the CPU and returned as
+    {parameter name: {key: value}}. Raises RuntimeError if a sharded tensor is not laid out like its parameter.
     """
     parameters = named(optimizer, model)
     check_keys(optimizer, optimizer.state)
@@ -212,9 +212,9 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """The state of an optimizer while it is loaded: `target` returns the memory to read into, then `load` loads it.
+    """The state that is being loaded into an optimizer: `target` returns tensors to read it into, `load` then sets it.
 
-    Constructing one for an AdamOptimizer discards the optimizer's present state.
+    For an AdamOptimizer, the constructor discards the optimizer's present state.
 
     Args:
         optimizer: the optimizer.
@@ -251,9 +251,12 @@ class LoadedState:
                 self._places = places  # else masters were saved by another kind of device, and `load` converts them
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor to read this rank's elements of state `what` of parameter `name` into.
+        """Return a 1-D tensor to fill with this rank's elements of one state tensor.
 
-        dtype: the dtype of the stored tensor.
+        Args:
+            name: the name of the parameter whose state it is.
+            what: the key of the state tensor.
+            dtype: the dtype of the stored tensor.
         """
         parameter = self._parameters[name]
         if self._places:

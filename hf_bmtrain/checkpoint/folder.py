@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
 
 def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
-    """Lock a folder, so that no other job saves to it until the returned file is closed or this process ends.
+    """Lock a folder, so that no other job can save to it until the returned file is closed or this process ends.
 
     Args:
         root: the folder, created if it does not exist.
@@ -80,16 +80,16 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether `find` ignores a folder of this name, or a later save deletes it as a leftover."""
+    """Return whether a folder of this name is temporary: ignored by `find`, or deleted by a later save."""
     return name.startswith((_STAGING, ".")) or _REPLACED in name
 
 
 def stage(root: Path, step: int, nbytes: int) -> Path:
     """Create an empty temporary folder in `root` for a checkpoint of `nbytes`, and return it.
 
-    The caller has the lock of `root`. Temporary folders that killed jobs have left there are deleted. The folder's name
-    is never reused, since a rank of a killed job may survive for a while and still write to the folder of that job.
-    Raises OSError if the disk has too little free space. Does not reserve the space, because some file systems do that
+    The caller must hold the lock of `root`. Temporary folders that killed jobs have left in `root` are deleted. The new
+    folder's name is unique, since a rank of a killed job may survive for a while and still write to that job's folder.
+    Raises OSError if the disk has too little free space. The space is not reserved, because some file systems do that
     by writing zeros.
     """
     for kind in ("checkpoint", "removed"):
@@ -110,9 +110,9 @@ def check_space(folder: Path, nbytes: int) -> None:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Rename the temporary folder `staging` to `final`. It is complete, and its files are flushed to disk.
+    """Rename the temporary folder `staging`, a complete checkpoint whose files are flushed to disk, to `final`.
 
-    An earlier checkpoint of that name is renamed first, and deleted by `prune`.
+    An earlier checkpoint called `final` is renamed first, and is deleted by `prune`.
     """
     flush(staging)
     if os.path.lexists(final):  # it stays a valid checkpoint, with a lower number, until `prune`
@@ -125,9 +125,10 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete replaced checkpoints in `root` and, unless `keep` is None, all but the newest `keep` intact ones.
+    """Delete the checkpoints in `root` that a newer one of the same name has replaced, and those beyond `keep`.
 
-    Symbolic links to checkpoints are not counted, and are deleted only if they were replaced.
+    If `keep` is not None, only the newest `keep` intact checkpoints remain. Symbolic links to checkpoints are not
+    counted, and are deleted only if they were replaced.
     """
     for link in root.glob(f"*{_REPLACED}*"):
         if link.is_symlink():
@@ -161,10 +162,10 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
     """Delete the oldest checkpoints until `limit` remain.
 
     Args:
-        folders: the checkpoints. Those of other libraries have no number, so they count as the oldest, in the given
-            order. Symbolic links are neither counted nor deleted.
-        limit: how many remain.
-        kept: checkpoints that are not deleted, even if more than `limit`.
+        folders: the checkpoints. Those of other libraries have no number in a manifest, so they count as the oldest, in
+            the given order. Symbolic links are neither counted nor deleted.
+        limit: how many checkpoints remain.
+        kept: checkpoints that are never deleted, even if more than `limit` remain then.
     """
 
     def number(folder: Path) -> int:
@@ -213,7 +214,7 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
 
 
 def add_checksums(folder: Path) -> None:
-    """Write `ADDED`: the checksums of the files that were added to a checkpoint since it was published."""
+    """Write the file `ADDED` with the checksums of all files that were added to a checkpoint after its publication."""
     known = {NAME, *Manifest.read(folder).files}
     sums = {
         path.name: zlib.crc32(path.read_bytes())
@@ -225,10 +226,10 @@ def add_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path, rank: int, size: int) -> str | None:
-    """Return what is wrong with a checkpoint or the files added to it; None if this rank finds nothing.
+    """Return what is wrong with a checkpoint or the files added to it; None if this rank finds nothing wrong.
 
-    The `size` ranks share the work: each reads every `size`-th chunk of each file, and rank 0 the added files. Raises
-    Damaged if the manifest is damaged or a file has the wrong size.
+    The `size` ranks share the work: each one reads every `size`-th chunk of each file, and rank 0 also reads the added
+    files. Raises Damaged if the manifest is damaged or a file has the wrong size.
     """
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
@@ -245,7 +246,7 @@ def find_damage(folder: Path, rank: int, size: int) -> str | None:
 def find_damage_of_added(folder: Path) -> str | None:
     """Return what is wrong with the files that were added to a checkpoint, None if nothing is.
 
-    Raises OSError if one is missing, ValueError if their checksums cannot be read.
+    Raises OSError if an added file is missing, and ValueError if the file with their checksums cannot be read.
     """
     sums = json.loads((folder / ADDED).read_bytes()) if (folder / ADDED).exists() else {}
     for name, crc in sums.items():

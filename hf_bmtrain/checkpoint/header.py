@@ -60,7 +60,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file to be written.
+    """A safetensors file that is to be written.
 
     Attributes:
         name: the file's name, without its folder.
@@ -133,7 +133,8 @@ def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
     if len(text) > LARGEST_HEADER:
         raise ValueError(
             f"{name} would have a header of {len(text):,} bytes for {len(specs):,} tensors, but safetensors allows at "
-            f"most {LARGEST_HEADER:,}."
+            f"most {LARGEST_HEADER:,}: stack small parameters into larger ones or, when merging, pass a smaller "
+            "--max-shard-size."
         )
     head = len(text).to_bytes(8, "little") + text
     tensors = {

@@ -26,13 +26,13 @@ flag waits for at most one such copy."""
 
 
 class HostMemory:
-    """Host memory for the copies. Later checkpoints reuse it, because allocating it takes longer than copying."""
+    """Host memory that a checkpoint's values are copied to. Later checkpoints reuse it: allocating is slower."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return uint8 (nbytes,) that `device` can write to; each call may return the same memory.
+        """Return a uint8 tensor of `nbytes` that `device` can copy to; each call may return the same memory.
 
         Raises RuntimeError if there is too little host memory.
         """
@@ -43,11 +43,11 @@ class HostMemory:
 
 
 class Snapshot:
-    """The values that `parts` have when this object is constructed, for a thread to write.
+    """The values that the tensors in `parts` have when this object is constructed, for a thread to write to files.
 
-    Training continues meanwhile: forward and backward only read the values, and the next optimizer step waits until
-    they are copied. Any other write is detected by the tensors' versions. The caller has synchronized the world's
-    device.
+    Training continues while the thread copies the values: forward and backward only read them, and the next optimizer
+    step waits until they are copied. Any other write to the tensors is detected by their versions. Synchronize the
+    world's device before constructing this object.
     """
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
@@ -61,15 +61,16 @@ class Snapshot:
         self._taken.wait()
 
     def close(self) -> None:
-        """Remove the hook that makes optimizer steps wait. Called after `write`, by the thread that trains."""
+        """Remove the hook that makes optimizer steps wait. Called after `write` has ended, by the training thread."""
         self._hook.remove()
         self._copying.discard(self._taken)
 
     def write(self, folder: Path, memory: HostMemory) -> dict[str, list[Checked]]:
         """Copy the values to `memory`, and write them into existing files. Returns the written chunks by file name.
 
-        If there is too little host memory, the values are written without the copy, and optimizer steps wait until that
-        is done. Raises RuntimeError if anything but an optimizer step has changed the values in the meantime.
+        If there is too little host memory for a copy, the values are written from the tensors themselves, and optimizer
+        steps wait until all are written. Raises RuntimeError if anything but an optimizer step has changed the values
+        since this object was constructed.
         """
         try:
             copies = self._copy(memory)
@@ -83,7 +84,7 @@ class Snapshot:
             self._taken.set()
 
     def _copy(self, memory: HostMemory) -> list[Part] | None:
-        """Copy the values to host memory and return parts with the copies; None if there is too little memory."""
+        """Copy the values to `memory` and return Parts with the copies; None if there is too little host memory."""
         starts, end = [], 0
         for part in self._parts:
             starts.append(end)
@@ -108,7 +109,7 @@ class Snapshot:
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
-        """Raise RuntimeError if something has changed the values; otherwise let optimizers step."""
+        """Let optimizers step again, unless something has changed the values: then raise RuntimeError."""
         changed = [part.values._version for part in self._parts] != self._versions
         self._parts = []
         if changed:

@@ -162,9 +162,10 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
 
 
 def _attempt(world: World, stage: Any) -> str | None:
-    """Call `stage` and return, on all ranks, how the checkpoint's files are damaged; None if they are not. Collective.
+    """Call `stage`, and return on all ranks the damage that any rank has found in files, or None. Collective.
 
-    Raises RuntimeError on all ranks if `stage` fails for another reason.
+    Damage is what `stage` raises as Damaged or OSError. Raises RuntimeError on all ranks if `stage` raises another
+    exception on any rank.
     """
     damage = problem = None
     try:
@@ -198,7 +199,10 @@ class _Loading:
         self._trained: list[DistributedParameter] = []
 
     def open(self) -> None:
-        """Read headers and small state, check that they fit, and list what this rank has to read. Changes nothing."""
+        """Read headers and small state, check that they fit the model, and list what this rank must read.
+
+        Changes nothing in the model or the optimizers.
+        """
         self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
         check_heads(self._folder, self.manifest)
@@ -216,7 +220,7 @@ class _Loading:
                     )
 
     def facts(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks: the arguments, and the checkpoint's files with their checksums."""
+        """Return the facts that must be equal on all ranks: arguments, and the checkpoint's files and checksums."""
         number = len(optimizers_of(self._optimizer))
         facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}
         return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
@@ -265,7 +269,7 @@ class _Loading:
             self._states.append(state)
 
     def read(self) -> None:
-        """Read this rank's elements: of sharded parameters in place, all others into memory that `apply` loads from."""
+        """Read this rank's elements: those of sharded parameters in place, all others into memory for `apply`."""
         self._want_optimizers()
         parameters = self._model.parameters() if self._weights else ()
         buffers = {p.buffer for p in parameters if isinstance(p, DistributedParameter)}
@@ -278,7 +282,7 @@ class _Loading:
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:
-        """Load what `read` has read, after all ranks have succeeded. Returns this rank's `extra`.
+        """Load what `read` has put into memory, and return this rank's `extra`. Call it once all ranks have read.
 
         random: whether to restore the random generators.
         """
@@ -299,7 +303,7 @@ class _Loading:
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
     """Raise ValueError if the checkpoint has values for weights that are quantized, thus read-only, in this model.
 
-    parameters: the model's, by name. tensors: the checkpoint's, by name.
+    parameters: the parameters of the model, by name. tensors: the tensors of the checkpoint, by name.
     """
     packed = [name for name in tensors if is_read_only(parameters.get(name))]
     if packed:

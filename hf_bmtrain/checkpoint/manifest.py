@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files and the checksums of their chunks. Written last, it marks a complete one."""
+"""The manifest lists a checkpoint's files and their checksums. It is written last: a folder without it is incomplete."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Checked(NamedTuple):
     """A chunk of a file and its checksum.
 
     Attributes:
-        start: the offset of its first byte.
-        length: its size in bytes.
-        crc: the CRC-32 (zlib's) of its bytes; None if it is not known.
+        start: the offset of the chunk's first byte in the file.
+        length: the chunk's size in bytes.
+        crc: the CRC-32 (zlib's) of the chunk's bytes; None if it is not known.
     """
 
     start: int
@@ -32,14 +32,14 @@ class Checked(NamedTuple):
 
 @dataclass
 class Manifest:
-    """The contents of a checkpoint.
+    """The list of a checkpoint's files with their checksums, and facts about the checkpoint.
 
     Attributes:
         step: the step that was passed to `save_state`.
         number: one more than the number of the checkpoint that was saved to the same folder before this one.
-        world_size: the number of ranks that saved it.
-        versions: the versions of the packages that saved it, by package name.
-        files: the chunks of each file, by file name. They are sorted and cover the file without gaps.
+        world_size: the number of ranks that saved the checkpoint.
+        versions: the versions of the packages that saved the checkpoint, by package name.
+        files: the chunks of each file, by file name. The chunks are sorted and cover the file without gaps.
     """
 
     step: int
@@ -102,7 +102,7 @@ class Manifest:
         return manifest
 
     def check_sizes(self, folder: Path) -> None:
-        """Raise Damaged unless every file exists and has the recorded size. Does not read the contents."""
+        """Raise Damaged unless every file exists in `folder` and has the recorded size. Reads no file's contents."""
         for name in self.files:
             try:
                 size = os.path.getsize(folder / name)

@@ -53,7 +53,7 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
 
 
 def _named(model: torch.nn.Module, of_buffers: bool) -> Named:
-    """Return the parameters or, if `of_buffers`, the persistent buffers, with all their names in the state dict."""
+    """Return the parameters or, if `of_buffers`, the persistent buffers, each with all its names in the state dict."""
     found: Named = {}
     for module, prefix in _modules(model):
         tensors: Mapping[str, Any] = module._buffers if of_buffers else module._parameters
@@ -69,7 +69,7 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
 
 
 def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless `state` has a value of the right shape for each meta tensor, and no other values."""
+    """Raise ValueError unless `state` has a value of the right shape for each meta tensor, and no other names."""
     entries = [*parameters.values(), *buffers.values()]
     known = {name for _, names in entries for name in names}
     missing = [names[0] for tensor, names in entries if tensor.is_meta and not any(name in state for name in names)]

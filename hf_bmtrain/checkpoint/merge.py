@@ -28,7 +28,7 @@ class _Source(NamedTuple):
 
     Attributes:
         folder: the folder of its file.
-        manifest: the manifest with the checksums of the file; None if there are none.
+        manifest: the manifest with the checksums of the file; None if the file has no checksums.
         stored: its position in the file.
         in_base: whether it comes from `--base`. If False, it comes from the checkpoint.
     """
@@ -119,7 +119,7 @@ def _sources(checkpoint: Found, base: str) -> dict[str, _Source]:
 def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
     """Return the contents, by name, of the checkpoint's files that are copied unchanged.
 
-    The small state is among them if `with_optimizer`. `check_heads` has verified their checksums.
+    The file with the small state is among them if `with_optimizer`. Call `check_heads` first: it verifies these files.
     """
     return {
         name: (checkpoint.folder / name).read_bytes()
@@ -134,7 +134,7 @@ def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
 def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, bytes]]:
     """Return the tensors in `base`, a folder or files, and the contents of the configuration files next to them.
 
-    Raises ValueError if `base` cannot be read, or has a tensor twice.
+    Raises ValueError if `base` cannot be read, or if two of its files contain the same tensor.
     """
     folder = base[0] if base[0].is_dir() else base[0].parent
     tensors: dict[str, _Source] = {}
@@ -161,9 +161,9 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
 
 
 def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dict[str, _Source], list[str]]:
-    """Return the tensors of `base`, replaced by `trained` where both have one, and notes for the user.
+    """Return the tensors of `base`, with those in `trained` instead of the ones of the same name, and notes to print.
 
-    Raises ValueError if a trained tensor is not in `base`, or has another shape there.
+    Raises ValueError if a trained tensor is not in `base`, or has another shape in it.
     """
     strange = [name for name in trained if name not in base]
     if strange:

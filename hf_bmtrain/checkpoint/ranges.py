@@ -52,9 +52,9 @@ def memory_of(data: torch.Tensor) -> memoryview:
 
 
 class _Scratch(threading.local):
-    """Host memory for one chunk per thread, page-locked if `device` is a GPU.
+    """Gives each thread host memory for one chunk, page-locked if `device` is a GPU.
 
-    Memory that is not page-locked comes from mmap, because malloc would not return all of it to the system.
+    Memory that is not page-locked comes from mmap, because malloc would not return all of it to the operating system.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -230,11 +230,11 @@ def _read_chunk(handle: int, wanted: Wanted, chunk: Checked, scratch: _Scratch) 
 
 
 def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Tensor:
-    """Return the bytes of a chunk of the open file `handle`, uint8, in memory that the thread's next call overwrites.
+    """Return the bytes of a chunk of the open file `handle`, uint8. The thread's next call overwrites them.
 
-    scratch: that memory. what: the tensor and file, for messages.
+    scratch: the memory that they are read into. what: the tensor and file, for messages.
 
-    Raises Damaged if they cannot be read, the file is too short, or the checksum differs.
+    Raises Damaged if the chunk cannot be read, the file is too short, or the checksum differs.
     """
     if chunk.length > PIECE_BYTES:
         raise Damaged(
@@ -274,7 +274,7 @@ def _header_bytes(path: Path) -> int:
 
 
 def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
-    """Read the `chunks` of a file; yield, for each, its size in bytes and what is wrong with it, or None."""
+    """Read the `chunks` of a file, and yield for each chunk its size in bytes and what is wrong with it, or None."""
     try:
         handle = os.open(folder / name, os.O_RDONLY)
     except OSError as error:

@@ -182,7 +182,7 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
 def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
     """Call `add`, if given, on every rank, so that it adds files to the checkpoint. Collective.
 
-    Raises RuntimeError on all ranks if it fails on one.
+    Raises RuntimeError on all ranks if `add` fails on any rank.
     """
     if add is None:
         return
@@ -280,7 +280,7 @@ class _Job:
         files: the safetensors files to write.
         number: see `Manifest`.
         staged: the name of the temporary folder, which is unique; "" before rank 0 has created it.
-        adds: whether the ranks have called `add`.
+        adds: whether the ranks have called the user's `add`, so that there are added files.
     """
 
     rank: int
@@ -305,9 +305,13 @@ class _Job:
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
         """Create the temporary folder and all files in their final sizes, complete but for the ranks' elements.
 
-        Locks the folder, and stores the lock in `keeper`. Sets `number`, `staged` and, if it is None, `step`.
+        Locks `root`, and stores the lock in `keeper`. Sets `number`, `staged` and, if it is None, `step`.
 
-        small: the contents of further files, by name. state: the small state.
+        Args:
+            keeper: what is remembered about the folder of checkpoints.
+            small: the contents of further files, by name.
+            state: the small state.
+            model: the model, whose configuration is written too.
         """
         small = {**small, small_state.NAME: small_state.encode(state)}
         keeper.lock = lock(self.root, keeper.lock)
@@ -325,7 +329,7 @@ class _Job:
         self._note("begin", written)
 
     def add(self, write: Callable[[Path], None]) -> None:
-        """Call `write` with a new folder for this rank. `_publish` moves the files into the checkpoint."""
+        """Call `write` with a new folder for this rank. `_publish` moves the files in it into the checkpoint."""
         folder = self._added(self.rank)
         folder.mkdir()
         write(folder)
@@ -333,9 +337,9 @@ class _Job:
         self._note(f"added-{self.rank}", {str(path.relative_to(folder)): checksums(path) for path in paths})
 
     def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
-        """Write this rank's elements by calling `write`; once all ranks have, publish the checkpoint on rank 0.
+        """Write this rank's elements by calling `write`; when all ranks have done so, publish the checkpoint on rank 0.
 
-        Returns the problems of all ranks, None if there are none. Every rank calls it, since `agree` exchanges them.
+        Returns the problems of all ranks, or None. Every rank must call it, because `agree` exchanges the problems.
         """
         problem = None
         try:
@@ -353,7 +357,7 @@ class _Job:
         return problem
 
     def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
-        """Write the chunks in `written`, with checksums, to a file, from which rank 0 makes the manifest.
+        """Save which chunks were written, with their checksums, in a file; rank 0 makes the manifest from these files.
 
         name: identifies the file.
         """
@@ -381,9 +385,9 @@ class _Job:
         return self.staging / f"added-{rank}"
 
     def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
-        """Move the files that `rank` added into the checkpoint, except names that exist already.
+        """Move the files that `rank` added into the checkpoint, except files whose names exist there already.
 
-        Adds their checksums to `chunks`; files in subfolders have none in the manifest.
+        Their chunks, with checksums, are put into `chunks`; files in subfolders get no checksums.
         """
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
@@ -400,7 +404,7 @@ class _Job:
         shutil.rmtree(self._added(rank))
 
     def withdraw(self) -> None:
-        """Delete the temporary folder, on rank 0, after a failure."""
+        """After a failure, delete the temporary folder. Only rank 0 does so."""
         if self.rank == 0 and self.staged:
             shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -408,7 +412,7 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """Return the entries by the base name of their files, and the other state of each optimizer. Collective.
+    """Return the entries to save, by the base name of their files, and the other state of each optimizer. Collective.
 
     The other state is what `optimizer_entries` returns besides entries. trained_only: as for `save_state`.
     """
@@ -435,9 +439,9 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Return the entries with copies of the tensors that are not sharded.
+    """Return the entries, with copies in place of the tensors that are not sharded.
 
-    Otherwise a forward could change buffers before they are written. bases: as for `_plan`.
+    Otherwise a forward could change a module's buffers before they are written. bases: as for `_plan`.
     """
     return {
         base: [entry if entry.sharded else replace(entry, part=entry.part.clone()) for entry in entries]
@@ -517,14 +521,14 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 def _agreement(world: World) -> Agree:
-    """Return an `Agree` that exchanges problems by a collective."""
+    """Return an `Agree`, a function that exchanges the problems of all ranks, which uses a collective."""
     return lambda point, problem: _report(world.gather_objects(problem))
 
 
 def _posts(world: World, job: _Job) -> Agree:
-    """Return an `Agree` for background threads.
+    """Return an `Agree`, a function that exchanges the problems of all ranks, for background threads.
 
-    It uses the launcher's store, because the main thread may be in a collective at the same time.
+    It uses the launcher's store, because the main thread may run a collective at the same time.
     """
     if world.size == 1:
         return _agreement(world)
@@ -541,7 +545,7 @@ def _posts(world: World, job: _Job) -> Agree:
 
 
 def _look(world: World, key: str, rank: int) -> str:
-    """Wait until `rank` has stored a text under `key` in the launcher's store, and return it, or a problem."""
+    """Return the text that `rank` stores under `key` in the launcher's store; after a time limit, a problem instead."""
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
         shown = world.control.look(key)

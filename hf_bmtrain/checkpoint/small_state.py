@@ -52,7 +52,7 @@ def collect(
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """Return the bytes of the file. Raises ValueError if `torch.load(weights_only=True)` could not load it."""
+    """Return the bytes of the file with `state`. Raises ValueError unless torch.load(weights_only=True) can load it."""
     file = io.BytesIO()
     torch.save(state, file)
     decode(file.getvalue())
@@ -60,7 +60,10 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return the small state. data: the bytes of its file. Raises ValueError if they contain other classes' objects."""
+    """Return the small state in `data`, the bytes of its file.
+
+    Raises ValueError if it contains objects of classes that torch.load(weights_only=True) refuses.
+    """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -78,7 +81,7 @@ def read(folder: Path) -> dict[str, Any]:
 def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:
     """Load schedulers, loss scale, the state of modules and features, and the buffers that differ between ranks.
 
-    Returns this rank's `extra`. If another number of ranks saved, returns rank 0's, and leaves the buffers unchanged.
+    Returns this rank's `extra`. If another number of ranks saved, returns that of rank 0, and loads no buffers.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])

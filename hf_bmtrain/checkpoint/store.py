@@ -171,9 +171,9 @@ def _with_metadata(state: OrderedDict) -> dict[str, Any]:
 
 
 def _each_once(state: dict) -> dict[str, torch.Tensor]:
-    """Return the tensors, tied ones only under their first key (as in Hugging Face's files).
+    """Return the tensors of `state`, each tied tensor only under its first key, as in Hugging Face's files.
 
-    safetensors refuses tensors that share memory.
+    This is needed because safetensors refuses tensors that share memory.
     """
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
@@ -192,7 +192,7 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
 def read_state(path: Path, part: tuple[int, int] = (0, 1)) -> OrderedDict:
     """Return the tensors in a file, in a folder of Hugging Face, or in the files that a Hugging Face index lists.
 
-    Files are memory-mapped if their format allows it, so that only elements that are read take memory.
+    Files are memory-mapped if their format allows it, so that only the elements that the caller reads take memory.
 
     Args:
         path: the file, folder or index.

@@ -193,8 +193,8 @@ def _pack(like: Any, values: Any) -> Any:
     """Return a copy of `values`, which has the layout of the parameter `like`, in the form that DCP saves and loads.
 
     The copy is in host memory and consists of all rows in which this rank has elements: (rows, *shape[1:]). Only this
-    rank's elements are ever written or read, so the system allocates no memory for whole pages of others. A tensor that
-    is not sharded is copied in full.
+    rank's elements in these rows are ever written or read, so the operating system allocates no memory for pages
+    without any. A tensor that is not sharded is copied in full.
     """
     if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
         full = (

@@ -1,4 +1,4 @@
-"""The manifest lists a checkpoint's files and their checksums. It is written last: a folder without it is incomplete."""
+"""The manifest lists a checkpoint's files and their checksums. Written last, it marks a complete one."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class _AcceleratorStates:
     """The methods that replace `save_state` and `load_state` of one Accelerator.
 
     With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. A folder that
-    the caller names contains one checkpoint, in a subfolder checkpoint-1 or a later number. The next call saves a
-    second one there and deletes the first when the second is complete.
+    the caller names contains one checkpoint, in a subfolder checkpoint-1 or with a higher number. The next call with
+    this folder saves a second checkpoint there, and deletes the first one when the second is complete.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -61,7 +61,7 @@ class _AcceleratorStates:
 
         Args:
             output_dir: the folder; None with automatic naming.
-            safe_serialization: ignored for the weights, which are always saved as safetensors.
+            safe_serialization: has no effect on the weights, which are always saved as safetensors.
             **options: passed to Accelerate's `save_state`.
 
         Returns:
@@ -104,7 +104,8 @@ class _AcceleratorStates:
     def load(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
         """Load `input_dir` or, with automatic naming, the newest intact checkpoint. Collective.
 
-        Skipped checkpoints are logged, with the reason. A folder in Accelerate's own format is loaded by Accelerate.
+        Damaged checkpoints are skipped and logged, with the reason. A folder in Accelerate's own format is loaded by
+        Accelerate.
 
         Args:
             input_dir: the folder; None with automatic naming.
@@ -165,8 +166,8 @@ class _AcceleratorStates:
     def _left_to_accelerate(self) -> Iterator[None]:
         """While this context is open, make Accelerate save or load everything but models and optimizers.
 
-        Hooks that the user has registered for saving or loading still get the models, and hooks for saving also full
-        weights.
+        Hooks that the user has registered for saving or loading still get the models, and hooks for saving also get the
+        full weights.
         """
         accelerator, configuration = self._accelerator, self._accelerator.project_configuration
         models, optimizers, automatic = (
@@ -218,7 +219,7 @@ def _refuse_existing(folder: Path) -> None:
 def _fresh(folder: Path, stack: ExitStack) -> Path | None:
     """Return a temporary folder that becomes `folder` when `stack` is closed, so that `folder` is never incomplete.
 
-    Returns None, and changes nothing in it, if `folder` has contents already.
+    Returns None, and changes nothing in `folder`, if it has contents already.
     """
     if folder.exists() and os.listdir(folder):
         delete_abandoned(folder)

@@ -20,10 +20,10 @@ LEAST_SCALE = 2.0**-24
 class BadNumbers:
     """Checks the gradient norm and loss scale that Trainer logs, and finds the source of inf and nan in gradients.
 
-    Without a GradScaler, Trainer applies gradients with inf or nan, as torch does; with one, it skips such steps
-    without limit. If a logged gradient norm is not finite, or the loss scale is below 1, this class logs a warning,
-    examines the gradients of the next steps, and logs the rank, block and parameter where inf or nan occurred first.
-    Otherwise it never waits for the device. All methods are collective.
+    Without a GradScaler, Trainer applies gradients with inf or nan, as torch does; with a GradScaler, it skips any
+    number of such steps. If a logged gradient norm is not finite, or the loss scale is below 1, this class logs a
+    warning, examines the gradients of the next steps, and logs the rank, block and parameter where inf or nan occurred
+    first. Otherwise it never makes the host wait for the device. All methods are collective.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -31,7 +31,7 @@ class BadNumbers:
         self._logs = 0
 
     def end_step(self, step: int) -> None:
-        """Examine the gradients of step number `step` and log where inf or nan came from, if `look` requested it."""
+        """If `look` has found bad numbers, examine the gradients of step `step`, and log where inf or nan came from."""
         own = _watcher().watch_of(self)
         if own is None:
             return
@@ -74,7 +74,7 @@ class BadNumbers:
             _watcher().watch(self, self._parameters)
 
     def _spoilt(self) -> str:
-        """Return a text that says how many parameters contain inf or nan on any rank. Collective."""
+        """Return a text with the number of parameters that contain inf or nan on at least one rank. Collective."""
         world = current_world()
         parts = [p.detach().as_subclass(torch.Tensor) for p in self._parameters]
         flags = torch.stack([part.isfinite().all().logical_not() for part in parts]).float().to(world.device)

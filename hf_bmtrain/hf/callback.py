@@ -192,7 +192,7 @@ class BMTrainCallback(TrainerCallback):
     # -- logs ---------------------------------------------------------------------------------------------------
 
     def take_report(self, logs: dict[str, float]) -> None:
-        """Move the speed and memory, measured since the last log entry, into a new one.
+        """Move the speed and memory that were measured since the last log entry into the new entry `logs`.
 
         Args:
             logs: the entry. It is changed only if it contains the training loss.
@@ -216,7 +216,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _loss_scale(optimizer: Any) -> dict[str, float]:
-    """Return {"loss_scale": the loss scale}, or {} if there is none."""
+    """Return {"loss_scale": the optimizer's loss scale}, or {} if it has none."""
     scaler, inner = getattr(optimizer, "scaler", None), _inner(optimizer)
     if scaler is not None:
         return {"loss_scale": float(scaler.get_scale())}
@@ -226,9 +226,10 @@ def _loss_scale(optimizer: Any) -> dict[str, float]:
 
 
 def _is_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
-    """Return whether Trainer, with save_strategy="best", will save after an evaluation with these metrics.
+    """Return whether Trainer, with save_strategy="best", will save after an evaluation that gave `metrics`.
 
-    Trainer saves if the metric is better than `state.best_metric`. Returns False if `metrics` lacks the metric.
+    Trainer saves if `args.metric_for_best_model` is better than `state.best_metric`. Returns False if `metrics` lacks
+    this metric.
     """
     name = args.metric_for_best_model or "loss"
     value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")

@@ -34,10 +34,11 @@ _REFERENCE = "hf_bmtrain"
 class TrainerCheckpoints:
     """Saves and loads the weights and the optimizer state of a sharded model in Trainer's checkpoint folders.
 
-    `save` publishes `checkpoint-N` with everything that is sharded, flushed to disk and checksummed. Then Trainer adds
-    its own files; its `optimizer.pt` has only the parameter groups and a reference to the folder. `complete` adds the
-    checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0 while other
-    ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and `load` the rest.
+    `save` publishes the folder `checkpoint-N` with everything that is sharded, flushed to disk and checksummed. Then
+    Trainer adds its own files; its `optimizer.pt` has only the parameter groups and a reference to the folder.
+    `complete` adds the checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete these
+    on rank 0 while other ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and
+    `load` then loads what is sharded.
     """
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, args: Any) -> None:
@@ -59,9 +60,9 @@ class TrainerCheckpoints:
     def save(self, step: int) -> None:
         """Save the sharded part of `checkpoint-step`, before Trainer writes the rest. Collective.
 
-        Until `complete` or `withdraw`, the optimizer's state_dict() returns a reference to the folder instead of the
-        state. Does nothing if neither was called since the last `save`. Raises RuntimeError on every rank if one rank
-        cannot write.
+        From then until `complete` or `withdraw`, the optimizer's state_dict() returns a reference to the folder instead
+        of the state. Does nothing if neither of the two was called since the last `save`. Raises RuntimeError on every
+        rank if any rank cannot write.
         """
         if self._reference is not None:
             return
@@ -97,7 +98,7 @@ class TrainerCheckpoints:
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
 
     def withdraw(self) -> None:
-        """On rank 0, delete the files that `save` wrote, unless Trainer has completed the checkpoint."""
+        """Restore the optimizer's state_dict(); rank 0 also deletes the checkpoint, unless Trainer has completed it."""
         folder = self._forget()
         if folder is not None and current_world().rank == 0 and folder.is_dir() and _missing(folder):
             remove(folder)
@@ -108,7 +109,7 @@ class TrainerCheckpoints:
         let_others_save(self._args.output_dir)
 
     def _refer(self, reference: dict[str, Any]) -> None:
-        """Replace the optimizer's state_dict() by one that returns only the parameter groups and the reference."""
+        """Replace the optimizer's state_dict() by one that returns only the parameter groups and `reference`."""
 
         def state_dict() -> dict[str, Any]:
             groups, count = [], 0
@@ -127,7 +128,10 @@ class TrainerCheckpoints:
         self._reference = reference
 
     def _forget(self) -> Path | None:
-        """Restore the optimizer's own state_dict() and `save_total_limit`. Returns what `staged` was."""
+        """Restore the optimizer's own state_dict() and Trainer's `save_total_limit`.
+
+        Returns the checkpoint that `staged` returned until now; afterwards `staged` is None.
+        """
         reference, self._reference = self._reference, None
         if self._limit is not None:
             self._args.save_total_limit, self._limit = self._limit, None
@@ -143,7 +147,7 @@ class TrainerCheckpoints:
         are verified too, including those that Trainer loads later.
 
         Args:
-            *folders: where to look first; the folder in the reference comes last.
+            *folders: folders in which the checkpoint is searched before the folder that the reference names.
             resumed: whether Trainer has resumed from a checkpoint.
 
         Raises:
@@ -191,7 +195,7 @@ class TrainerCheckpoints:
 def writes_own_weights(model: Any) -> bool:
     """Return whether `model.save_pretrained` is the method of transformers and would save the full model, not adapters.
 
-    Then the ranks write the weights themselves, each its own elements.
+    If so, the ranks need not call it for a checkpoint: each rank writes its own elements of the weights.
     """
     method = getattr(type(model), "save_pretrained", None)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
@@ -202,9 +206,9 @@ def writes_own_weights(model: Any) -> bool:
 
 
 def newest_complete(output_dir: str | os.PathLike) -> Path | None:
-    """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying every byte. Collective.
+    """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying every byte of it. Collective.
 
-    The ranks share the reading. Damaged and incomplete checkpoints are skipped, and logged.
+    Each rank reads and verifies a part of the bytes. Damaged and incomplete checkpoints are skipped, and logged.
 
     Returns:
         The folder; None if `output_dir` does not exist or has no checkpoint.
@@ -228,14 +232,14 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, None if nothing is. The ranks share the reading. Collective."""
+    """Return what is wrong with a checkpoint, or None. Each rank reads and verifies a part of the bytes. Collective."""
     return _ask(folder, _damage)
 
 
 def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | None:
-    """Call `look` on every rank, and return what it finds on the first rank that finds damage, or None. Collective.
+    """Call `look` on every rank, and return the damage that the lowest rank has found, or None. Collective.
 
-    look: called with the folder, this rank and the number of ranks; returns what is wrong, or None.
+    look: called with the folder, this rank and the number of ranks; returns what is wrong in the folder, or None.
     """
     world = current_world()
     try:
@@ -249,7 +253,8 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` finds an earlier one.
 
-    If there are any, deletes checkpoints that earlier calls renamed. Not collective; only rank 0 calls it.
+    If there are such checkpoints, it also deletes those that earlier calls renamed. Not collective: only rank 0 calls
+    it.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}
@@ -273,7 +278,7 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Return the error from reading what Trainer needs to resume; None if it has finished writing all of it."""
+    """Return what a checkpoint lacks that Trainer needs to resume, as the error from reading it; None if complete."""
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
         manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None

@@ -52,8 +52,8 @@ def from_pretrained(
 
     Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files.
     Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time; each rank keeps
-    1/N of them until the model is sharded. Weights that the files lack stay in host memory in full until then. Device
-    memory contains the shards and at most one full tensor.
+    1/N of each until the model is sharded. Weights that are not in the files stay in host memory in full until the
+    model is sharded. Device memory contains the shards and at most one full tensor.
 
     Args:
         auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a method `from_pretrained`.
@@ -120,7 +120,7 @@ def from_pretrained(
 
 
 def _check_arguments(auto_class: Any, name_or_path: Any, zero_level: Any, compile: Any, blocks: Any) -> None:
-    """Raise TypeError or ValueError for arguments that `auto_wrap` would refuse only after the model has been read."""
+    """Raise TypeError or ValueError for arguments that `auto_wrap` would refuse only after the files have been read."""
     if not callable(getattr(auto_class, "from_pretrained", None)):
         raise TypeError(f"auto_class must be a class such as AutoModelForCausalLM, got a {type(auto_class).__name__}")
     if name_or_path is not None:
@@ -178,7 +178,7 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
 
 @contextmanager
 def _synchronous() -> Iterator[None]:
-    """While this context is open, make transformers read one tensor after another, not ahead of the sharding."""
+    """Under `with`, make transformers read one tensor after another, so that few full tensors are in memory."""
     before = os.environ.get(_SYNCHRONOUS)
     os.environ[_SYNCHRONOUS] = "1"
     try:
@@ -215,14 +215,18 @@ def _scattering(world: World) -> Iterator[None]:
 
 
 def _check_complete(model: Any) -> None:
-    """Raise ValueError if `model` is not a model of transformers, or one of its tensors has no values."""
+    """Raise ValueError if `model` is not a model of transformers, or if a tensor is still on the meta device."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"bmt.hf.from_pretrained loads only models of transformers, and this is a {type(model).__name__}."
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and not isinstance(tensor, SourcedParameter):
-            raise ValueError(f"{type(model).__name__} was loaded without values for '{name}'.")
+            raise ValueError(
+                f"{type(model).__name__}: '{name}' is still on the meta device after loading: neither the checkpoint "
+                "nor the model's initialization gave it values. Let the model's _init_weights initialize it, or load a "
+                "checkpoint that contains it."
+            )
 
 
 def _raise_everywhere(world: World, failure: Exception | None) -> None:
@@ -246,8 +250,8 @@ def _check_alike(model: torch.nn.Module, world: World) -> None:
 def _tie_equal(model: Any, world: World) -> None:
     """Tie two weights that the model declares as tied, if the files contain both and they are equal. Collective.
 
-    If the files contain only one of the two, transformers has tied them. If both, it would compare them, but no rank
-    has all their values.
+    If the files contain only one of the two, transformers has tied them already. If the files contain both, it would
+    compare them, but here no rank has all their values, so each rank compares its own elements.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):
@@ -265,13 +269,14 @@ def _tie_equal(model: Any, world: World) -> None:
 
 
 def _report(model: torch.nn.Module, world: World) -> None:
-    """Log how the model was read."""
+    """Log how many parameters this rank has mapped, converted, and initialized in full."""
     scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
         "rank %d: each of %d ranks reads its elements of %d parameters of %s from mapped files, and keeps 1/%d of each "
-        "of %d parameters that were converted; %d that the files lack are initialized in full on every rank%s",
+        "of %d parameters that were converted; %d parameters are not in the files, and every rank initializes them in "
+        "full%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.size, len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",
     )  # fmt: skip

@@ -30,7 +30,8 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
         config: the configuration. Its first entry in `architectures` is the model's class; without one, the class for
             causal language modelling is used.
         dtype: the dtype of the weights.
-        lora: the rank of LoRA adapters to add to all linear layers; all other parameters are frozen then. 0 adds none.
+        lora: the rank r of LoRA adapters to add to all linear layers; all other parameters are frozen then. 0 adds no
+            adapters.
         fused: whether to compute the loss without materializing the full logits (`fuse_causal_loss`).
 
     Raises:

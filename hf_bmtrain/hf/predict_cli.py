@@ -98,14 +98,14 @@ def _gigabytes(text: str) -> float:
 
 
 def total(given: argparse.Namespace) -> int:
-    """Return the bytes of GPU memory that the options `given` name."""
+    """Return the bytes of memory of one GPU, according to the options in `given`."""
     return int(given.memory * 2**30)
 
 
 def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
-    """Return the lowest possible peak, in bytes, with `rows` sequences per GPU.
+    """Return the lowest possible peak of a step with `rows` sequences per GPU, in bytes.
 
-    Where an option is "auto", this assumes the value that takes the least memory.
+    For an option that is "auto", this assumes the value that takes the least memory.
     """
     least = {"recompute": "true"} if given.recompute == "auto" else {}
     least |= {"keep_frozen": "false"} if given.keep_frozen == "auto" else {}
@@ -126,8 +126,8 @@ def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
 def most_rows(peak: Callable[[int], int], usable: int) -> int:
     """Return the largest number of rows whose peak is at most `usable` bytes; 0 if a single row exceeds it.
 
-    peak: returns the peak in bytes for a number of rows. It must grow with that number; the more linearly, the fewer
-        numbers are tried.
+    peak: a function that returns the peak in bytes for a number of rows. The peak must grow with that number; the more
+        linearly it grows, the fewer numbers are tried.
     """
     known = {0: 0, 1: peak(1)}
     # `low` rows are known to fit, `high` rows are known (or, for _MOST_ROWS, taken) not to fit.

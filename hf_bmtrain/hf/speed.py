@@ -22,7 +22,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Speedometer(Observer):
-    """Counts the samples, tokens and FLOPs of each training forward of the model, until `close`.
+    """Counts the samples, tokens and FLOPs of the model's training forwards, until `close`, and the time they take.
 
     The FLOPs are what training requires, without recomputation. Per token they are 6N for N parameters in matrix
     products, and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022, appendix B).
@@ -68,7 +68,7 @@ class Speedometer(Observer):
             self._paused = None
 
     def read(self) -> dict[str, float]:
-        """Return the rates of all ranks since the last call, and the largest peak memory of a rank. Collective."""
+        """Return the rates over all ranks since the last call, and the largest peak memory of any rank. Collective."""
         world = current_world()
         counts = [self._samples, self._tokens, self._flops]
         totals = torch.tensor(counts, dtype=torch.float64, device=world.device)
@@ -88,7 +88,10 @@ class Speedometer(Observer):
 
 
 def _flops_a_token(model: Any) -> tuple[float, float]:
-    """Return the FLOPs per token, as (FLOPs for weights, FLOPs for attention / sequence length); zeros if unknown."""
+    """Return the FLOPs per token: those for weights, and those for attention divided by the sequence length.
+
+    Returns zeros if they are unknown.
+    """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
@@ -121,7 +124,7 @@ class ParameterCount:
         self._answer, self._left = 0, 0  # what Trainer gets, and for how many more steps
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the number of elements.
+        """Return the number of elements of the model's full parameters.
 
         Args:
             only_trainable: count only parameters that require a gradient.
@@ -169,7 +172,7 @@ _END = (object(),)
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Return the peak of bytes that torch has allocated on `device`; for the CPU, the process's peak resident size."""
+    """Return the most bytes that torch had allocated on `device`; for the CPU, the process's peak resident set size."""
     if device.type != "cpu":
         return float(torch.accelerator.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

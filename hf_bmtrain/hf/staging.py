@@ -1,4 +1,4 @@
-"""Gather full weights on all ranks before a save that only rank 0 performs."""
+"""Gather the full weights to rank 0, on which Trainer then saves them alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StagedWeights:
         """Gather the full weights to rank 0, unless the last ones are up to date. Collective.
 
         Args:
-            checkpoint: whether they are for a checkpoint of Trainer, whose keys `save_pretrained` must not convert.
+            checkpoint: whether the weights are for a checkpoint of Trainer, whose keys `save_pretrained` must keep.
         """
         world = current_world()
         if world.size > 1 and not self.fresh:
@@ -85,9 +85,9 @@ class StagedWeights:
         return self._save_pretrained(self.model, **options)
 
     def _full_params(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
-        """Return {local parameter: full parameter}, which shares the memory of `state`.
+        """Return {local parameter: full parameter}. The full parameters share the memory of the tensors in `state`.
 
-        A parameter that is not in `state`, because a hook has removed it, is mapped to itself.
+        A local parameter that is not in `state`, because a hook has removed it, is mapped to itself.
         """
         return {
             piece: torch.nn.Parameter(state[name], requires_grad=False) if name in state else piece
@@ -96,7 +96,10 @@ class StagedWeights:
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace `state_dict` of a model without `save_pretrained`, since Trainer calls it only on rank 0."""
+        """Return the gathered weights if they are up to date, or else the result of the model's own `state_dict`.
+
+        This replaces the `state_dict` of a model without `save_pretrained`, since Trainer calls it only on rank 0.
+        """
         if args or kwargs or not self.fresh:
             return type(self.model).state_dict(self.model, *args, **kwargs)
         if self._state is None:

@@ -1,4 +1,4 @@
-"""Termination: let all ranks know when one has received SIGTERM, which schedulers send before they end a job."""
+"""Termination: let all ranks know when one has received SIGTERM, which job schedulers send before they end a job."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class TrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train the model. Collective.
 
-        A checkpoint to resume from is verified first; the ranks share the reading.
+        A checkpoint to resume from is verified first; each rank reads a part of it for that.
 
         Args:
             resume_from_checkpoint: a checkpoint, or True for the newest intact one in `output_dir`. Newer checkpoints
@@ -77,10 +77,10 @@ class TrainerMixin:
         return super().train(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Replace the method by which every rank would read the full weights from a checkpoint.
+        """Load this rank's elements of the weights; the method of Trainer would read the full weights on every rank.
 
-        Each rank reads only its own elements: here or, if there is an optimizer.pt, with the optimizer when training
-        begins.
+        If the checkpoint has an optimizer.pt, nothing is read here: the weights are loaded with the optimizer when
+        training begins.
         """
         folder = Path(resume_from_checkpoint)
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):
@@ -115,7 +115,7 @@ class TrainerMixin:
         super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_num_trainable_parameters(self) -> int:
-        """Return the number of trainable elements, counting parameters by their full shapes."""
+        """Return the number of elements of all trainable parameters, which count with their full shapes."""
         return ParameterCount(self.model)(only_trainable=True)
 
 

@@ -16,6 +16,8 @@ from ..blocks.block_state import BlockState
 from ..blocks.recompute import ALWAYS, NEVER
 
 _log = logging.getLogger("hf_bmtrain")
+_OPTIONS = {"every_n_layers": 1, "offload": False}
+"""Options of transformers' activation checkpointing, in its order, with the values that change nothing."""
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
@@ -46,7 +48,20 @@ def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
 
 
 def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwargs) -> None:
-    """Switch the blocks' recomputation on or off. args, kwargs: options of torch.utils.checkpoint, ignored."""
+    """Switch the blocks' recomputation on or off. Options of torch.utils.checkpoint are ignored.
+
+    Raises ValueError for options of the model's own checkpointing that would change what is recomputed or kept.
+    """
+    given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
+    for value in (*args, *kwargs.values()):
+        given |= value if isinstance(value, dict) else {}
+    refused = {name: given[name] for name, usual in _OPTIONS.items() if given.get(name, usual) not in (None, usual)}
+    if on and refused:
+        told = ", ".join(f"{name}={value!r}" for name, value in refused.items())
+        raise ValueError(
+            f"{told} of activation checkpointing does not work with a sharded model: each block is recomputed, or none "
+            'is. Leave it out. auto_wrap(use_checkpoint="auto") recomputes as many blocks as memory requires.'
+        )
     _log.info("recompute=%s in %d sharded blocks, as the model's gradient_checkpointing method asks", on, len(states))
     for state in states:
         state.recompute = ALWAYS if on else NEVER

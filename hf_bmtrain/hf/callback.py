@@ -19,6 +19,7 @@ from ..features.auto_wrap import auto_wrap
 from .arguments import agree_on_arguments, check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .bad_numbers import BadNumbers
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
+from .mean_loss import follow_mean_loss
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
 from .termination import Termination
@@ -86,6 +87,7 @@ class BMTrainCallback(TrainerCallback):
         if self._weights is None or self._weights.model is not model:
             check_arguments(args, model)
             self._weights = StagedWeights(model)
+            follow_mean_loss(model, args)
             # Trainer's total_flos calls `num_parameters`, which would count only this rank's elements.
             if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)

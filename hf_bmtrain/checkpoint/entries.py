@@ -248,7 +248,7 @@ class LoadedState:
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
             if all(what in places.get(parameters[name], ()) for name, what in names):
-                self._places = places  # else masters were saved by another kind of device, and `load` converts them
+                self._places = places  # else the masters come from another kind of device, and `load` converts them
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor to fill with this rank's elements of one state tensor.

@@ -91,10 +91,14 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
         for name in present:
             if state[name].shape != tensor.shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(state[name].shape)} in the files, but {tuple(tensor.shape)} in the model"
+                    f"{name} has shape {tuple(state[name].shape)} in the files, but {tuple(tensor.shape)} in the "
+                    "model: create the model with the configuration of the files"
                 )
             if name != present[0] and not torch.equal(state[name], state[present[0]]):
-                raise ValueError(f"{present[0]} and {name} are tied in the model, but differ in the files")
+                raise ValueError(
+                    f"{present[0]} and {name} are tied in the model, but differ in the files: create the model untied "
+                    "(tie_word_embeddings=False), or leave one of the two out of the files"
+                )
     empty = [
         prefix + name
         for module, prefix in _modules(model)

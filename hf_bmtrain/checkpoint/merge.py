@@ -178,7 +178,10 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
         if mine.stored.shape != base[name].stored.shape
     ]
     if shapes:
-        raise ValueError(f"{len(shapes)} trained tensors have other shapes than in --base: {'; '.join(shapes[:5])}")
+        raise ValueError(
+            f"{len(shapes)} trained tensors have other shapes than in --base: {'; '.join(shapes[:5])}. Pass the model "
+            "from which the training started"
+        )
     notes, kinds = [], {(base[name].stored.dtype, mine.stored.dtype) for name, mine in trained.items()}
     for old, new in sorted((pair for pair in kinds if pair[0] != pair[1]), key=str):
         notes.append(

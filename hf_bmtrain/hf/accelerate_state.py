@@ -122,7 +122,10 @@ class _AcceleratorStates:
         root = self._automatic_root() if automatic else Path(input_dir or "").expanduser().resolve()
         if not _on_first_rank(world, lambda: any(find(root))):
             if automatic:
-                raise ValueError(f"accelerator.load_state: there is no checkpoint in {root}")
+                raise ValueError(
+                    f"accelerator.load_state: there is no checkpoint in {root}: pass input_dir, or start without "
+                    "load_state"
+                )
             return self._load_state(input_dir, load_kwargs, **options)
         resumed, problem = load_state(root, self._model(), self._optimizers(), random=False), None
         assert resumed is not None, root

@@ -227,7 +227,10 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
         if world.rank == 0:
             _log.warning("resume skips the checkpoint %s: %s", folder, problem)
     if folders:
-        raise RuntimeError(f"No checkpoint in {output_dir} is intact; the log says what is wrong with each.")
+        raise RuntimeError(
+            f"No checkpoint in {output_dir} is intact; the log says what is wrong with each. Restore one from a copy, "
+            "or train without resume_from_checkpoint."
+        )
     return None
 
 
@@ -309,7 +312,7 @@ def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]
     """Raise RuntimeError on every rank if `look` (see `_ask`) finds damage on any rank. Collective."""
     problem = _ask(folder, look)
     if problem is not None:
-        raise RuntimeError(f"The checkpoint {folder} is damaged: {problem}")
+        raise RuntimeError(f"The checkpoint {folder} is damaged: {problem}. Resume from another one.")
 
 
 def _identity(folder: Path) -> str | None:

@@ -218,7 +218,8 @@ def _check_complete(model: Any) -> None:
     """Raise ValueError if `model` is not a model of transformers, or if a tensor is still on the meta device."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"bmt.hf.from_pretrained loads only models of transformers, and this is a {type(model).__name__}."
+            f"bmt.hf.from_pretrained loads only models of transformers, and this is a {type(model).__name__}: shard "
+            "other models with bmt.auto_wrap."
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and not isinstance(tensor, SourcedParameter):
@@ -265,7 +266,10 @@ def _tie_equal(model: Any, world: World) -> None:
             setattr(model.get_submodule(module), name, model.get_parameter(source))
         else:
             del model.all_tied_weights_keys[target]
-            _log.warning("%s and %s have different values in the files, so they are not tied.", target, source)
+            _log.warning(
+                "%s and %s have different values in the files, so they are not tied but trained separately.",
+                target, source,
+            )  # fmt: skip
 
 
 def _report(model: torch.nn.Module, world: World) -> None:

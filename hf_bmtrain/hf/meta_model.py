@@ -42,7 +42,8 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
     cls: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if cls is None:
         raise ValueError(
-            f"CONFIG names the architecture {names[0]!r}, which this version of transformers does not have."
+            f"CONFIG names the architecture {names[0]!r}, which transformers {transformers.__version__} does not have: "
+            "install a version that has it."
         )
     if hasattr(config, "use_cache"):
         config.use_cache = False

@@ -117,7 +117,7 @@ class ParameterCount:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._held: list[Any] = []  # views of the values of the modules' dictionaries of modules and parameters
-        self._empty: list[dict[str, Any]] = []  # those of the dictionaries that were empty
+        self._empty: list[dict[str, Any]] = []  # the dictionaries of modules and parameters that were empty
         self._seen: list[Any] = [None]  # the values in these dictionaries at the last search, followed by that of _END
         # For each parameter: the parameter, the number of its elements, and whether only embeddings use it.
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []

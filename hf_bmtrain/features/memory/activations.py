@@ -164,7 +164,7 @@ class Activations:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
-        self._free: int | None = None  # the least bytes free at the beginning of a planned pass; None before a plan
+        self._free: int | None = None  # the fewest bytes free as a planned pass began; None before the first plan
         self._forward = self._backward = 0  # the two peaks, in bytes above what was allocated as the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward

@@ -46,7 +46,7 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
             buffer.gather()
     for buffer in buffers:
         buffer.wait()
-    # Without this, a rank could write its shard, before the first step, while others still read it.
+    # Without this wait, a rank could write its shard before the first step, while other ranks still read that shard.
     world.schedule.wait_for_readers()
 
 
@@ -81,10 +81,10 @@ class Residents:
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
         self._forwards = 0  # the number of training forwards in this pass
-        self._seen: list[tuple[int, Shapes]] = []  # for each measured forward of this pass: its number, inputs' shapes
+        self._seen: list[tuple[int, Shapes]] = []  # number and input shapes of each measured forward of this pass
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # the most bytes taken since a measurement began; None if none is running
-        self._free = 0  # the least bytes free at the beginning of a pass, since a measurement began
+        self._free = 0  # since a measurement began, the fewest bytes that were free as a pass began
         self._spare = 0  # bytes by which free memory may fall below `_free` before a new plan is made
         self._policies: list[Any] = []  # the blocks' recompute policies when the measurement began
 

@@ -22,7 +22,7 @@ from .bitsandbytes import admit_quantized, adopt_quantized, is_quantized, quanti
 from .choose import choose_quantized
 from .storage import PackedKind
 
-if TYPE_CHECKING:  # at run time a circle: `options` imports the names of the formats from this package
+if TYPE_CHECKING:  # at run time this import would be circular: `options` imports the formats' names from this package
     from ..options import Options
 
 

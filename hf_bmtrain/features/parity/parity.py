@@ -106,7 +106,7 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
         if own != names[0]:
             mine, theirs = next(
                 (a, b) for a, b in zip([*names[0], "nothing"], [*own, "nothing"]) if a != b
-            )  # each list ends with "nothing", so that a shorter one differs where it ends
+            )  # "nothing" ends each list, so that a list that is shorter differs at its end
             raise RuntimeError(
                 f"check_parity: the ranks called different modules: rank 0 {mine}, rank {rank} {theirs}. Every rank "
                 "must call the same modules in the same order."

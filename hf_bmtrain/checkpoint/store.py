@@ -271,7 +271,7 @@ def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int])
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
-    """For each tied weight that `state` contains under one of its names in `model`, add the other names."""
+    """Add to `state` all names that a tied weight has in `model`, if it contains the weight under one of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

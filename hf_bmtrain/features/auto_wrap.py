@@ -133,8 +133,8 @@ def auto_wrap(
 def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Shard a model as `auto_wrap` does, unless it is sharded already. Collective.
 
-    A TransformerBlockList, and a model with blocks or DistributedModules whose parameters are all sharded, is returned
-    as it is.
+    A TransformerBlockList is returned unchanged, and so is a model with blocks or DistributedModules if all its
+    parameters are sharded.
 
     Args:
         model: the model.

@@ -44,7 +44,7 @@ class Options:
             raise TypeError(f"keep must be a list of names of modules, such as ['down_proj'], got {keep!r}")
 
     def facts(self) -> dict[str, Any]:
-        """Return the options, which must be equal on all ranks, for `World.check_same_on_all_ranks`."""
+        """Return the options, all of which must be equal on all ranks, for `World.check_same_on_all_ranks`."""
         return {**vars(self), "keep": [*self.keep]}
 
 

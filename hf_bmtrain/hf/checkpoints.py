@@ -177,8 +177,9 @@ class TrainerCheckpoints:
     def _verify_without_reference(self, places: list[Path]) -> None:
         """Verify a checkpoint that Trainer has loaded without a reference to a sharded part. Collective.
 
-        places: folders of which the first with a manifest is this checkpoint; Trainer alone saved it if none has one.
-        Raises RuntimeError if it is damaged, or if it has optimizer state that was not loaded.
+        places: folders in which to look: the first one with a manifest is the checkpoint. If none has a manifest,
+        Trainer alone saved the checkpoint, and nothing is verified. Raises RuntimeError if the checkpoint is damaged,
+        or if it has optimizer state that was not loaded.
         """
         found = next((place for place in places if (place / MANIFEST).exists()), None)
         place = current_world().control.broadcast_object(found)

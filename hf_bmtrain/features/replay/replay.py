@@ -85,8 +85,8 @@ class Replay:
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
         """Set the layer's state to a snapshot inside the context, and back to the present state at its end.
 
-        torch's checkpoint ends a recomputation early by raising an exception. If it was raised inside a TorchScript
-        function, torch does not recognize it any more, so this context swallows it.
+        torch's checkpoint ends a recomputation early by raising an exception. If this happens inside a TorchScript
+        function, torch does not recognize the exception any more, so this context suppresses it.
 
         Args:
             snapshot: what `record` yielded for the forward that is recomputed.
@@ -128,11 +128,11 @@ def keep_scripts() -> None:
 
 
 def ends_recomputation(error: RuntimeError) -> bool:
-    """Return whether `error` is how TorchScript passes on the exception by which torch ends a recomputation early.
+    """Return whether TorchScript has made `error` of the exception by which torch ends a recomputation early.
 
-    torch raises that exception, which has no message, once it has all tensors. TorchScript turns any exception into a
-    RuntimeError with a stack and the original message; here that message is empty. If an unrelated error looked the
-    same, torch would report afterwards that recomputed tensors are missing.
+    torch raises that exception, which has no message, once all tensors are recomputed. TorchScript turns any exception
+    into a RuntimeError with a stack and the original message; here that message is empty. If an unrelated error looked
+    the same, torch would report afterwards that recomputed tensors are missing.
     """
     message = str(error)
     return "TorchScript interpreter" in message and message.rstrip().endswith("RuntimeError:")

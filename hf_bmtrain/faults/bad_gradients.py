@@ -61,7 +61,9 @@ class OwnGradients(Observer):
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
-        if self.steps < 0:  # no watched step was skipped: `GradientWatcher.watch` would have replaced this object
+        if (
+            self.steps < 0
+        ):  # none of the watched steps was skipped: a skip calls `GradientWatcher.watch`, which removes this object
             self._last = []
             self.handle.remove()
 

@@ -79,8 +79,9 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
             status = Status()
             status.look(threading.get_ident())
             _log.warning(
-                "rank %d waits in init_distributed at %s, for %.0f s. Missing: %s. A missing rank is slow, or it %s.",
-                rank, status.place, time.monotonic() - begun, _names(absent), _CAUSES,
+                "rank %d has been waiting for %.0f s in init_distributed, at %s. Missing: %s. A missing rank is slow, "
+                "or it %s.",
+                rank, time.monotonic() - begun, status.place, _names(absent), _CAUSES,
             )  # fmt: skip
     raise RuntimeError(
         f"rank {rank}: not all of the {size} ranks reached init_distributed. Missing: {_names(absent)}, after waiting "

@@ -57,17 +57,18 @@ class _AcceleratorStates:
         self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
 
     def save(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Path:
-        """Save to `output_dir` or, with automatic naming, to the next folder. Collective.
+        """Save models, optimizers and the rest of Accelerate's state as a checkpoint. Collective.
 
         Args:
-            output_dir: the folder; None with automatic naming.
+            output_dir: the checkpoint's folder; required without automatic naming, ignored with it.
             safe_serialization: has no effect on the weights, which are always saved as safetensors.
             **options: passed to Accelerate's `save_state`.
 
         Returns:
-            The folder of the checkpoint, or `output_dir`.
+            The new checkpoint's folder with automatic naming, otherwise `output_dir` as an absolute path.
 
         Raises:
+            ValueError: `output_dir` is None without automatic naming.
             RuntimeError: on every rank, if one rank cannot write. Earlier checkpoints are untouched.
         """
         world, configuration = self._begin("accelerator.save_state"), self._accelerator.project_configuration

@@ -222,10 +222,10 @@ def _leave_containers(
 
 
 def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -> None:
-    """Append the differentiable tensors in `values`, also in nested tuples, to `found`.
+    """Append the differentiable tensors in `values` and in nested plain tuples to `found`, in the order of `_replace`.
 
-    Their order is the one in which `_replace` visits them. Other objects that may contain tensors are appended to
-    `opened`.
+    Objects of any other type that may contain tensors (lists, dicts, named tuples) are not searched, but appended to
+    `opened`: if there are any, the caller searches containers instead.
     """
     for value in values:
         kind = type(value)

@@ -102,7 +102,10 @@ class GradientBuffer:
             self._full_params_require_grad = list(self.requires_grad)
 
     def free_if_unused(self) -> None:
-        """Free `shard` if no local parameter has a `.grad`, so that the next forward can use the memory."""
+        """Free the memory of the gradient, so that the next forward can use it: `shard` and the running sum.
+
+        Nothing is freed if a local parameter has a `.grad`, or a reduction is unfinished.
+        """
         if self.shard is not None and not self._begun and not self._absent and self._fresh:
             self.shard = self._total = self._squares = self._norms = None
             self._handed = [None] * len(self._handed)

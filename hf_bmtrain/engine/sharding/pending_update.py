@@ -13,15 +13,15 @@ from ..comm.streams import Ticket
 class PendingUpdate:
     """The last asynchronous update of a shard. Wait for it before reading or writing the shard.
 
-    `ShardedBuffer.gather` waits for the update. This is enough, because whatever computes with the weights gathers
-    first: forward, backward, `parameter.gather()`, `state_dict`. Other ranks get the updated weights too: each rank
-    waits for its own update before it passes the shard to a collective, and peer copies wait as `announce` tells
-    them. Gradients are safe as well: the next gradient is written after a forward has gathered the buffer, so the
-    current stream has waited by then for the update that reads the old gradient. `.data` and `take` wait too. Other
-    reads and writes of local parameters (torch operations on a parameter itself) do not wait.
+    `ShardedBuffer.gather` waits for the update, and so does everything that gathers the weights: forward, backward,
+    `parameter.gather()`, `state_dict`. Torch operations on a local parameter, `.data` and `parameter.take` wait too, by
+    `settle`. Other ranks also get the updated weights: a rank passes its shard to a collective only after its own
+    update, and `announce` makes peer copies wait for the updates of all ranks. Gradients are safe as well: the next
+    gradient is written after a forward has gathered the buffer, so the current stream has waited by then for the update
+    that reads the old gradient.
 
-    The gradients are referenced until the wait. The allocator reuses their memory in the order of the current stream,
-    which is behind the update from then on.
+    The gradients are referenced until the wait, because the update reads them on another stream. After the wait, the
+    current stream runs after the update, so the allocator may reuse their memory on it.
 
     Attributes:
         ticket: the ticket of the update, None if no update is pending.

@@ -96,6 +96,8 @@ def _dot(x: Any, y: Any):
     if not slices or len(x.full_shape) != 1 or not x.dtype.is_floating_point:
         return NotImplemented
     wide = torch.promote_types(x.dtype, torch.float32)
+    x.settle()
+    y.settle()
     return _add_up(x, x.to(wide) * y.to(wide), x.dtype)
 
 

@@ -301,7 +301,10 @@ class CopySource:
 
 
 def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
-    """Call `pass_on` of each source, with `view` if that is a view of its copy. Returns the first problem, or None."""
+    """Call `pass_on` of each source in turn, with `view` if the source's copy contains it and otherwise with None.
+
+    Stop at the first problem and return it; return None if there is none.
+    """
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)
         if problem is not None:
@@ -368,6 +371,7 @@ class _Call:
         if self.name in RANDOM and mine:
             return self._draw(first)
         if self.name == "view_as_real" and mine and not self.full:
+            first.settle()
             with WithoutTorchFunction():
                 return ShardTensor.of(torch.view_as_real(self.args[0].detach()).view(-1), first.placement.as_real())
         if self.many:

@@ -96,14 +96,16 @@ class Float8Kind(StorageKind):
 class Float8Storage(Storage):
     """Weights (matrices) of float8 layers: gathered in their own dtype at first, and in float8 after `switch`.
 
-    After `switch`, an all-gather first rounds this rank's parts of the weights, if the shard has changed since they
-    were rounded, and then sends the codes: their bits are those of `quantize_full` of the full weights. The layers
-    compute with `factors`. The full weights then have no memory, and read as NaN in every element, so that an
-    unexpected read is noticed; within `full_values` they have the shards' values in their own dtype.
+    After `switch`, an all-gather sends the weights rounded to float8, one byte per element. Each rank rounds its own
+    part before the all-gather, if its shard has changed since the last rounding, and the result is bit for bit that of
+    `quantize_full` of the full weight. The layers compute with `factors`. The full weights then have no memory, and
+    read as NaN in every element, so that an unexpected read is noticed; within `full_values` they have the shards'
+    values in their own dtype.
 
-    The block's other parameters (norms, biases) are small parameters, which come first in the buffer, because in a
-    separate buffer they would need an all-gather and a reduction of their own. They are few, so rank 0 stores all of
-    them. They are sent unrounded, as bytes before the codes, so the layout gives them one element per byte.
+    The block's other parameters (norms, biases), the small ones, share this buffer, because a buffer of their own would
+    need its own all-gather and reduction. They come first, and rank 0 stores them all, since they are few. They are
+    sent unrounded. What is sent has one byte per element of the buffer, so the layout reserves for a small parameter as
+    many elements as it has bytes.
 
     Args:
         small: the number of small parameters.

@@ -72,12 +72,12 @@ def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
 
 
 def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
-    """Replace bitsandbytes' quantized weights by PackedParameters, which `shard_places` shards without unpacking them.
+    """Replace the weights that bitsandbytes has quantized: in blocks packed, as root parameters unpacked.
 
-    The layers of these weights become the Linear4bit of this file. Quantized root parameters are not packed again, but
-    unpacked. From then on, reading a weight of the model gives unpacked values, so the attributes by which transformers
-    marks a quantized model are removed: Trainer and saved configurations treat the model as an ordinary one. Call
-    `admit_quantized` first.
+    In blocks they become PackedParameters, which `shard_places` shards without unpacking them; outside blocks, or
+    shared by several, ordinary parameters. Their layers become the Linear4bit of this file. From then on, reading a
+    weight of the model gives unpacked values, so the attributes by which transformers marks a quantized model are
+    removed: Trainer and saved configurations treat the model as an ordinary one. Call `admit_quantized` first.
 
     Args:
         model: the model that is about to be sharded.

@@ -49,9 +49,9 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Stands for `PeerMemory`: allocates meta tensors for memory outside torch's allocator, and copies nothing.
+    """Stands for `PeerMemory`: allocates meta tensors instead of memory that other processes can map, copies nothing.
 
-    mapped: the meta tensors that were allocated.
+    mapped: the meta tensors, listed because the real memory would come from outside torch's allocator.
     """
 
     def __init__(self) -> None:

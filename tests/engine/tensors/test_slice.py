@@ -125,3 +125,34 @@ def test_collectives_are_of_wholes(function):
     assert torch.equal(weight.gather(), whole)
     with pytest.raises(RuntimeError, match="subgroups, async"):
         dist.broadcast(weight.data, 0, async_op=True)
+
+
+class Update:
+    """An asynchronous update of a shard, which is over when it is waited for."""
+
+    def __init__(self, shard):
+        self.shard = shard
+
+    def wait(self):
+        self.shard.data.add_(1)
+
+
+READS = {
+    "dot": torch.dot, "dotted": lambda p, other: torch.dot(other, p), "sum": lambda p, other: p.sum(),
+    "norm": lambda p, other: p.norm(), "add": torch.add, "foreach": lambda p, other: torch._foreach_add([p], 1.0)[0],
+    "view": lambda p, other: p[:2].clone(), "clone": lambda p, other: p.clone(),
+    "data": lambda p, other: p.data.clone(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READS)
+@on_ranks(2, full=(1,))
+def test_reads_wait_for_an_update(name):
+    """With AdamOffloadOptimizer the device still writes the shard when `step` returns."""
+    parameter, other = (bmt.DistributedParameter(torch.arange(5.0) + add) for add in (0, 7))
+    with torch.no_grad():
+        expected = READS[name](torch.arange(5.0) + 1, torch.arange(5.0) + 7)
+        parameter.buffer.update.begin(Update(parameter.buffer.shard), [])
+        found = READS[name](parameter, other)
+    found = found.read_full() if hasattr(found, "read_full") else found
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)

@@ -114,7 +114,10 @@ def models() -> Iterator[Row]:
     yield wrap("one layer as blocks", Tower, "blocks= must be a list of modules", lambda m: m.layers[0])
     yield wrap("no weights there", Tower, "the folder has no Hugging Face weights", weights=scratch())
     yield wrap(
-        "another's weights", Tower, "lack .* and have .* others", weights=stored("a.pt", nn.Linear(2, 2).state_dict())
+        "another's weights",
+        Tower,
+        "have 2 tensors that are not in the model",
+        weights=stored("a.pt", nn.Linear(2, 2).state_dict()),
     )
     yield wrap("DataParallel", lambda: nn.DataParallel(Tower()), r"pass its `\.module`")
     yield wrap("a lazy layer", lambda: nn.Sequential(nn.LazyLinear(2)), "run one forward before wrapping")

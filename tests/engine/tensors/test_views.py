@@ -84,10 +84,10 @@ class Padded(bmt.DistributedModule):
         self.weight.data[1].fill_(0)
 
     def forward(self):
-        return self.weight
+        return self.weight.sum(1)
 
 
 @full
 @on_ranks(2)
 def test_a_padding_row():
-    assert Padded()().sum(1).tolist() == [4, 0, *[4] * 8]
+    assert Padded()().tolist() == [4, 0, *[4] * 8]

@@ -170,7 +170,8 @@ class TrainerCheckpoints:
         _raise_if_damaged(place, _damage_of_added)
         # Keep Trainer's groups: they were saved later, and a scheduler may have changed them after `save`.
         groups = [{**group} for group in self._optimizer.param_groups]
-        load_state(place, self._model, self._optimizer, weights=writes_own_weights(self._model), random=False)
+        own = writes_own_weights(self._model) and not _weights_were_replaced(place)
+        load_state(place, self._model, self._optimizer, weights=own, random=False)
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
 
@@ -303,6 +304,23 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
     if missing is not None:
         return f"Trainer did not finish writing it ({missing})"
     return find_damage_in(folder, rank, size)
+
+
+def _weights_were_replaced(checkpoint: Path) -> bool:
+    """Return whether other weight files, with an index, have replaced those that were saved. Collective.
+
+    Trainer has loaded them. They have no checksums, which the log says.
+    """
+    saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
+    index = checkpoint / "model.safetensors.index.json"
+    replaced = index.name not in saved and index.exists() and not all((checkpoint / name).exists() for name in saved)
+    replaced = current_world().control.broadcast_object(replaced)
+    if replaced and current_world().rank == 0:
+        _log.warning(
+            "%s: its weights were replaced by the files of %s: Trainer has loaded these, and nothing verifies them",
+            checkpoint, index.name,
+        )  # fmt: skip
+    return replaced
 
 
 def _damage_of_added(folder: Path, rank: int, size: int) -> str | None:

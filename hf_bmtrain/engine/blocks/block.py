@@ -57,7 +57,7 @@ class CheckpointBlock(ShardedModule):
         world.check_same_on_all_ranks("CheckpointBlock", facts)
         sharded = shard_places(world, find_places(layer.modules()), world.schedule.blocks)
         extend(layer, sharded, world, use_checkpoint, level)
-        layer._bmt.lists_as_tuples = True  # pyright: ignore[reportAttributeAccessIssue]
+        layer._bmt.lists_as_tuples = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         return layer
 
     def __init__(self, *args, **kwargs) -> None:

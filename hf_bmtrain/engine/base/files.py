@@ -58,7 +58,7 @@ def delete_abandoned(path: Path) -> None:
 
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder named `path`.XXXXXXXX.tmp and delete it on exit.
+    """Yield a new folder beside `path`, whose name ends in a random part and `.tmp`, and delete it on exit.
 
     The file `lock` in it is locked until then, so that other processes can tell whether this one is still running.
     """

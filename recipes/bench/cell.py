@@ -23,6 +23,7 @@ class Cell:
     tuned: bool
     linear_loss: bool
     float8: str
+    memory_limit: float
     lr: float
     warmup: int
     steps: int
@@ -36,6 +37,7 @@ class Cell:
             gather: self.engine == "ours" and gather != "auto", "tuned": self.tuned, "compiled": self.compile,
             recompute: bool(recompute), "offload": self.offload, "linear-loss": self.linear_loss,
             f"float8={self.float8}": self.float8 != "none",
+            f"within {self.memory_limit:g} GB": self.memory_limit > 0,
         }  # fmt: skip
         return " ".join([self.engine, *(word for word, said in chosen.items() if said)])
 

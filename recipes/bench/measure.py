@@ -19,6 +19,7 @@ def measure(cell: Cell, name: str, device: torch.device) -> dict:
     """Return the report of a cell. Collective; propagates the engine's errors."""
     config = make_config(cell.model, cell.seq, cell.layers)
     watch = Stopwatch(device)
+    limit_memory(cell.memory_limit, device)
     engine = ENGINES[cell.engine](cell, config, device)
     watch.lap("build")
     try:
@@ -48,6 +49,13 @@ def measure(cell: Cell, name: str, device: torch.device) -> dict:
         with contextlib.suppress(Exception):  # or it would hide the engine's own error
             engine.close()
     return report | {"seconds": watch.laps}
+
+
+def limit_memory(gigabytes: float, device: torch.device) -> None:
+    """Let torch's allocator use at most so many GB of the GPU; 0 for all of it."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 1e9 * gigabytes / total) if gigabytes else 1.0, device)
 
 
 def speed(seconds: list[float], tokens: int, flops_a_token: float) -> dict:

@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tuned", action="store_true", help="the engine's own settings, see bench/engines/<engine>.py")
     add("--linear-loss", action="store_true", help="ours: a loss without whole logits")
     add("--float8", choices=FLOAT8, default="none", help="products in float8: a scale a row, or a tensor (%(default)s)")
+    add("--memory-limit", type=positive, default=0.0, metavar="GB", help="memory that a rank may use of its GPU (all)")
     add("--lr", type=positive, default=1e-4, help="learning rate (%(default)s)")
     add("--warmup", type=at_least(1), default=3, help="steps that are not timed (%(default)s)")
     add("--steps", type=at_least(1), default=8, help="steps that are timed (%(default)s)")

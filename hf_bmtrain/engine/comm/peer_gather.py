@@ -153,12 +153,12 @@ class PeerGather(Gather):
             self._publish()
         shared.read = True
         parts = full.detach().data.view(self._size, -1)
-        # Each rank starts with the next one, so that not all ranks copy from the same rank at once.
+        # Each rank starts with the next one, so that not all ranks copy from the same rank at once. One after another,
+        # since on 4 H200s copies from three GPUs at once reach 337 GB/s instead of 380.
         order = [(self._rank + distance) % self._size for distance in range(1, self._size)]
-        pairs = [[(parts[rank], shared.sources[rank])] for rank in order]
+        pulled = [(parts[rank], shared.sources[rank]) for rank in order]
         here, mine = parts[self._rank], shard.detach()
-        pairs.append([(here[begin:end], mine[begin:end]) for begin, end in own])
-        return self._memory.copy(pairs)
+        return self._memory.copy([pulled, [(here[begin:end], mine[begin:end]) for begin, end in own]])
 
     def is_collective(self, shard: torch.Tensor) -> bool:
         return not hasattr(shard, "shared")

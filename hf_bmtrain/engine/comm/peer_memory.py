@@ -56,8 +56,9 @@ class PeerMemory(Protocol):
         """Start to copy each source to its target, after the work queued on the current stream so far.
 
         Args:
-            pairs: for each process one sequence of (target, source) pairs of equal size in bytes. Targets and sources
-                are contiguous tensors (n,) of this process or mapped memory, and at least one of each pair is a tensor.
+            pairs: sequences of (target, source) pairs of equal size in bytes. The pairs of one sequence are copied one
+                after another, the sequences in parallel. Targets and sources are contiguous tensors (n,) of this
+                process or mapped memory, and at least one of each pair is a tensor.
         """
         ...
 
@@ -124,16 +125,15 @@ class _EventsTicket:
 
 
 class CudaMemory:
-    """Memory from cudaMalloc, shared by CUDA IPC. The GPU's copy engines copy it, on one stream per process.
+    """Memory from cudaMalloc, shared by CUDA IPC. The GPU's copy engines copy it.
 
     Memory of torch's allocator is not used, because an IPC handle refers to a whole segment of the allocator's pool.
     """
 
-    def __init__(self, device: torch.device, sources: int) -> None:
-        """sources: the number of processes to copy from or to. The copies of each have a stream of their own."""
+    def __init__(self, device: torch.device) -> None:
         self._runtime: Any = importlib.import_module("cupy.cuda.runtime")
         self._device = device
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(sources)]
+        self._streams: list[torch.cuda.Stream] = []
 
     @contextmanager
     def _chosen(self) -> Iterator[None]:
@@ -179,7 +179,9 @@ class CudaMemory:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         events = []
-        for own, stream in zip(pairs, self._streams):  # one stream per process, so that their copies run in parallel
+        while len(self._streams) < len(pairs):
+            self._streams.append(torch.cuda.Stream(self._device, priority=-1))
+        for own, stream in zip(pairs, self._streams):
             if not own:
                 continue
             stream.wait_event(ready)

@@ -163,14 +163,12 @@ class PeerReduction(Reduction):
         self._adding.record_event().synchronize()
         self.boxes.free()
 
-    def carry(
-        self, box: Mailbox, pushed: Sequence[Sequence[tuple[Any, torch.Tensor]]], add: Callable[[], object]
-    ) -> Ticket:
+    def carry(self, box: Mailbox, pushed: Sequence[tuple[Any, torch.Tensor]], add: Callable[[], object]) -> Ticket:
         """Start the copies to other ranks' mailboxes, the meeting after them, and the addition of what has arrived.
 
         Args:
             box: the mailbox that `take` returned last.
-            pushed: for each other rank, (part of its mailbox, tensor to copy there) pairs.
+            pushed: (part of another rank's mailbox, tensor to copy there) pairs, copied one after another.
             add: queues the work that reads `box`.
 
         Returns:
@@ -178,7 +176,7 @@ class PeerReduction(Reduction):
         """
         self._pushing.follow()
         self._pushing.after(box.free)
-        self._pushing.run(lambda: self._memory.copy(pushed).wait())
+        self._pushing.run(lambda: self._memory.copy([pushed]).wait())
         self._adding.after(self._pushing.record_event())
         self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting k
         self.boxes.before(box).free = self._adding.record_event()
@@ -219,8 +217,9 @@ class _PeerReducer(CollectingReducer):
         if self._poison and total is None:
             shard.fill_(float("nan"))
         pushed = [
-            [(self._target(box, other, p), sources[index][p.tensor_start : p.tensor_stop]) for index, p in local_ranges]
+            (self._target(box, other, p), sources[index][p.tensor_start : p.tensor_stop])
             for other, local_ranges in self._local_ranges
+            for index, p in local_ranges
         ]
         squares = torch.empty(len(sources), dtype=torch.float64, device=shard.device)
         ticket = self._peers.carry(box, pushed, functools.partial(self._add, rows, sources, shard, total, squares))

@@ -127,7 +127,7 @@ def open_backend(
     if smallest is None:
         return found
     # Two objects, so that gathers and reductions copy on separate streams.
-    pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device, size) for _ in range(2))
+    pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device) for _ in range(2))
     updates = functools.partial(open_communicator, "updates")
     return found._replace(
         shards=PeerGather(gathering, shards, pulled, control.gather, smallest, device, updates),

@@ -24,19 +24,25 @@ _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
 _FAREWELL_SECONDS = 5.0
 """Seconds that rank 0, whose process serves the store, waits for the others to read which ranks are missing."""
+REPEAT_SECONDS = 30.0
+"""Seconds of waiting after which the second warning is logged."""
 _MET = "met"
 _CAUSES = "raised or exited earlier (its own log says why), hangs, was not started, or was given another address"
 
 
 def hang_seconds() -> float:
-    """Return the seconds, from HF_BMTRAIN_HANG_SECONDS, after which a warning names a rank that others wait for."""
-    return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "30"))
+    """Return the seconds, from HF_BMTRAIN_HANG_SECONDS, after which a warning names a rank that others wait for.
+
+    By default 8, so that a rank is named within 10 s after it has stopped: the watch looks once in a second.
+    """
+    return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "8"))
 
 
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:
     """Wait until every rank has called this function, and return the store in which they met. Collective.
 
-    After HF_BMTRAIN_HANG_SECONDS, the lowest rank that is waiting logs a warning that names the missing ranks.
+    After HF_BMTRAIN_HANG_SECONDS, and again after 30 s, the lowest rank that is waiting logs a warning that names the
+    missing ranks.
 
     Args:
         rank: this rank.
@@ -55,11 +61,13 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
     if place is None:
         return None
     begun, store, absent, reason = time.monotonic(), None, [0], ""
-    warned, limit = hang_seconds(), timeout.total_seconds()
-    for seconds in (min(warned, limit), limit):
+    limit, warned = timeout.total_seconds(), []
+    for seconds in (*sorted(each for each in (hang_seconds(), REPEAT_SECONDS) if each < limit), limit):
         try:
             store = store or _come(place, rank, size, begun + seconds)
-            missed = _wait_for_all(store, begun + seconds) or (_give_up(store, size) if seconds == limit else None)
+            missed = _wait_for_all(store, begun + seconds)
+            if missed is None and seconds == limit:
+                missed = _give_up(store, size)
             if missed == []:
                 return store
             if missed is not None:
@@ -75,14 +83,18 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
                 f"({reason})"
             )
         absent = [0] if store is None else _absent(store, size)
-        if seconds < limit and rank == next(other for other in range(size) if other not in absent):
+        # `absent` is empty if the last rank has arrived just now.
+        if seconds < limit and absent and rank == next(other for other in range(size) if other not in absent):
             status = Status()
             status.look(threading.get_ident())
+            arrived = [other for other in warned if other not in absent]
             _log.warning(
                 "rank %d has been waiting for %.0f s in init_distributed, at %s. Missing: %s. A missing rank is slow, "
-                "or it %s.",
+                "or it %s.%s",
                 rank, time.monotonic() - begun, status.place, _names(absent), _CAUSES,
+                f" Arrived since the last warning: {_names(arrived) if arrived else 'none'}." if warned else "",
             )  # fmt: skip
+        warned = absent
     raise RuntimeError(
         f"rank {rank}: not all of the {size} ranks reached init_distributed. Missing: {_names(absent)}, after waiting "
         f"for {time.monotonic() - begun:.0f} s. A missing rank {_CAUSES}. ({reason})"
@@ -146,7 +158,7 @@ def _give_up(store: TCPStore, size: int) -> list[int]:
 
     If another rank was first, its result counts: the ranks that it stored, or [] if all had arrived just before.
     """
-    return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size)))))
+    return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size) or [0]))))
 
 
 def _ranks_of(shown: bytes) -> list[int]:
@@ -168,12 +180,9 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:
-    """Return the ranks that have not arrived, never an empty list.
-
-    [0] is returned also if all have arrived just now, and if the store, which rank 0's process serves, does not answer.
-    """
+    """Return the ranks that have not arrived; [0] also if the store, which rank 0's process serves, does not answer."""
     try:
-        return [rank for rank in range(size) if not store.check([_key(str(rank))])] or [0]
+        return [rank for rank in range(size) if not store.check([_key(str(rank))])]
     except RuntimeError:
         return [0]
 

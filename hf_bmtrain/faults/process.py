@@ -34,6 +34,9 @@ from .status import line_now, line_of
 from .watch import Watch
 
 _log = logging.getLogger("hf_bmtrain")
+_CAUSE_SECONDS = 5.0
+"""Seconds that a rank whose collective of torch.distributed failed waits to learn which rank has ended or failed."""
+_TORCH_COLLECTIVES = os.path.join("torch", "distributed")
 _FIRST_SECONDS = 5.0
 """Seconds that a failing rank waits for the rank that raised first to end, so that the launcher blames that one."""
 
@@ -71,8 +74,11 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
     print_exception = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        of_others = isinstance(error, RuntimeError) and _is_of_torch_collective(trace)
+        if of_others:
+            watch.wait_for_cause(_CAUSE_SECONDS)
         first = watch.raised_before()
-        problem = watch.problem if watch.problem is not None and watch.problem in str(error) else None
+        problem = watch.problem if watch.problem is not None and (of_others or watch.problem in str(error)) else None
         summary = problem or traceback.format_exception_only(kind, error)[0].strip()
         at = f" at {line}" if (line := line_of(trace)) else ""
         watch.end(f"raised {summary}{at}" if problem is None else f"ended{at}: {summary}")
@@ -92,6 +98,16 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
 
     sys.excepthook = report
     return lambda: _put_back(sys, "excepthook", report, print_exception)
+
+
+def _is_of_torch_collective(trace: TracebackType | None) -> bool:
+    """Return whether an exception was raised by a function of torch.distributed.
+
+    These fail if another rank ends, or calls another one, but their errors do not say which rank.
+    """
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _TORCH_COLLECTIVES in trace.tb_frame.f_code.co_filename
 
 
 class Exits:

@@ -18,7 +18,18 @@ from ..engine.comm.collective_log import Excerpt
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", sysconfig.get_paths()["stdlib"], _PACKAGE)
 _WAITS = (os.path.join(_PACKAGE, "engine", "comm"), os.path.join("torch", "distributed", "distributed_c10d.py"))
-_LOADING = os.path.join("torch", "utils", "data")
+_TASKS = {
+    "in its data loader": (os.path.join("torch", "utils", "data"), f"packages{os.sep}datasets{os.sep}"),
+    "reading or writing files": (
+        os.path.join("torch", "serialization.py"), f"packages{os.sep}safetensors{os.sep}",
+        f"packages{os.sep}huggingface_hub{os.sep}", os.path.join(_PACKAGE, "checkpoint"),
+    ),
+    "compiling": (  # not all files of torch.compile: code that it has compiled runs in some of them
+        os.path.join("torch", "_dynamo", "convert_frame.py"), os.path.join("torch", "_inductor", "compile_fx.py"),
+        os.path.join("triton", "compiler"),
+    ),
+}  # fmt: skip
+"""What a rank is doing that may take long, by the files that it is in then."""
 
 
 @dataclass
@@ -32,7 +43,8 @@ class Status:
         since: the time at which it reached `place`.
         waits: the operation with other ranks that it waits for, "" if it waits for none.
         waits_since: the time since which it has waited without issuing another operation.
-        loading: whether it is inside torch's data loader.
+        task: what it is doing, if that is one of `_TASKS`; otherwise "".
+        moved: the time at which `look` last found its thread at another instruction than before.
         ended: how its program ended, such as "raised ValueError: ..."; "" while it runs.
         ended_at: the time at which it ended.
         problem: why every rank must stop, None if nothing is known.
@@ -47,13 +59,17 @@ class Status:
     since: float = 0.0
     waits: str = ""
     waits_since: float = 0.0
-    loading: bool = False
+    task: str = ""
+    moved: float = 0.0
     ended: str = ""
     ended_at: float = 0.0
     problem: str | None = None
     blamed: list[int] = field(default_factory=list)
     occasions: dict[str, str] = field(default_factory=dict)
     excerpts: list[Excerpt] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._instructions: list[tuple[int, int]] = []  # of each frame of the stack that `look` has seen last
 
     def to_text(self) -> str:
         """Return the status as JSON."""
@@ -67,7 +83,7 @@ class Status:
         return status
 
     def look(self, thread: int) -> None:
-        """Update `place`, `waits` and `loading` from the stack of a thread of this process.
+        """Update `place`, `waits`, `task` and `moved` from the stack of a thread of this process.
 
         `place` stays as it is once the program has ended.
 
@@ -75,19 +91,22 @@ class Status:
             thread: the thread's identifier, as from `threading.get_ident()`.
         """
         frame = sys._current_frames().get(thread)
-        lines, waits, loading, now = [], "", False, time.time()
-        while frame is not None and len(lines) < 2:
+        lines, waits, task, instructions, now = [], "", "", [], time.time()
+        while frame is not None:
             path = frame.f_code.co_filename
             if frame.f_lineno and not any(library in path for library in _LIBRARIES):
                 lines.append((f"{_short(path)}:{frame.f_lineno}", frame.f_code.co_name))
             elif not lines:
                 waits = waits or _waited_for(frame, path)
-                loading = loading or _LOADING in path
+            task = task or next((task for task, files in _TASKS.items() if any(file in path for file in files)), "")
+            instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
-        place = _in_words(lines)
+        place = _in_words(lines[:2])
         if place != self.place and not self.ended:
             self.place, self.since = place, now
-        self.waits, self.loading, self.written = waits, loading, now
+        if instructions != self._instructions:
+            self._instructions, self.moved = instructions, now
+        self.waits, self.task, self.written = waits, task, now
 
 
 def line_now() -> str:

@@ -16,7 +16,7 @@ from ..engine.comm.collective_log import UNKNOWN, CollectiveLog, Excerpt, descri
 from ..engine.comm.communicator import Communicator
 from ..engine.comm.object_comm import ObjectComm
 from ..engine.runtime.monitor import EXIT, Monitor
-from .meeting import hang_seconds, meet
+from .meeting import REPEAT_SECONDS, hang_seconds, meet
 from .shared_status import SharedStatus
 from .status import Status, condition
 
@@ -29,6 +29,9 @@ _SILENT_SECONDS = 5.0
 """Seconds without an update of its status after which a rank's process counts as blocked."""
 _GRACE_SECONDS = 5.0
 """Seconds that this rank's program has to raise a problem before its GPU operations, then its process, are ended."""
+_DEVICE = "its device"
+"""What a rank waits for whose program has not moved while its device has work. That may be the rank's own work, or a
+collective of torch.distributed, which waits for another rank."""
 _LONGEST = 4000
 """The maximum length, in characters, of the text about an exception that other ranks see."""
 
@@ -39,8 +42,9 @@ class Watch(Monitor):
     * If the collective logs of two ranks differ, every rank stores the reason as `problem` of its logs. The next
       operation raises it, and so does an operation on the CPU that is waiting; `interrupt` aborts those on GPUs.
     * If a rank raised an exception, or exited while others wait for it, the same happens.
-    * If ranks have waited for another for HF_BMTRAIN_HANG_SECONDS (30), one of them logs a warning with that rank, the
-      line it is at, and the likely cause. The rank may only be slow, so nothing else happens before the timeout.
+    * If ranks have waited for another for HF_BMTRAIN_HANG_SECONDS (8), one of them logs a warning with that rank, the
+      line it is at, and the likely cause. After 30 s, and after each doubling of that, it logs what has changed. The
+      rank may only be slow, so nothing else happens before the timeout.
 
     Attributes:
         status: the status that this rank publishes.
@@ -55,7 +59,9 @@ class Watch(Monitor):
         self._rank = 0
         self._communicators: list[Communicator] = []
         self._interrupt: Callable[[], None] = lambda: None
+        self._busy: Callable[[], bool] = lambda: False
         self._delay = self._next = hang_seconds()
+        self._reported: dict[int, Status] = {}  # the missing ranks, as the last warning of this wait described them
         self._stopped = threading.Event()
         self._since = time.monotonic()  # when `_seen` changed last
         self._seen: tuple[list[int], list[int]] = [], []  # number of entries of each log: this rank's, the next's
@@ -66,8 +72,10 @@ class Watch(Monitor):
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
         return meet(rank, size, timeout, init_method)
 
-    def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None]) -> None:
-        self._control, self._rank, self._interrupt = control, rank, interrupt
+    def open(
+        self, control: ObjectComm, rank: int, interrupt: Callable[[], None], busy: Callable[[], bool]
+    ) -> None:
+        self._control, self._rank, self._interrupt, self._busy = control, rank, interrupt, busy
         self._board = SharedStatus(control, rank)
         self._compare(control.collective_log)
         self._observe()
@@ -115,6 +123,12 @@ class Watch(Monitor):
             (collective_log.problem for collective_log in self._collective_logs if collective_log.problem is not None),
             None,
         )
+
+    def wait_for_cause(self, seconds: float) -> None:
+        """Wait at most `seconds` until a problem is known, or another rank has ended by an exception."""
+        end = time.monotonic() + seconds
+        while self.problem is None and self.raised_before() is None and time.monotonic() < end:
+            time.sleep(0.1)
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
         """Wait at most `seconds` until the process of `rank` has ended or is stopped; do not wait for other hosts."""
@@ -168,9 +182,14 @@ class Watch(Monitor):
         if not self.status.waits and any(each.unfinished() for each in list(self._communicators)):
             collective_log = max(self._collective_logs[1:], key=lambda collective_log: collective_log.count)
             self.status.waits = self._describe(collective_log.entry(collective_log.count) or 0)
+        if not self.status.waits and time.time() - self.status.moved > _SILENT_SECONDS and self._busy():
+            self.status.waits = _DEVICE
         if not self.status.waits or counts != self._own_counts or not self.status.waits_since:
             self.status.waits_since = time.time()
             self._next = self._delay
+            self._reported = {}
+        if self.status.waits == _DEVICE:
+            self.status.waits_since = self.status.moved
         self._own_counts = counts
 
     def _show(self) -> None:
@@ -245,28 +264,33 @@ class Watch(Monitor):
     def _of_all(self) -> str | None:
         """Check how long this rank has waited for others.
 
-        After HF_BMTRAIN_HANG_SECONDS, the lowest waiting rank logs which ranks are missing, and again after ever longer
-        intervals. Returns the explanation once the timeout is over, else None.
+        After HF_BMTRAIN_HANG_SECONDS, the lowest waiting rank logs which ranks are missing; then again after 30 s and
+        after each doubling of that. Returns the explanation once the timeout is over, else None.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
         # A rank whose program has ended waits in the barrier at exit, which has its own timeout.
-        over = waited >= self._control.timeout and not self.status.ended
+        over = waited >= self._control.timeout and self.status.waits != _DEVICE and not self.status.ended
         if waited < self._next and not over:
             return None
         ranks = self._read_all()
         waiting = [rank for rank, status in ranks.items() if self._is_waiting(rank, status)]
+        if not waiting:  # ranks that wait for their devices may compute, so they come second
+            waiting = [r for r, status in ranks.items() if status.waits and not self._why_absent(r, status)]
+            if len(waiting) == self._control.size:
+                return None
         text = self._explain_wait(ranks, waiting)
         if over:
             self.status.blamed = sorted(set(range(self._control.size)) - set(waiting))
             return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
-        self._next = max(2 * self._next, waited + self._delay)
+        self._next = max(2 * self._next, REPEAT_SECONDS)
         if self._rank == min(waiting, default=self._rank):
             _log.warning("%s", text)
+        self._reported = {rank: status for rank, status in ranks.items() if rank not in waiting}
         return None
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
         """Return whether a rank waits for others and can itself still take part in operations."""
-        return bool(status.waits) and not self._why_absent(rank, status)
+        return status.waits not in ("", _DEVICE) and not self._why_absent(rank, status)
 
     def _why_absent(self, rank: int, status: Status) -> str:
         """Return why a rank cannot take part in operations; "" if it can as far as is known."""
@@ -311,7 +335,7 @@ class Watch(Monitor):
                 lines.append(f"rank {rank} was last seen at {status.place or 'an unknown line'}; {absent}")
             else:
                 at = f" at {status.place}, for {now - status.since:.0f} s" if status.place else " at an unknown line"
-                lines.append(f"rank {rank} is{at}, {_guess(status)}")
+                lines.append(f"rank {rank} is{at}, {_guess(status, self._reported.get(rank))}")
         missing = "; ".join(lines) or "every rank waits for others, in operations that do not match"
         waits = "; ".join(
             f"rank {rank} waits for {ranks[rank].waits} at {ranks[rank].place}" for rank in sorted(waiting)[:4]
@@ -409,10 +433,15 @@ class Watch(Monitor):
             f"rank {rank}: {place}{f'{seen[rank]} {at[rank]}' if at[rank] else ''}"
             for rank, place in sorted(places.items())
         )
-        return (
-            f"the ranks issued different operations, which would deadlock or exchange the wrong data. {what}. "
-            f"{doing}. {_advice(list(places.values()))}"
-        )
+        summary = "the ranks issued different operations, which would deadlock or exchange the wrong data"
+        if all(map(_is_decision, places.values())):
+            summary = "the ranks differ in a decision, after which they would wait for each other for ever"
+        return f"{summary}. {what}. {doing}. {_advice(list(places.values()))}"
+
+
+def _is_decision(place: str) -> bool:
+    """Return whether `place`, an entry of a log in words, is a decision and not an operation."""
+    return place.startswith("decision for")
 
 
 def _advice(places: Sequence[str]) -> str:
@@ -431,6 +460,11 @@ def _advice(places: Sequence[str]) -> str:
             "Every rank must make the same steps with the same learning rate, optimizer options, clipping and frozen "
             "parameters: none of them may depend on the rank or on its data."
         )
+    if any(map(_is_decision, places)):
+        return (
+            "All ranks must decide the same at the same step: it may not depend on the rank, its data or its clock. "
+            "If any rank may decide for all, exchange it first: stop = bmt.sum_loss(torch.tensor(float(stop))) > 0."
+        )
     return (
         "Every rank must call the same modules in the same order and equally often, and backward too. Do not evaluate "
         "on one rank alone. If a rank's data do not need a module (no image, fewer tiles, a skipped layer), call it "
@@ -438,11 +472,21 @@ def _advice(places: Sequence[str]) -> str:
     )
 
 
-def _guess(status: Status) -> str:
+def _guess(status: Status, before: Status | None) -> str:
     """Return what a missing rank is likely doing, if its process runs and waits for no other rank.
 
-    It ends the sentence "rank 1 is at train.py:41, for 32 s, ...".
+    It ends the sentence "rank 1 is at train.py:41, for 32 s, ...". before: its status at the last warning, if any.
     """
-    if status.loading:
-        return "in its data loader, which is slow or stuck"
-    return "running code that only this rank executes, or slow work"
+    task = "running code that only this rank executes, or slow work"
+    if status.task:
+        task = f"{status.task}, which is slow or stuck"
+    if status.waits == _DEVICE:
+        task = "waiting for its device: slow work, or a collective of torch.distributed that other ranks did not call"
+    if before is None:
+        return task
+    seconds = f"{status.written - before.written:.0f} s"
+    if status.place != before.place:
+        return f"{task}; {seconds} ago it was at {before.place or 'an unknown line'}"
+    if status.moved > before.written:
+        return f"{task}; it has run other code in the last {seconds}, so it may only be slow"
+    return f"{task}; it has not moved in the last {seconds}"

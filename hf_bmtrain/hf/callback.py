@@ -25,6 +25,7 @@ from .staging import StagedWeights
 from .termination import Termination
 
 _log = logging.getLogger("hf_bmtrain")
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 class BMTrainCallback(TrainerCallback):
@@ -137,11 +138,24 @@ class BMTrainCallback(TrainerCallback):
         self._speed.resume()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end_step(args, state, control, "after a step", **kwargs)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _compare(control, "after a micro-batch")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end_step(args, state, control, "after an epoch", **kwargs)
+        # A rank that another callback has stopped alone waits here, and not in a collective of Trainer's that the
+        # other ranks would mistake for theirs.
+        current_world().barrier("the end of Trainer's epoch")
+
+    def _end_step(self, args: Any, state: Any, control: Any, when: str, **kwargs: Any) -> None:
         assert self._speed is not None and self._numbers is not None
         self._numbers.end_step(state.global_step)
         if self._termination is not None and self._termination.agreed():
             self._terminating = control.should_save = True
             control.should_evaluate = False
+        _compare(control, when)
         if control.should_log:
             self._report = {**self._speed.read(), **_loss_scale(kwargs.get("optimizer"))}
         if control.should_evaluate or control.should_save:
@@ -149,11 +163,10 @@ class BMTrainCallback(TrainerCallback):
         if control.should_save and not control.should_evaluate:
             self._stage(args, state)
 
-    on_epoch_end = on_step_end
-
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if self._checkpoints is None:
             return  # an evaluation outside training
+        _compare(control, "after an evaluation")
         best = args.save_strategy == "best"
         if _is_best(args, state, metrics or {}) if best else control.should_save:
             self._stage(args, state)
@@ -180,6 +193,7 @@ class BMTrainCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checkpoints is not None and self._weights is not None:
+            _compare(control, "after a save")
             self._checkpoints.complete(state.best_model_checkpoint)
             self._weights.drop()
             if self._terminating:
@@ -208,7 +222,17 @@ class BMTrainCallback(TrainerCallback):
             state.log_history[-1].update(self._report)
             self.take_report(logs)
             if self._numbers is not None:
+                _compare(control, "after a log entry")
                 self._numbers.look(state.global_step, logs.get("grad_norm"), logs.get("loss_scale"))
+
+
+def _compare(control: Any, when: str) -> None:
+    """Compare the flags by which callbacks control Trainer with those of the other ranks, without waiting for them.
+
+    Raises RuntimeError if they differ, on this rank or on the other.
+    """
+    flags = [name for name in _FLAGS if getattr(control, name)]
+    current_world().control.note_decision(f"{' and '.join(flags) or 'no flag'} in Trainer's control {when}")
 
 
 def _inner(optimizer: Any) -> Any:

@@ -34,6 +34,16 @@ class Case:
         trainer = "trainer:" if self.job == "faulty_trainer" else ""
         return f"{trainer}{self.name}@{self.rank}"
 
+    @property
+    def of_process(self) -> bool:
+        """Whether the process is killed or stopped, so that only the other ranks can tell."""
+        return self.name.startswith(("sigkill", "sigstop", "sigterm", "segfault", "osexit", "stuckinc"))
+
+    def is_named_by(self, line: str) -> bool:
+        """Whether a line names the rank of the fault, and not another one as that which failed."""
+        failed = re.search(r"rank (\d+) raised the following", line)
+        return bool(self.patterns()["rank"].search(line)) and (failed is None or int(failed[1]) == self.rank)
+
     def patterns(self) -> dict[str, re.Pattern[str]]:
         """What must be named: rank, place and cause."""
         found = {"rank": rf"\branks? (\d+, |\d+ and )*{self.rank}\b"}
@@ -155,6 +165,10 @@ TRAINER = [
     Case("sigstop_step", STOPPED, stays=True),
     Case("sigkill_step", KILLED),
     Case("sigkill_save", KILLED, rank=0, step=2),
+    Case("sigkill_callback", KILLED),
+    Case("sigkill_callback", KILLED, rank=0),
+    Case("sigkill_loader", KILLED),
+    Case("sigstop_callback", STOPPED, stays=True),
     Case("raise_forward", RAISED, "forward"),
     Case("raise_callback", RAISED, "callback"),
     Case("raise_loader", RAISED, "loader"),
@@ -168,11 +182,24 @@ TRAINER = [
     Case("slower_loader", "", fails=False),
     Case("slower_callback", "", fails=False),
     Case("slower_save", "", rank=0, step=2, fails=False),
-    Case("fewer_steps", "", f"{IN_TRAINER} end"),
     Case("save_alone", "save", "alone", rank=0),
+    Case("save_state_alone", "save_state", "alone", rank=0),
+    Case("state_dict_alone", "state_dict", "alone", rank=0),
+    Case("save_pretrained_alone", "state_dict", "alone", rank=0),
+    Case("save_model_alone", "state_dict", "alone", rank=0),
     Case("evaluation_alone", "without gradients", "alone", rank=0),
-    Case("save_asked_alone", "", IN_TRAINER, rank=0),
-    Case("evaluation_asked_alone", "", IN_TRAINER, rank=0),
+    Case("evaluate_alone", "without gradients", "alone", rank=0),
+    Case("stop_asked_alone", "should_training_stop", IN_TRAINER),
+    Case("stop_asked_alone", "should_training_stop", IN_TRAINER, rank=0),
+    Case("stop_asked_in_micro_batch_alone", "should_training_stop", IN_TRAINER),
+    Case("stop_asked_in_log_alone", "should_training_stop", IN_TRAINER),
+    Case("stop_asked_in_save_alone", "should_training_stop", IN_TRAINER, step=2),
+    Case("stop_asked_behind_alone", "Trainer's epoch", IN_TRAINER),
+    Case("epoch_stop_asked_alone", "should_epoch_stop", IN_TRAINER),
+    Case("log_asked_alone", "should_log", IN_TRAINER, rank=0, step=5),
+    Case("save_asked_alone", "should_save", IN_TRAINER, rank=0),
+    Case("save_asked_alone", "should_save", IN_TRAINER),
+    Case("evaluation_asked_alone", "should_evaluate", IN_TRAINER, rank=0),
     Case("extra_forward_no_grad", "", "extra forward"),
     Case("other_layers", r"layers\.2|\b2\b.*\b3\b|\b3\b.*\b2\b"),
     Case("other_lr", r"\blr\b|learning.rate"),

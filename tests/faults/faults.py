@@ -9,7 +9,8 @@ ranks' exit codes. said: what was named, of (r)ank, (c)ause and (p)lace. told: t
 cause. lines: printed by each rank since the fault. root: the rank that torchrun calls the root cause. resumed: the step
 from which the training went on afterwards. Output of the ranks is in FOLDER/<run>/rank-N.log.
 
-Outcomes: named; unnamed, where something is not named; silent, where nobody says anything or all ranks succeed; hang,
+Outcomes: named; blamed, where a process ended or stopped and the first line does not name its rank, or calls another
+rank the one that failed; unnamed, where something is not named; silent, where nobody says anything or all ranks succeed; hang,
 where it did not end; fine, where nothing was to be said. A rank that a C++ abort ended is counted besides.
 """
 
@@ -47,15 +48,15 @@ SELF = re.compile(rb"\brank \d+: (?=(all_gather|all_reduce|reduce_scatter|broadc
 
 @dataclass
 class Settings:
-    """timeout: of the waits of ranks. limit: seconds after the fault, when all are killed. delay: of explanations.
+    """timeout: of the waits of ranks. limit: seconds after the fault, when all are killed.
 
-    gather: of init_distributed. resumes: whether the training is resumed afterwards. variables: of the environment.
+    delay: of explanations; None for the default. gather: of init_distributed. resumes: whether the training is resumed afterwards. variables: of the environment.
     look: seconds between two looks at a run. device: of the ranks, "cpu" or "cuda".
     """
 
     timeout: float = 25.0
     limit: float = 90.0
-    delay: float = 5.0
+    delay: float | None = None
     gather: str = "auto"
     resumes: bool = True
     variables: dict[str, str] = field(default_factory=dict)
@@ -118,6 +119,7 @@ class Run:
         self.folder.mkdir(parents=True)
         self._sizes: dict[Path, int] = {}
         self._grown: list[tuple[float, Path, int]] = []  # when, which file, to what size
+        self._first = ""  # the first line about the fault
 
     def __call__(self) -> Outcome:
         before = shared_memory()
@@ -165,9 +167,10 @@ class Run:
         variables = environment(
             FAULT=fault, FAULT_RANK=str(self._case.rank), FAULT_STEP=str(self._case.step),
             FAULT_LOGS=str(self.folder), FAULT_TIMEOUT=str(self._settings.timeout), FAULT_GATHER=self._settings.gather,
-            HF_BMTRAIN_HANG_SECONDS=str(self._settings.delay), ACCELERATE_USE_CPU=str(self._settings.device == "cpu"),
-            **self._settings.variables,
+            ACCELERATE_USE_CPU=str(self._settings.device == "cpu"), **self._settings.variables,
         )  # fmt: skip
+        if self._settings.delay is not None:
+            variables["HF_BMTRAIN_HANG_SECONDS"] = str(self._settings.delay)
         devices = self._ranks
         if self._settings.device == "cuda":
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
@@ -236,6 +239,7 @@ class Run:
                 so_far = [self._text(rank, when) for rank in ranks]
                 if outcome.first is None and any(so_far):
                     outcome.first = max(0.0, when - fault)
+                    self._first = "\n".join(so_far).strip().splitlines()[0]
                 if all(pattern.search("\n".join(so_far)) for pattern in patterns.values()):
                     outcome.named = max(0.0, when - fault)
                     break
@@ -276,6 +280,8 @@ class Run:
             return "hang"
         if all(code == 0 for code in codes) and all(self.outcome.done):
             return "silent"
+        if self._case.of_process and self._first and not self._case.is_named_by(self._first):
+            return "blamed"
         if self.outcome.named is not None:
             return "named"
         return "unnamed" if text.strip() else "silent"
@@ -332,7 +338,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="that run at the same time")
     parser.add_argument("--limit", type=float, default=90, help="seconds after the fault, when a job counts as hanging")
     parser.add_argument("--timeout", type=float, default=25, help="seconds that ranks wait for others")
-    parser.add_argument("--delay", type=float, default=5, help="seconds after which a hang is explained")
+    parser.add_argument("--delay", type=float, help="seconds after which a hang is explained; by default the library's")
     parser.add_argument("--no-resume", action="store_true", help="do not resume the trainings afterwards")
     parser.add_argument("--gather", choices=("auto", "peer"), default="auto")
     parser.add_argument(

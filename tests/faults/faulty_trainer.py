@@ -37,6 +37,8 @@ class Rows(torch.utils.data.Dataset):
 class UsersCallback(TrainerCallback):
     """What users do in callbacks, and what goes wrong there."""
 
+    trainer: Trainer
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if "--resume" in sys.argv:
             fault.report("resumed", state.global_step)
@@ -47,20 +49,52 @@ class UsersCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         step = state.global_step - 1
         fault.act("callback", step)  # at callback
-        if fault.strikes("fewer_steps", step):
+        if fault.strikes("stop_asked_alone", step):
             control.should_training_stop = True
+        if fault.strikes("epoch_stop_asked_alone", step):
+            control.should_epoch_stop = True
+        if fault.strikes("log_asked_alone", step):
+            control.should_log = True
         if fault.strikes("save_alone", step):
             bmt.save(model, str(fault.FOLDER / "alone.pt"))  # at alone
         if fault.strikes("evaluation_alone", step):
             with torch.no_grad():
                 model(input_ids=torch.ones(2, 7, dtype=torch.long, device=args.device))  # at alone
+        if fault.strikes("save_state_alone", step):
+            bmt.save_state(fault.FOLDER / "alone", model, step=99)  # at alone
+        if fault.strikes("state_dict_alone", step):
+            model.state_dict()  # at alone
+        if fault.strikes("save_pretrained_alone", step):
+            model.save_pretrained(str(fault.FOLDER / "alone"))  # at alone
+        if fault.strikes("save_model_alone", step):
+            self.trainer.save_model(str(fault.FOLDER / "alone"))  # at alone
+        if fault.strikes("evaluate_alone", step):
+            self.trainer.evaluate()  # at alone
         if fault.strikes("save_asked_alone", step):
             control.should_save = True
         if fault.strikes("evaluation_asked_alone", step):
             control.should_evaluate = True
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if fault.strikes("stop_asked_in_micro_batch_alone", state.global_step):
+            control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if fault.strikes("stop_asked_in_log_alone", state.global_step - 1):
+            control.should_training_stop = True
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         fault.act("save", state.global_step - 2)  # at save
+        if fault.strikes("stop_asked_in_save_alone", state.global_step - 2):
+            control.should_training_stop = True
+
+
+class CallbackBehind(TrainerCallback):
+    """A callback that is called after BMTrainCallback."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if fault.strikes("stop_asked_behind_alone", state.global_step - 1):
+            control.should_training_stop = True
 
 
 class UsersTrainer(Trainer):
@@ -87,17 +121,18 @@ def make_trainer() -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(FOLDER), max_steps=STEPS, per_device_train_batch_size=fault.other("other_batch", 1, 2),
         gradient_accumulation_steps=fault.other("other_accumulation", 2, 1), per_device_eval_batch_size=1,
-        learning_rate=lr, lr_scheduler_type=fault.other("other_schedule", "linear", "cosine"), logging_steps=1,
+        learning_rate=lr, lr_scheduler_type=fault.other("other_schedule", "linear", "cosine"),
+        logging_steps=5 if fault.NAME.startswith("log_asked") else 1,
         max_grad_norm=fault.other("other_clip", 1.0, 0.5), save_strategy="steps",
         save_steps=fault.other("other_save_steps", SAVED_EVERY, 3), save_total_limit=2, report_to="none",
         use_cpu=bmt.current_world().device.type == "cpu", disable_tqdm=True, seed=5,
-        average_tokens_across_devices=False,
     )  # fmt: skip
-    callbacks = [UsersCallback(), bmt.hf.BMTrainCallback()]
-    return UsersTrainer(
+    callbacks = [UsersCallback(), bmt.hf.BMTrainCallback(), CallbackBehind()]
+    callbacks[0].trainer = trainer = UsersTrainer(
         model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), optimizers=(optimizer, None),
         callbacks=callbacks,
     )  # fmt: skip
+    return trainer
 
 
 def train() -> None:

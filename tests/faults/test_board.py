@@ -109,7 +109,7 @@ def seen_at_the_start() -> str:
     world = bmt.current_world()
     watch = Watch()
     with mock.patch.object(Watch, "_compare"):  # the logs stay with the watch of this world
-        watch.open(world.control, world.rank, lambda: None)
+        watch.open(world.control, world.rank, lambda: None, lambda: False)
     world.gather_objects(None)
     text = watch.missing()
     world.gather_objects(None)
@@ -156,7 +156,7 @@ def test_the_place_is_the_users_line(tmp_path):
     mine = Status()
     mine.look(threading.get_ident())
     assert "test_board.py:" in mine.place
-    assert "(test_the_place_is_the_users_line" in mine.place and mine.waits == "" and not mine.loading
+    assert "(test_the_place_is_the_users_line" in mine.place and mine.waits == "" and not mine.task
     again = Status.from_text(mine.to_text())
     assert again == mine
 

@@ -34,7 +34,7 @@ _OF_VALUES = (
     "step with learning rate", "step with weight_decay", "step with momentum", "step with betas",
     "step with another option", "clipping to the norm", "clipping by the norm of order",
 )  # fmt: skip
-_KINDS = (*_OF_ELEMENTS, *_OF_BUFFERS, *_OF_VALUES, "exchange")
+_KINDS = (*_OF_ELEMENTS, *_OF_BUFFERS, *_OF_VALUES, "exchange", "decision for")
 _POSITIONS = {kind: position for position, kind in enumerate(_KINDS)}
 _FACTOR, _MASK = 1000003, (1 << 48) - 1
 _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
@@ -46,7 +46,7 @@ def code(kind: str, number: int) -> int:
     Args:
         kind: what the operation is, one of `_KINDS`.
         number: for a collective on a tensor the number of elements; for an operation on a flat buffer the buffer's
-            number; for an exchange of objects the number of its occasion.
+            number; for an exchange of objects or a decision the number that stands for its text.
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
@@ -86,7 +86,7 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
     Args:
         entry: the entry, from `code` or `value_code`.
         names: the names of flat buffers, by the buffers' numbers.
-        occasions: what exchanges of objects were for, by the numbers of the occasions.
+        occasions: what exchanges of objects were for, and what was decided, by the numbers that stand for these texts.
     """
     kind, number = kind_and_number(entry)
     if kind in _OF_ELEMENTS:
@@ -95,7 +95,9 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
         return f"{kind} {names.get(number, f'buffer {number}')}"
     if kind in _OF_VALUES:
         return f"{kind} {np.uint32(number).view(np.float32)}"
-    return repr(occasions[number]) if number in occasions else UNKNOWN
+    if number not in occasions:
+        return UNKNOWN
+    return repr(occasions[number]) if kind == "exchange" else f"{kind} {occasions[number]}"
 
 
 class Excerpt(NamedTuple):

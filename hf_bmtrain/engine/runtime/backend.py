@@ -110,6 +110,9 @@ def open_backend(
         if device.type == "cuda":  # on the CPU, waiting operations check for a problem themselves
             abort_all(opened)
 
+    def busy() -> bool:
+        return device.type == "cuda" and not torch.cuda.default_stream(device).query()
+
     def open_communicator(name: str) -> Communicator:
         if device.type == "cpu":
             opened.append(GlooCommunicator(name, timeout))
@@ -119,7 +122,7 @@ def open_backend(
         monitor.add(opened[-1])
         return opened[-1]
 
-    monitor.open(control, rank, interrupt)
+    monitor.open(control, rank, interrupt, busy)
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
     shards, reduction = CollectiveGather(gathering), CollectiveReduction(reducing, device)
     found = Backend(gathering, reducing, shards, reduction, reduction, control, opened)

@@ -50,13 +50,16 @@ class Monitor:
             RuntimeError: not all ranks have come in time. The message names those that are missing.
         """
 
-    def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None]) -> None:
+    def open(
+        self, control: ObjectComm, rank: int, interrupt: Callable[[], None], busy: Callable[[], bool]
+    ) -> None:
         """Start watching the other ranks, once this rank can exchange objects with them. Collective.
 
         Args:
             control: exchanges objects between the ranks.
             rank: this process's rank.
             interrupt: to be called when a problem is found; ends this rank's GPU operations that wait for other ranks.
+            busy: returns whether this rank's device has work that is not complete. Any thread may call it.
         """
 
     def add(self, communicator: Communicator) -> None:

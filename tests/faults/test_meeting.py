@@ -1,0 +1,48 @@
+"""Ranks that meet at the start, and what is logged about those that do not come."""
+
+import logging
+import threading
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+
+from hf_bmtrain.faults import meeting
+from ranks import free_port
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    """What ranks log when they meet, as threads of this process. late: for each rank, the seconds until it comes."""
+    monkeypatch.setenv("HF_BMTRAIN_HANG_SECONDS", "0.5")
+
+    def warnings(*late: float) -> list[str]:
+        address, stores = f"tcp://127.0.0.1:{free_port()}", {}
+
+        def come(rank: int) -> None:
+            time.sleep(late[rank])
+            stores[rank] = meeting.meet(rank, len(late), timedelta(seconds=20), address)
+
+        threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(late))]
+        with caplog.at_level(logging.WARNING, "hf_bmtrain"):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert len(stores) == len(late) and None not in stores.values()
+        return [record.getMessage() for record in caplog.records]
+
+    return warnings
+
+
+def test_ranks_that_come_together_log_nothing(warnings):
+    assert warnings(0.0, 0.2, 0.1) == []
+
+
+def test_a_late_rank_is_named_and_again_with_who_has_come(warnings):
+    with mock.patch.object(meeting, "REPEAT_SECONDS", 1.5):
+        first, second = warnings(0.0, 1.0, 2.5)
+    assert "rank 0 has been waiting for 0 s in init_distributed" in first or "waiting for 1 s" in first
+    assert "Missing: ranks 1, 2." in first and "Arrived" not in first
+    assert "Missing: rank 2." in second and second.endswith("Arrived since the last warning: rank 1.")

@@ -1,0 +1,126 @@
+"""What is logged while ranks wait for one that is slow or stuck."""
+
+import logging
+import threading
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from hf_bmtrain.engine.comm.collective_log import CollectiveLog
+from hf_bmtrain.faults.meeting import hang_seconds
+from hf_bmtrain.faults.status import Status
+from hf_bmtrain.faults.watch import _DEVICE, Watch
+
+
+class Waiting:
+    """Rank 0's watch, with as many other ranks as statuses are given, by time since rank 0 began to wait."""
+
+    def __init__(self, *others: Status, waits: str = "all-gather of 8 elements") -> None:
+        self.begun = self.now = 1e9
+        self.others = dict(enumerate(others, 1))
+        self.watch = Watch()
+        self.watch._control = SimpleNamespace(size=1 + len(others), timeout=1800.0, collective_log=CollectiveLog("c"))
+        self.watch._board = SimpleNamespace(read=self.read, neighbours=[])
+        self.watch.status = Status(place="train.py:7 (main)", waits=waits, waits_since=self.begun)
+
+    def read(self, rank: int) -> str:
+        status = self.watch.status if rank == 0 else self.others[rank]
+        status.written = self.now
+        return status.to_text()
+
+    def look(self, seconds: float) -> str | None:
+        self.now = self.begun + seconds
+        with mock.patch("time.time", lambda: self.now):
+            return self.watch._of_all()
+
+
+def loading(since: float, moved: float = 0.0, place: str = "data.py:3 (read)") -> Status:
+    return Status(place=place, since=since, task="in its data loader", moved=moved)
+
+
+@pytest.fixture
+def said(caplog):
+    """The warnings at each of some seconds after rank 0 began to wait."""
+
+    def said(waiting: Waiting, *seconds: float) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "hf_bmtrain"):
+            assert not any(waiting.look(each) for each in seconds)
+        return [record.getMessage() for record in caplog.records]
+
+    return said
+
+
+def test_a_rank_is_named_within_ten_seconds_by_default(said):
+    assert hang_seconds() == 8
+    waiting = Waiting(loading(1e9 - 1))
+    assert said(waiting, 1, 5, 7) == []
+    (line,) = said(waiting, 8, 9, 10, 29)
+    assert line == (
+        "No progress for 8 s: rank 1 is at data.py:3 (read), for 9 s, in its data loader, which is slow or stuck. "
+        "rank 0 waits for all-gather of 8 elements at train.py:7 (main)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        (loading(1e9 + 20, place="data.py:9 (parse)"), "slow or stuck; 22 s ago it was at data.py:3 (read)."),
+        (loading(1e9, moved=1e9 + 25), "slow or stuck; it has run other code in the last 22 s, so it may only be slow."),
+        (loading(1e9, moved=1e9 + 2), "slow or stuck; it has not moved in the last 22 s."),
+    ],
+)
+def test_after_thirty_seconds_it_is_said_what_has_changed(said, later, words):
+    waiting = Waiting(loading(1e9))
+    assert len(said(waiting, 8)) == 1
+    waiting.others[1] = later
+    (line,) = said(waiting, 30, 31, 59)
+    assert line.startswith("No progress for 30 s: rank 1 is at data.py:") and words in line
+    assert len(said(waiting, 60, 61, 119)) == 1 and len(said(waiting, 120, 239)) == 1
+
+
+def test_what_was_said_of_an_earlier_wait_is_no_change(said):
+    """A rank that is slow at every step is described anew."""
+    waiting = Waiting(loading(1e9))
+    said(waiting, 8)
+    waiting.watch._control.collective_log.note(1)  # an operation: the wait is over
+    with mock.patch.object(Status, "look"), mock.patch("time.time", lambda: 1e9 + 20):
+        waiting.watch._observe()
+    assert waiting.watch.status.waits_since == 1e9 + 20
+    (line,) = said(waiting, 28)
+    assert "in its data loader, which is slow or stuck. rank 0" in line
+
+
+def test_ranks_that_all_compute_are_not_reported(said):
+    waiting = Waiting(Status(place="train.py:7 (main)", waits=_DEVICE), waits=_DEVICE)
+    assert said(waiting, 8, 100) == []
+
+
+def test_a_rank_on_whose_device_another_waits_is_named(said):
+    """In a collective of torch.distributed, which returns before it is complete."""
+    (line,) = said(Waiting(Status(place="data.py:3 (read)", since=1e9), waits=_DEVICE), 8)
+    assert "rank 1 is at data.py:3 (read), for 8 s, running code" in line and "rank 0 waits for its device at" in line
+    (line,) = said(Waiting(Status(place="train.py:9 (main)", since=1e9, waits=_DEVICE)), 8)
+    assert "rank 1 is at train.py:9 (main), for 8 s, waiting for its device: slow work, or a collective of torch" in line
+
+
+def test_a_device_counts_as_waited_for_once_the_program_has_not_moved():
+    watch = Waiting(Status()).watch
+    watch._busy = lambda: True
+    watch.status = Status()
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    watch._program = thread.ident
+    begin = time.time()
+    try:
+        for later, waits in ((0, ""), (4, ""), (6, _DEVICE), (7, _DEVICE)):
+            with mock.patch("time.time", lambda later=later: begin + later):
+                watch._observe()
+            assert watch.status.waits == waits
+        assert watch.status.waits_since == begin
+    finally:
+        release.set()
+        thread.join()

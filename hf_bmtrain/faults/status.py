@@ -9,6 +9,7 @@ import sysconfig
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -94,14 +95,15 @@ class Status:
         lines, waits, task, instructions, now = [], "", "", [], time.time()
         while frame is not None:
             path = frame.f_code.co_filename
-            if frame.f_lineno and not any(library in path for library in _LIBRARIES):
-                lines.append((f"{_short(path)}:{frame.f_lineno}", frame.f_code.co_name))
+            if frame.f_lineno and not _is_of_library(path):
+                if len(lines) < 2:
+                    lines.append((f"{_short(path)}:{frame.f_lineno}", frame.f_code.co_name))
             elif not lines:
                 waits = waits or _waited_for(frame, path)
-            task = task or next((task for task, files in _TASKS.items() if any(file in path for file in files)), "")
+            task = task or _task_in(path)
             instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
-        place = _in_words(lines[:2])
+        place = _in_words(lines)
         if place != self.place and not self.ended:
             self.place, self.since = place, now
         if instructions != self._instructions:
@@ -121,7 +123,7 @@ def line_of(trace: Any) -> str:
     lines = []
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not any(library in code.co_filename for library in _LIBRARIES):
+        if not _is_of_library(code.co_filename):
             lines.append((f"{_short(code.co_filename)}:{trace.tb_lineno}", code.co_name))
         trace = trace.tb_next
     return _in_words(lines[::-1])
@@ -136,6 +138,17 @@ def condition(pid: int) -> str:
     except OSError:
         return "gone"
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "")
+
+
+@lru_cache(4096)
+def _is_of_library(path: str) -> bool:
+    return any(library in path for library in _LIBRARIES)
+
+
+@lru_cache(4096)
+def _task_in(path: str) -> str:
+    """Return which of `_TASKS` code in the file `path` does, "" if none."""
+    return next((task for task, files in _TASKS.items() if any(file in path for file in files)), "")
 
 
 def _waited_for(frame: FrameType, path: str) -> str:

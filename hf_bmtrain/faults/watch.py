@@ -72,9 +72,7 @@ class Watch(Monitor):
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
         return meet(rank, size, timeout, init_method)
 
-    def open(
-        self, control: ObjectComm, rank: int, interrupt: Callable[[], None], busy: Callable[[], bool]
-    ) -> None:
+    def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None], busy: Callable[[], bool]) -> None:
         self._control, self._rank, self._interrupt, self._busy = control, rank, interrupt, busy
         self._board = SharedStatus(control, rank)
         self._compare(control.collective_log)

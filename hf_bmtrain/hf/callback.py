@@ -145,9 +145,9 @@ class BMTrainCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_step(args, state, control, "after an epoch", **kwargs)
-        # A rank that another callback has stopped alone waits here, and not in a collective of Trainer's that the
-        # other ranks would mistake for theirs.
-        current_world().barrier("the end of Trainer's epoch")
+        # A rank that was stopped alone after `_compare`, by `on_log` or by a callback behind this one, waits here. Its
+        # next collective would be one of Trainer's, which other ranks might take for theirs.
+        current_world().barrier(f"the end of an epoch, {_flags(control)} in the TrainerControl")
 
     def _end_step(self, args: Any, state: Any, control: Any, when: str, **kwargs: Any) -> None:
         assert self._speed is not None and self._numbers is not None
@@ -222,7 +222,6 @@ class BMTrainCallback(TrainerCallback):
             state.log_history[-1].update(self._report)
             self.take_report(logs)
             if self._numbers is not None:
-                _compare(control, "after a log entry")
                 self._numbers.look(state.global_step, logs.get("grad_norm"), logs.get("loss_scale"))
 
 
@@ -231,8 +230,11 @@ def _compare(control: Any, when: str) -> None:
 
     Raises RuntimeError if they differ, on this rank or on the other.
     """
-    flags = [name for name in _FLAGS if getattr(control, name)]
-    current_world().control.note_decision(f"{' and '.join(flags) or 'no flag'} in Trainer's control {when}")
+    current_world().control.note_decision(f"{_flags(control)} in the TrainerControl {when}")
+
+
+def _flags(control: Any) -> str:
+    return " and ".join(name for name in _FLAGS if getattr(control, name)) or "no flag"
 
 
 def _inner(optimizer: Any) -> Any:

@@ -194,7 +194,7 @@ TRAINER = [
     Case("stop_asked_in_micro_batch_alone", "should_training_stop", IN_TRAINER),
     Case("stop_asked_in_log_alone", "should_training_stop", IN_TRAINER),
     Case("stop_asked_in_save_alone", "should_training_stop", IN_TRAINER, step=2),
-    Case("stop_asked_behind_alone", "Trainer's epoch", IN_TRAINER),
+    Case("stop_asked_behind_alone", "should_training_stop", IN_TRAINER),
     Case("epoch_stop_asked_alone", "should_epoch_stop", IN_TRAINER),
     Case("log_asked_alone", "should_log", IN_TRAINER, rank=0, step=5),
     Case("save_asked_alone", "should_save", IN_TRAINER, rank=0),

@@ -10,8 +10,9 @@ cause. lines: printed by each rank since the fault. root: the rank that torchrun
 from which the training went on afterwards. Output of the ranks is in FOLDER/<run>/rank-N.log.
 
 Outcomes: named; blamed, where a process ended or stopped and the first line does not name its rank, or calls another
-rank the one that failed; unnamed, where something is not named; silent, where nobody says anything or all ranks succeed; hang,
-where it did not end; fine, where nothing was to be said. A rank that a C++ abort ended is counted besides.
+rank the one that failed; unnamed, where something is not named; silent, where nobody says anything or all ranks
+succeed; hang, where it did not end; fine, where nothing was to be said. A rank that a C++ abort ended is counted
+besides.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ SELF = re.compile(rb"\brank \d+: (?=(all_gather|all_reduce|reduce_scatter|broadc
 class Settings:
     """timeout: of the waits of ranks. limit: seconds after the fault, when all are killed.
 
-    delay: of explanations; None for the default. gather: of init_distributed. resumes: whether the training is resumed afterwards. variables: of the environment.
+    delay: of explanations; None for the default. gather: of init_distributed. resumes: whether the training is resumed
+    afterwards. variables: of the environment.
     look: seconds between two looks at a run. device: of the ranks, "cpu" or "cuda".
     """
 

@@ -5,8 +5,9 @@
 
 Each run has another seed: 2 or 3 ranks, weights gathered by collectives or pulled, with sleeps of up to --seconds,
 pauses of whole processes, loaders of other speeds, evaluations of other lengths where weights are pulled, and slow
-saves. It is right if every rank ends well, no line says "error", and the trained weights have the bits of a run
-without noise. What the ranks say is printed: explanations of who is waited for are true.
+saves. It is right if every rank ends well, no line says "error", the trained weights have the bits of a run without
+noise, that run names no rank, and no rank is called stopped, silent or ended that was not. What the ranks say is
+printed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,21 @@ from faults import Run, Settings, warm_server
 
 CASE = Case("none", "", fails=False, job="noisy_job")
 WRONG = re.compile(r"error|abort|differ|terminate|traceback", re.IGNORECASE)
+NAMED = re.compile(r"No progress|Missing: rank")
+CLAIMS = {"is stopped": ("pause",), "has been silent": ("pause", "hold_the_lock"), "has ended": ()}
+"""What is said of a rank that cannot answer, and the noises that make it true."""
+
+
+def false_claims(lines: list[str]) -> list[str]:
+    """What lines of a run say of a rank that made no such noise."""
+    text = "\n".join(lines)
+    return [
+        part
+        for line in lines if NAMED.search(line)
+        for part in re.split(r"(?=rank \d+ (?:was last seen|is|waits) )", line)
+        for claim, noises in CLAIMS.items()
+        if claim in part and not any(f"# {part[:part.index(' ', 5)]}: {noise}" in text for noise in noises)
+    ]  # fmt: skip
 
 
 def compare(server: WarmServer, seed: int, options: argparse.Namespace, folder: Path) -> tuple[bool, str]:
@@ -33,7 +49,8 @@ def compare(server: WarmServer, seed: int, options: argparse.Namespace, folder: 
     weights, texts, exits = [], [], []
     for seconds in (options.seconds, 0.0):
         variables = {"NOISE_SEED": str(seed), "NOISE_SECONDS": str(seconds)}
-        settings = Settings(options.timeout, options.limit, options.delay, gather, False, variables, look=0.5)
+        delay = options.delay if seconds else None
+        settings = Settings(options.timeout, options.limit, delay, gather, False, variables, look=0.5)
         run = Run(server, CASE, ranks, options.launcher, folder / f"{seed}-{seconds:g}", settings)
         outcome = run()
         weights.append([run.reported(rank, "done") for rank in range(ranks)])
@@ -44,8 +61,9 @@ def compare(server: WarmServer, seed: int, options: argparse.Namespace, folder: 
     said = [line for line in texts[0] if not line.startswith("#")]
     ended = all(code == 0 for code in exits[0])
     same = ended and None not in weights[0] and len({*weights[0], *weights[1]}) == 1
-    right = same and not any(WRONG.search(line) for line in said)
-    words = "right" if right else "WRONG, the weights differ" if ended and not same else "WRONG"
+    false = [*false_claims(texts[0]), *(line for line in texts[1] if NAMED.search(line))]
+    right = same and not false and not any(WRONG.search(line) for line in said)
+    words = "right" if right else "WRONG, the weights differ" if ended and not same else f"WRONG {false}"
     head = f"seed {seed}, {ranks} ranks, {gather}: {words}; {noises} noises, exits {exits}, {len(said)} lines said"
     return right, "\n".join([head, *(f"    {line}" for line in said[:12])])
 

@@ -19,12 +19,19 @@ EXITS = {
     "save_alone@0": [1, 1],
     "exit3_step@1": [1, 3],
 }
-DEFAULT = ["raise_forward@1", "sigkill_step@1"]  # fmt: skip
+DEFAULT = ["raise_forward@1", "sigkill_step@1", "trainer:stop_asked_alone@1"]  # fmt: skip
 """Rank, cause and line of the script are named, and every process ends. The exit codes of the ranks."""
 FULL = [
     "raise_backward@1", "raise_optimizer@1", "raise_add@1", "sigint_step@0", "exit0_step@1", "fewer_steps@1",
     "fewer_micro_batches@1", "swallowed_forward@1", "other_order@1", "sum_loss_alone@0", "stuck_loader@1",
     "sigstop_step@1",
+    *(
+        f"trainer:{name}" for name in (
+            "stop_asked_alone@1", "stop_asked_in_log_alone@1", "stop_asked_behind_alone@1", "save_asked_alone@0",
+            "log_asked_alone@0", "state_dict_alone@0", "save_model_alone@0", "evaluate_alone@0", "sigkill_callback@0",
+            "sigkill_callback@1", "sigstop_callback@1",
+        )
+    ),
 ]  # fmt: skip
 """Named as well."""
 RESUMED = {"sigkill_add@1": 4}
@@ -54,6 +61,13 @@ def test_rank_cause_and_line_are_named(run, label):
     assert outcome.outcome == "named" and outcome.told, outcome.row()
     assert not outcome.aborted and not outcome.left
     assert label in FULL or outcome.exits == EXITS[label]
+
+
+@full
+@pytest.mark.parametrize("label", ["sigstop_forward@1", "stuck_loader@1", "trainer:sigstop_callback@1"])
+def test_a_rank_that_stops_is_named_within_ten_seconds_by_default(server, tmp_path, label):
+    outcome = Run(server, BY_LABEL[label], 2, "none", tmp_path, Settings(timeout=12, limit=60, resumes=False))()
+    assert outcome.outcome == "named" and outcome.named <= 10.5, outcome.row()  # the machine may be busy
 
 
 @pytest.mark.gpu

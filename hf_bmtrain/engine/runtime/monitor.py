@@ -50,9 +50,7 @@ class Monitor:
             RuntimeError: not all ranks have come in time. The message names those that are missing.
         """
 
-    def open(
-        self, control: ObjectComm, rank: int, interrupt: Callable[[], None], busy: Callable[[], bool]
-    ) -> None:
+    def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None], busy: Callable[[], bool]) -> None:
         """Start watching the other ranks, once this rank can exchange objects with them. Collective.
 
         Args:

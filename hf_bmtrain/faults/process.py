@@ -36,7 +36,9 @@ from .watch import Watch
 _log = logging.getLogger("hf_bmtrain")
 _CAUSE_SECONDS = 5.0
 """Seconds that a rank whose collective of torch.distributed failed waits to learn which rank has ended or failed."""
-_TORCH_COLLECTIVES = os.path.join("torch", "distributed")
+_TORCH_COLLECTIVES = tuple(
+    os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")
+)
 _FIRST_SECONDS = 5.0
 """Seconds that a failing rank waits for the rank that raised first to end, so that the launcher blames that one."""
 
@@ -101,13 +103,12 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
 
 
 def _is_of_torch_collective(trace: TracebackType | None) -> bool:
-    """Return whether an exception was raised by a function of torch.distributed.
+    """Return whether an exception was raised by a collective of torch.distributed.
 
     These fail if another rank ends, or calls another one, but their errors do not say which rank.
     """
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and _TORCH_COLLECTIVES in trace.tb_frame.f_code.co_filename
+    frames = traceback.walk_tb(trace)
+    return any(frame.f_code.co_filename.endswith(_TORCH_COLLECTIVES) for frame, _ in frames)
 
 
 class Exits:

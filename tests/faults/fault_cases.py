@@ -54,7 +54,7 @@ class Case:
             found["place"] = rf'{self.job}\.py"?(:|, line )({lines})\b'
             if self.name.startswith(("stuck", "exit")):  # the line where it is, or left
                 found["place"] += r'|fault_points\.py"?(:|, line )\d+'
-            if self.name.startswith("evaluation"):  # the line where the loss is computed, and the one that calls it
+            if self.name.startswith("evaluat"):  # the line where the loss is computed, and the one that calls it
                 found["place"] += rf"|{self.job}\.py:\d+ \(\w+, from line ({lines})\)"
         return {name: re.compile(pattern, re.IGNORECASE) for name, pattern in found.items()}
 

@@ -1,0 +1,57 @@
+"""Whom a rank names when it ends by an exception: itself, or the rank that made it fail."""
+
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_bmtrain.faults.process import _report_exceptions
+
+KILLED = "rank 1 was last seen at train.py:7 (main); its process has ended without an exception"
+
+
+def gathers() -> None:
+    """Fails inside torch.distributed, as gloo does when it loses the connection to another rank."""
+    fail = SimpleNamespace(wait=mock.Mock(side_effect=RuntimeError("Connection closed by peer")))
+    group = mock.Mock(allgather=mock.Mock(return_value=fail))
+    with mock.patch("torch.distributed.distributed_c10d._rank_not_in_group", return_value=False):
+        torch.distributed.all_gather([torch.zeros(1)], torch.zeros(1), group=group)
+
+
+def raises() -> None:
+    raise RuntimeError("row 17 is damaged")
+
+
+@pytest.fixture
+def told(capsys):
+    """What rank 0 prints when a function raises, if its watch finds `problem` while it waits for the cause."""
+
+    def told(function, problem: str | None) -> str:
+        watch = mock.Mock(problem=None, status=SimpleNamespace(blamed=[]), **{"raised_before.return_value": None})
+        watch.wait_for_cause = lambda seconds: setattr(watch, "problem", problem)
+        undo = _report_exceptions(watch, 0)
+        try:
+            function()
+        except RuntimeError:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            undo()
+        return capsys.readouterr().err
+
+    return told
+
+
+def test_a_collective_of_torch_that_fails_names_the_rank_that_was_killed(told):
+    (line,) = told(gathers, KILLED).splitlines()
+    assert line.startswith("rank 0 ends at") and line.endswith(f"(gathers, from line {LINE}): {KILLED}")
+
+
+def test_an_error_of_the_program_itself_is_printed_in_full(told):
+    for function, problem in ((raises, KILLED), (gathers, None)):
+        text = told(function, problem)
+        assert text.startswith("rank 0 raised the following exception") and "Traceback" in text and KILLED not in text
+
+
+LINE = next(n for n, line in enumerate(open(__file__), 1) if line == "            function()\n")

@@ -76,21 +76,23 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
     print_exception = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        of_others = isinstance(error, RuntimeError) and _is_of_torch_collective(trace)
-        if of_others:
-            watch.wait_for_cause(_CAUSE_SECONDS)
+        problem = watch.problem if watch.problem is not None and watch.problem in str(error) else None
+        if problem is None and isinstance(error, RuntimeError) and _is_of_torch_collective(trace):
+            problem = watch.find_cause(_CAUSE_SECONDS)
         first = watch.raised_before()
-        problem = watch.problem if watch.problem is not None and (of_others or watch.problem in str(error)) else None
-        summary = problem or traceback.format_exception_only(kind, error)[0].strip()
+        raised = traceback.format_exception_only(kind, error)[0].strip()
+        summary = problem or raised
         at = f" at {line}" if (line := line_of(trace)) else ""
         watch.end(f"raised {summary}{at}" if problem is None else f"ended{at}: {summary}")
-        if first is not None:
+        if first is not None or problem is not None:
             _log.debug("rank %d: %s", rank, "".join(traceback.format_exception(kind, error, trace)))
+        if first is not None:
             other, status = first
             reason = "" if problem is not None or summary in status.ended else f" ({summary.splitlines()[0]})"
             sys.stderr.write(f"rank {rank} ends{at}{reason}, because rank {other} failed first: see its output.\n")
         elif problem is not None:  # the problem names ranks and lines; this rank's traceback would add nothing
-            sys.stderr.write(f"rank {rank} ends{at}: {problem}\n")
+            reason = "" if problem in raised else f" ({raised.splitlines()[0]:.200})"
+            sys.stderr.write(f"rank {rank} ends{at}{reason}: {problem}\n")
         else:
             sys.stderr.write(f"rank {rank} raised the following exception; the other ranks end because of it:\n")
             print_exception(kind, error, trace)

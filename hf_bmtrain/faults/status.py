@@ -18,6 +18,7 @@ from ..engine.comm.collective_log import Excerpt
 
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", sysconfig.get_paths()["stdlib"], _PACKAGE)
+_TORCH_DISTRIBUTED = os.path.join("torch", "distributed")
 _WAITS = (os.path.join(_PACKAGE, "engine", "comm"), os.path.join("torch", "distributed", "distributed_c10d.py"))
 _TASKS = {
     "in its data loader": (os.path.join("torch", "utils", "data"), f"packages{os.sep}datasets{os.sep}"),
@@ -92,7 +93,7 @@ class Status:
             thread: the thread's identifier, as from `threading.get_ident()`.
         """
         frame = sys._current_frames().get(thread)
-        lines, waits, task, instructions, now = [], "", "", [], time.time()
+        lines, waits, called, task, instructions, now = [], "", "", "", [], time.time()
         while frame is not None:
             path = frame.f_code.co_filename
             if frame.f_lineno and not _is_of_library(path):
@@ -100,9 +101,12 @@ class Status:
                     lines.append((f"{_short(path)}:{frame.f_lineno}", frame.f_code.co_name))
             elif not lines:
                 waits = waits or _waited_for(frame, path)
+                called = "" if _TORCH_DISTRIBUTED in path else f" in {frame.f_code.co_name}"
             task = task or _task_in(path)
             instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
+        if waits.startswith("torch.distributed."):
+            waits += called  # the library's function that the user's line calls
         place = _in_words(lines)
         if place != self.place and not self.ended:
             self.place, self.since = place, now

@@ -62,6 +62,7 @@ class Watch(Monitor):
         self._busy: Callable[[], bool] = lambda: False
         self._delay = self._next = hang_seconds()
         self._reported: dict[int, Status] = {}  # the missing ranks, as the last warning of this wait described them
+        self._warning: str | None = None  # the last warning of this wait
         self._stopped = threading.Event()
         self._since = time.monotonic()  # when `_seen` changed last
         self._seen: tuple[list[int], list[int]] = [], []  # number of entries of each log: this rank's, the next's
@@ -122,11 +123,16 @@ class Watch(Monitor):
             None,
         )
 
-    def wait_for_cause(self, seconds: float) -> None:
-        """Wait at most `seconds` until a problem is known, or another rank has ended by an exception."""
-        end = time.monotonic() + seconds
+    def find_cause(self, seconds: float) -> str | None:
+        """Return why a collective that is not in the logs has failed on this rank, None if it is not known.
+
+        Waits at most `seconds` until a problem is known, or another rank has ended by an exception. If neither happens,
+        returns the last warning of the wait that has failed.
+        """
+        warning, end = self._warning, time.monotonic() + seconds
         while self.problem is None and self.raised_before() is None and time.monotonic() < end:
             time.sleep(0.1)
+        return self.problem or warning
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
         """Wait at most `seconds` until the process of `rank` has ended or is stopped; do not wait for other hosts."""
@@ -185,7 +191,7 @@ class Watch(Monitor):
         if not self.status.waits or counts != self._own_counts or not self.status.waits_since:
             self.status.waits_since = time.time()
             self._next = self._delay
-            self._reported = {}
+            self._reported, self._warning = {}, None
         if self.status.waits == _DEVICE:
             self.status.waits_since = self.status.moved
         self._own_counts = counts
@@ -283,7 +289,7 @@ class Watch(Monitor):
         self._next = max(2 * self._next, REPEAT_SECONDS)
         if self._rank == min(waiting, default=self._rank):
             _log.warning("%s", text)
-        self._reported = {rank: status for rank, status in ranks.items() if rank not in waiting}
+        self._reported, self._warning = {rank: ranks[rank] for rank in ranks if rank not in waiting}, text
         return None
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
@@ -458,7 +464,7 @@ def _advice(places: Sequence[str]) -> str:
             "Every rank must make the same steps with the same learning rate, optimizer options, clipping and frozen "
             "parameters: none of them may depend on the rank or on its data."
         )
-    if any(map(_is_decision, places)):
+    if all(map(_is_decision, places)):
         return (
             "All ranks must decide the same at the same step: it may not depend on the rank, its data or its clock. "
             "If any rank may decide for all, exchange it first: stop = bmt.sum_loss(torch.tensor(float(stop))) > 0."

@@ -188,7 +188,7 @@ TRAINER = [
     Case("save_pretrained_alone", "state_dict", "alone", rank=0),
     Case("save_model_alone", "state_dict", "alone", rank=0),
     Case("evaluation_alone", "without gradients", "alone", rank=0),
-    Case("evaluate_alone", "without gradients", "alone", rank=0),
+    Case("evaluate_alone", "without gradients|in evaluate", "alone", rank=0),
     Case("stop_asked_alone", "should_training_stop", IN_TRAINER),
     Case("stop_asked_alone", "should_training_stop", IN_TRAINER, rank=0),
     Case("stop_asked_in_micro_batch_alone", "should_training_stop", IN_TRAINER),

@@ -87,7 +87,7 @@ class Status:
     def look(self, thread: int) -> None:
         """Update `place`, `waits`, `task` and `moved` from the stack of a thread of this process.
 
-        `place` stays as it is once the program has ended.
+        `place` stays as it is once the program has ended, and while no line of it is on the stack.
 
         Args:
             thread: the thread's identifier, as from `threading.get_ident()`.
@@ -108,7 +108,9 @@ class Status:
         if waits.startswith("torch.distributed."):
             waits += called  # the library's function that the user's line calls
         place = _in_words(lines)
-        if place != self.place and not self.ended:
+        if (
+            place not in ("", self.place) and not self.ended
+        ):  # in `sys.excepthook` no line of the program is on the stack
             self.place, self.since = place, now
         if instructions != self._instructions:
             self._instructions, self.moved = instructions, now

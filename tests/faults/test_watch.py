@@ -119,6 +119,30 @@ def test_ranks_that_differ_are_told(gather, case, words):
         assert seconds < 15
 
 
+def decides_otherwise():
+    world = bmt.current_world()
+    time.sleep(0.5 * world.rank)
+
+    def decide() -> None:
+        world.control.note_decision("a stop after step 3" if world.rank else "step 4 after step 3")
+        world.barrier("save")
+
+    return problem_of(decide)
+
+
+@full
+def test_ranks_that_decide_otherwise_are_told():
+    ranks = Ranks(2)
+    try:
+        told = ranks(decides_otherwise)
+    finally:
+        ranks.stop()
+    for text, seconds in told:
+        assert "the ranks differ in a decision" in text and "All ranks must decide the same at the same step" in text
+        assert "rank 0: decision for step 4 after step 3" in text and "rank 1: decision for a stop after step 3" in text
+        assert seconds < 8
+
+
 def test_gradients_may_be_off_on_one_rank_outside_forwards(world):
     assert world(2)(read_without_gradients_on_one_rank) == [True, True]
 

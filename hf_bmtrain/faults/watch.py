@@ -282,6 +282,8 @@ class Watch(Monitor):
             waiting = [r for r, status in ranks.items() if status.waits and not self._why_absent(r, status)]
             if len(waiting) == self._control.size:
                 return None
+        if len(waiting) == self._control.size and not over and not self._all_waited(ranks):
+            return None
         text = self._explain_wait(ranks, waiting)
         if over:
             self.status.blamed = sorted(set(range(self._control.size)) - set(waiting))
@@ -291,6 +293,16 @@ class Watch(Monitor):
             _log.warning("%s", text)
         self._reported, self._warning = {rank: ranks[rank] for rank in ranks if rank not in waiting}, text
         return None
+
+    def _all_waited(self, ranks: dict[int, Status]) -> bool:
+        """Return whether every rank has waited for some time.
+
+        Otherwise, one may have come just now, or it has been stopped since it wrote its status.
+        """
+        now, oldest = time.time(), 2.5 * SECONDS
+        return all(
+            now - status.written < oldest and now - status.waits_since >= self._delay / 2 for status in ranks.values()
+        )
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
         """Return whether a rank waits for others and can itself still take part in operations."""

@@ -6,8 +6,8 @@
 Each run has another seed: 2 or 3 ranks, weights gathered by collectives or pulled, with sleeps of up to --seconds,
 pauses of whole processes, loaders of other speeds, evaluations of other lengths where weights are pulled, and slow
 saves. It is right if every rank ends well, no line says "error", the trained weights have the bits of a run without
-noise, that run names no rank, and no rank is called stopped, silent or ended that was not. What the ranks say is
-printed.
+noise, that run names no rank, no rank is called stopped, silent or ended that was not, and operations are never said
+not to match. What the ranks say is printed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from faults import Run, Settings, warm_server
 CASE = Case("none", "", fails=False, job="noisy_job")
 WRONG = re.compile(r"error|abort|differ|terminate|traceback", re.IGNORECASE)
 NAMED = re.compile(r"No progress|Missing: rank")
-CLAIMS = {"is stopped": ("pause",), "has been silent": ("pause", "hold_the_lock"), "has ended": ()}
+CLAIMS = {
+    "is stopped": ("pause",), "has been silent": ("pause", "hold_the_lock"), "has ended": (), "do not match": (),
+}  # fmt: skip
 """What is said of a rank that cannot answer, and the noises that make it true."""
 
 

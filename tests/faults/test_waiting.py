@@ -93,6 +93,24 @@ def test_what_was_said_of_an_earlier_wait_is_no_change(said):
     assert "in its data loader, which is slow or stuck. rank 0" in line
 
 
+@pytest.mark.parametrize(("since", "reported"), [(1e9 + 7, False), (1e9 + 1, True)])
+def test_ranks_that_all_wait_are_reported_once_the_last_has_waited(said, since, reported):
+    """The last one may have come to the others just now."""
+    waiting = Waiting(Status(place="save.py:3 (main)", waits="'save'", waits_since=since))
+    lines = said(waiting, 8)
+    assert ["in operations that do not match" in line for line in lines] == [True] * reported
+    assert len(said(waiting, 12)) == (not reported)
+
+
+def test_a_status_from_before_a_stop_is_not_taken_for_one_of_now(said):
+    waiting = Waiting(Status(place="save.py:3 (main)", waits="'save'", waits_since=1e9))
+    waiting.read = waiting.watch._board.read = lambda rank: waiting.others[1].to_text()  # not written again
+    waiting.others[1].written = 1e9 + 4
+    assert said(waiting, 8) == []
+    (line,) = said(waiting, 10)
+    assert "rank 1 was last seen at save.py:3 (main); it has been silent for 6 s" in line
+
+
 def test_ranks_that_all_compute_are_not_reported(said):
     waiting = Waiting(Status(place="train.py:7 (main)", waits=_DEVICE), waits=_DEVICE)
     assert said(waiting, 8, 100) == []

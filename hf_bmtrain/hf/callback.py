@@ -41,6 +41,9 @@ class BMTrainCallback(TrainerCallback):
     gradient norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and
     rank that it comes from. After three such norms in a row, training ends with an error.
 
+    Training also ends with an error, which names ranks and flags, if callbacks set a flag of Trainer's control, such as
+    `should_training_stop` or `should_save`, on some ranks alone.
+
     Put it last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as TensorBoard
     run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
 

@@ -94,8 +94,10 @@ template <> struct Wide<float> {
 // Cache hint `.cs` (evict first), for data that is used once per step.
 __device__ __forceinline__ uint4 load_once(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ uint2 load_once(const uint2* p) { return __ldcs(p); }
+__device__ __forceinline__ unsigned load_once(const unsigned* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(uint2* p, uint2 v) { __stcs(p, v); }
+__device__ __forceinline__ void store_once(unsigned* p, unsigned v) { __stcs(p, v); }
 // Without a cache hint, for data that is used again soon.
 template <typename V> __device__ __forceinline__ V load_cached(const V* p) { return *p; }
 template <typename V> __device__ __forceinline__ void store_cached(V* p, V v) { *p = v; }
@@ -120,6 +122,11 @@ template <typename T> __device__ __forceinline__ void store4(T* p, long long i, 
 __device__ __forceinline__ float exp2_approx(float x) {  // 2^x with an error of 2 ulp; 2^-inf = 0, NaN stays NaN
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float sqrt_approx(float x) {  // to 2^-23
+    float y;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

@@ -40,6 +40,7 @@ class DCPState:
 
     Raises:
         RuntimeError: torch is older than 2.15.
+        ValueError: the optimizer is a MuonOptimizer, whose state other programs would not understand.
 
     Example::
 
@@ -58,6 +59,11 @@ class DCPState:
                 "DCPState needs torch.distributed.checkpoint.CheckpointableTensor, which torch 2.15 introduces; this "
                 f"is torch {torch.__version__}. bmt.save_state works with any version, and other programs can read its "
                 "safetensors files."
+            )
+        if isinstance(optimizer, AdamOptimizer) and not optimizer.adamw_state:
+            raise ValueError(
+                f"DCPState exchanges the state of AdamW, but {type(optimizer).__name__} has another state for some "
+                "parameters: save it with bmt.save_state, or pass no optimizer."
             )
         self._model, self._optimizer = model, optimizer
 

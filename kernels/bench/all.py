@@ -2,11 +2,11 @@
 
     python kernels/bench/all.py [part ...] [--json FILE]
 
-Parts: norm, adam, step, offload, exposed (a training step of 1.5 B parameters with the update on the GPU, offloaded,
-and offloaded during the backward), float8, cross_entropy, and sweep (launch shapes of cross-entropy; runs only if
-named). If a part fails, its error is printed and the next part runs. The run takes about two minutes, mostly for
-torch.compile. GB/s count the bytes that the operation must move, see kernels/README.md; "of copy" is the share of the
-copy's rate.
+Parts: norm, adam, adam8, step, offload, exposed (a training step of 1.5 B parameters with the update on the GPU,
+offloaded, and offloaded during the backward), float8, cross_entropy, and sweep (launch shapes of cross-entropy; runs
+only if named). If a part fails, its error is printed and the next part runs. The run takes about two minutes, mostly
+for torch.compile. GB/s count the bytes that the operation must move, see kernels/README.md; "of copy" is the share of
+the copy's rate.
 """
 
 import argparse
@@ -27,6 +27,7 @@ def main() -> int:
     parts = {
         "norm": optimizer.bench_norm,
         "adam": optimizer.bench_adam,
+        "adam8": optimizer.bench_adam8,
         "step": optimizer.bench_step,
         "offload": offload.bench_offload,
         "exposed": offload.bench_exposed,

@@ -222,6 +222,8 @@ inline uint4 load_once(const uint4* p) { return *aligned(p, 16); }
 inline void store_once(uint4* p, uint4 v) { *aligned(p, 16) = v; }
 inline uint2 load_once(const uint2* p) { return *aligned(p, 8); }
 inline void store_once(uint2* p, uint2 v) { *aligned(p, 8) = v; }
+inline unsigned load_once(const unsigned* p) { return *aligned(p, 4); }
+inline void store_once(unsigned* p, unsigned v) { *aligned(p, 4) = v; }
 template <typename V> V load_cached(const V* p) { return *aligned(p, sizeof(V)); }
 template <typename V> void store_cached(V* p, V v) { *aligned(p, sizeof(V)) = v; }
 template <typename T> void load4(const T* p, long long i, float* y) {
@@ -231,6 +233,7 @@ template <typename T> void store4(T* p, long long i, const float* x) {
     for (int k = 0; k < 4; k++) from_float(x[k], aligned(p, 4 * sizeof(T))[4 * i + k]);
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float sqrt_approx(float x) { return std::sqrt(x); }
 
 inline uint4* shared_memory() { return block().shared.data(); }
 inline void copy_async(uint4* shared, const uint4* global) {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hf_bmtrain.engine.ops import adam, grad_norm, peer_sum, residual
+from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum, residual
 from hf_bmtrain.features.float8 import arithmetic as float8
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, rescale_
 from hf_bmtrain.features.packed import arithmetic as quantize
@@ -279,6 +279,91 @@ def check_stochastic_rounding(place: Place, n: int) -> None:
     assert float((reference[2] == whole).float().mean()) > 0.999  # the same bits, up to the last place of m
     ulp = exact.abs() * 2.0**-8
     assert abs(float(((whole.double() - exact) / ulp).mean())) < 5 / n**0.5
+
+
+def check_eight_bits(
+    place: Place, dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype], n: int, offset: int
+) -> None:
+    """Two updates against float64: weights exactly, moments to a step of their formats, whose errors are 0 on average.
+
+    dtypes: of the gradient, the weight and the master. offset: of all tensors, in elements.
+    """
+    torch.manual_seed(n)
+    grad, weight, master = dtypes
+    l2 = 0.3 if n % 2 else 0.0
+    values, spread = torch.randn(n), 10.0 ** (torch.rand(n) * 2)
+    first, second = torch.randn(n) * spread * 0.01, (torch.rand(n) * spread).square() * 1e-4
+    second[5::64], first[5::64] = 0.0, 0.0
+    numbers = -(-n // eight_bits.BLOCK)
+    held = [place(torch.full((GUARD + k + GUARD,), 77, dtype=torch.uint8)) for k in (n, numbers) * 2]
+    moments = eight_bits.Moments(*(t[GUARD + o :][:k] for t, k, o in zip(held, (n, numbers) * 2, (offset, 0) * 2)))
+    moments.write(place(first), place(second))
+    if master == torch.int16:
+        w = Guarded(values.bfloat16(), offset, place)
+        low = place(torch.nn.functional.pad(torch.arange(n) % 65535 - 32767, (GUARD + offset, GUARD)).short())
+        p = low[GUARD + offset :][:n]
+    else:
+        p = (whole := Guarded(values, offset, place)).view
+        w = None if weight is None else Guarded(torch.full((n,), torch.nan, dtype=weight), offset, place)
+    for step in (3, 4):
+        numbers_of_step = record(place, step, l2=l2)
+        g = Guarded(torch.randn(n).to(grad), offset, place)
+        m64, v64 = (_plain(t).double() for t in moments.read())
+        p64 = _plain(residual.join(w.view, p, None)[0] if master == torch.int16 else p).double()
+        eight_bits.adam8_update(g.view, p, moments, None if w is None else w.view, numbers_of_step, 7, coupled=bool(l2))
+        g64 = _plain(g.view).double() / 8 + l2 * p64
+        m64 = 0.9 * m64 + 0.1 * g64
+        v64 = 0.99 * v64 + 0.01 * g64**2
+        p64 = p64 * (1 - 0.01) - 0.1 / (1 - 0.9**step) * m64 / ((v64 / (1 - 0.99**step)).sqrt() + 1e-3)
+        found = _plain(residual.join(w.view, p, None)[0] if master == torch.int16 else p)
+        torch.testing.assert_close(found, p64.float(), rtol=4e-6, atol=2e-6)
+        for decoded, exact, fraction in zip(moments.read(), (m64.abs(), v64.sqrt()), (4, 5)):
+            magnitudes = _plain(decoded).abs().double()
+            magnitudes = magnitudes.sqrt() if fraction == 5 else magnitudes
+            padded = torch.nn.functional.pad(exact, (0, -n % 32)).view(-1, 32)
+            top = 2.0 ** padded.amax(1, keepdim=True).log2().floor()
+            spacing = 2.0 ** (padded / top).log2().floor().clamp(min=-6) * top * 2.0**-fraction
+            error = (torch.nn.functional.pad(magnitudes, (0, -n % 32)).view(-1, 32) - padded) / spacing
+            at_the_top = padded >= top * (2 - 2.0**-fraction)  # where there is nothing above to round to
+            assert float(error.abs().max()) < 1.001
+            assert abs(float(error[(padded > 0) & ~at_the_top & (padded > top / 64)].mean())) < 3 / n**0.5
+        assert bool(((_plain(moments.exp_avg_sq) > 0) == (v64 > 0)).all())
+        g.assert_intact()
+        if w is not None:
+            w.assert_intact()
+            assert master == torch.int16 or torch.equal(w.view, p.to(weight))
+    if master != torch.int16:
+        whole.assert_intact()
+    for tensor, length, start in zip(held, (n, numbers) * 2, (offset, 0) * 2):
+        outside = torch.cat([_plain(tensor)[: GUARD + start], _plain(tensor)[GUARD + start + length :]])
+        assert bool((outside == 77).all())
+
+
+def check_eight_bits_of_parts(place: Place, n: int) -> None:
+    """Codes depend on the element and the step alone; the kernel's are the reference's; a skipped step changes none."""
+    torch.manual_seed(n)
+    values = [torch.randn(n).bfloat16(), torch.randn(n), torch.rand(n).square()]
+
+    def update(a: int, b: int, step: int, where: Place = place, skip: bool = False) -> list[torch.Tensor]:
+        g, p = (where(t.clone())[a:b] for t in (values[0], values[1]))
+        moments = eight_bits.Moments(*map(where, eight_bits.Moments.zeros(n, torch.device("cpu"))))
+        moments.write(where(values[1].clone()), where(values[2].clone()))
+        moments = moments.part(a, b)
+        eight_bits.adam8_update(g, p, moments, None, record(where, step, skip), index_base=(1 << 33) + a)
+        return [_plain(t) for t in (p, *moments)]
+
+    whole, cut = update(0, n, 3), n // 64 * 32
+    for one, first, second in zip(whole, update(0, cut, 3), update(cut, n, 3)):
+        assert torch.equal(torch.cat([first, second]), one)
+    assert not torch.equal(update(0, n, 4)[1], whole[1])
+    for one, other in zip(whole, update(0, n, 3, lambda tensor: tensor)):
+        assert float((one == other).float().mean()) > 0.98 or one.dtype == torch.float32
+    values[0][3] = torch.inf
+    for one, other in zip(update(0, n, 3, skip=True)[1:], update(0, n, 4, skip=True)[1:]):
+        assert torch.equal(one, other)
+    kept = eight_bits.Moments.zeros(n, torch.device("cpu"))
+    kept.write(values[1], values[2])
+    assert all(torch.equal(one, other) for one, other in zip(update(0, n, 3, skip=True)[1:], kept))
 
 
 def exact_cross_entropy(

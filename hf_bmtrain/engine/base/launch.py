@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 _POINTED = {
     "float": torch.float32, "double": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16,
-    "e4m3": torch.float8_e4m3fn, "short": torch.int16, "int": torch.int32, "long long": torch.int64, "none": None,
+    "e4m3": torch.float8_e4m3fn, "unsigned char": torch.uint8, "short": torch.int16, "int": torch.int32,
+    "long long": torch.int64, "none": None,
 }  # fmt: skip
 _SCALARS = {"int": (int, numpy.int32), "long long": (int, int), "float": ((int, float), numpy.float32)}
 C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -198,6 +198,7 @@ def update_reference(
         if master.dtype == torch.int16:
             assert weight is not None
             p, v = join(weight[part], master[part], exp_avg_sq[part])
+            assert v is not None
         if r["l2"]:
             g = g + p * r["l2"]
         g = g * r["grad_scale"]
@@ -221,13 +222,17 @@ def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
         index_base: the position of element 0 among all elements of the model.
         seed: the number of the step. Together with an element's position it determines the element's random bits.
     """
-    bits = x.view(torch.int32)
-    element = torch.arange(index_base, index_base + x.numel(), device=x.device)
-    low = (element & 0xFFFFFFFF) ^ (seed * 0x9E3779B9 & 0xFFFFFFFF)
-    random = _mix((_mix(low) + (element >> 32)) & 0xFFFFFFFF)
+    bits, random = x.view(torch.int32), random_bits(index_base, x.numel(), seed, x.device)
     finite = torch.isfinite(x)
     up = (bits + (random >> 16).to(torch.int32)) & -65536
     return torch.where(finite, up.view(torch.float32), x).to(torch.bfloat16)
+
+
+def random_bits(index_base: int, numel: int, seed: int, device: torch.device) -> Tensor:
+    """Return 32 pseudo-random bits of each of the elements from `index_base` on in step `seed`, (numel,) int64."""
+    element = torch.arange(index_base, index_base + numel, device=device)
+    low = (element & 0xFFFFFFFF) ^ (seed * 0x9E3779B9 & 0xFFFFFFFF)
+    return _mix((_mix(low) + (element >> 32)) & 0xFFFFFFFF)
 
 
 def _mix(h: Tensor) -> Tensor:

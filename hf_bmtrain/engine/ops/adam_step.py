@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .adam import HYPER, RECORD, adam_prepare, adam_update
+from .eight_bits import Moments, adam8_update
 from .residual import Master
 
 _CHUNK = 1 << 20
@@ -25,13 +26,13 @@ class Elements:
     Attributes:
         grad: (n,), the gradients, only read.
         master: (n,), the masters, together with the weights and the second moment.
-        exp_avg: (n,), the first moment.
+        exp_avg: (n,), the first moment. If both moments have 8 bits, it is them, and `master` has no second moment.
         index_base: the position of element 0 among all elements of the model.
     """
 
     grad: torch.Tensor
     master: Master
-    exp_avg: torch.Tensor
+    exp_avg: torch.Tensor | Moments
     index_base: int
 
     @property
@@ -108,6 +109,9 @@ class KernelSteps:
         """Update `elements`, which belong to run number `run`, in place."""
         e, (master, weight) = elements, elements.master_and_weight
         record, coupled = self._records[run], self._coupled[run]
+        if isinstance(e.exp_avg, Moments):
+            return adam8_update(e.grad, master, e.exp_avg, weight, record, e.index_base, coupled)
+        assert e.master.exp_avg_sq is not None
         adam_update(e.grad, master, e.exp_avg, e.master.exp_avg_sq, weight, record, e.index_base, coupled)
 
     def _on_device(self, value: float | torch.Tensor) -> bool:
@@ -141,6 +145,7 @@ class TorchSteps:
         e, (master, weight) = elements, elements.master_and_weight
         if self._skip or master.numel() == 0:
             return
+        assert isinstance(e.exp_avg, torch.Tensor) and e.master.exp_avg_sq is not None
         lr, beta1, beta2, eps, weight_decay, hold_steps, l2 = self._rows[run]
         taken = self.counts[run]
         wide = e.grad.float()
@@ -188,14 +193,14 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
     """Return the implementation of AdamW for `device`.
 
-    It is KernelSteps on CUDA, and for a bfloat16 first moment, which torch's AdamW does not have. Otherwise it is
-    TorchSteps.
+    It is KernelSteps on CUDA, and for a bfloat16 or 8-bit first moment, which torch's AdamW does not have. Otherwise it
+    is TorchSteps.
 
     Args:
         groups: the number of runs in each parameter group.
         device: where the runs are updated.
-        exp_avg_dtype: the dtype of the first moment.
+        exp_avg_dtype: the dtype of the first moment; uint8 for codes of 8 bits.
     """
-    if kernels_serve(device) or exp_avg_dtype == torch.bfloat16:
+    if kernels_serve(device) or exp_avg_dtype != torch.float32:
         return KernelSteps(groups, device)
     return TorchSteps(groups, device)

@@ -13,6 +13,9 @@ exp_avg_sq: that is an average of squares, so its own sign carries no informatio
     residual     (n,) int16
     exp_avg_sq   (n,) float32, with the tie flags in the signs
 
+Without an exp_avg_sq there is no tie flag: a residual of 32768 is stored as 32767, so that the master moves by its last
+bit towards the weight.
+
 `join` returns masters that round to the given weights. If a weight was written after `split`, its master is the number
 at the same distance from the new weight; or the new weight itself, if that number does not round to the weight. The
 kernels do the same as `split` and `join`, see kernels/adam.cu. Optimizers use the class `Master`.
@@ -37,12 +40,13 @@ class Master:
         weight: the weights.
         stored: the float32 masters of half-precision weights; or the int16 residuals of bfloat16 weights; or None for
             float32 weights, which are their own masters.
-        exp_avg_sq: Adam's second moment, float32. If `stored` holds residuals, the signs are their tie flags.
+        exp_avg_sq: Adam's second moment, float32. If `stored` holds residuals, the signs are their tie flags. None if
+            the optimizer has no second moment in float32; residuals have no tie flags then.
     """
 
     weight: torch.Tensor
     stored: torch.Tensor | None
-    exp_avg_sq: torch.Tensor
+    exp_avg_sq: torch.Tensor | None
 
     @property
     def is_residual(self) -> bool:
@@ -51,9 +55,10 @@ class Master:
     def part(self, part: slice, device: torch.device) -> Master:
         """Return the masters of the elements in `part`, on `device`: views of tensors on it, copies of others."""
         stored = None if self.stored is None else self.stored[part].to(device)
-        return Master(self.weight[part].to(device), stored, self.exp_avg_sq[part].to(device))
+        exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[part].to(device)
+        return Master(self.weight[part].to(device), stored, exp_avg_sq)
 
-    def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the masters and exp_avg_sq without tie flags, both float32. The caller must not write to them.
 
         Args:
@@ -105,15 +110,20 @@ class Master:
                 p.copy_(torch.where(w == p.to(w.dtype), p, w.float()))
 
 
-def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor | None) -> None:
     """Split float32 masters into bfloat16 weights and residuals. All tensors are (n,).
 
     Args:
         master: the masters, only read.
         weight: written with the masters rounded to nearest even.
         residual: written with the residuals, int16.
-        exp_avg_sq: its signs are written with the tie flags; its magnitudes stay.
+        exp_avg_sq: its signs are written with the tie flags; its magnitudes stay. None for no tie flags.
     """
+    if exp_avg_sq is None:
+        for p, w, r in _in_chunks(master, weight, residual):
+            w.copy_(p)
+            r.copy_(_distance(p, w).clamp_(max=_TIE - 1))
+        return
     for p, w, r, v in _in_chunks(master, weight, residual, exp_avg_sq):
         w.copy_(p)
         distance = _distance(p, w)
@@ -123,19 +133,24 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
 
 
 def join(
-    weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor, device: torch.device | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor | None, device: torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Undo `split`: return the masters, and exp_avg_sq without tie flags. All tensors are (n,).
 
     Args:
         weight: the bfloat16 weights.
         residual: the residuals, int16.
-        exp_avg_sq: float32, with the tie flags in its signs.
+        exp_avg_sq: float32, with the tie flags in its signs; None for no tie flags.
         device: where to create the results; None for the device of the arguments.
 
     Returns:
-        Two new float32 tensors (n,).
+        New float32 tensors (n,), the second one None without an exp_avg_sq.
     """
+    if exp_avg_sq is None:
+        master = torch.empty(weight.shape, device=device or weight.device)
+        for p, w, r in _in_chunks(master, weight, residual):
+            p.copy_(_at(w, r.int()))
+        return master, None
     master, unmarked = (torch.empty_like(exp_avg_sq, device=device) for _ in range(2))
     for p, u, w, r, v in _in_chunks(master, unmarked, weight, residual, exp_avg_sq):
         tie = v.view(torch.int32) < 0

@@ -13,10 +13,22 @@ import torch
 from ..base.arguments import expect_callable, expect_flag, expect_kind, expect_number
 from ..base.torch_internals import WithoutTorchFunction
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
+from ..ops.eight_bits import Moments
 from ..ops.residual import Master
 from ..runtime.world import current_world
 from ..tensors.tensor import ShardBase
-from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
+from .runs import (
+    Run,
+    RunState,
+    StateTensors,
+    adopt,
+    index_bases,
+    neighbours,
+    same_members,
+    shown,
+    with_gradients,
+    without_codes,
+)
 from .state import check_state, copy_full_state, full_facts, load_state, own_part, save_state
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,12 +72,19 @@ class AdamOptimizer(torch.optim.Optimizer):
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically, by
             bits that depend on the element and the step but not on the number of ranks, except in buffers whose
             storage has another layout in a world of one rank.
+        state_bits: 32, or 8 for m and v in 8 bits, with an exponent for every 32 elements: 2.06 bytes per element for
+            both. They are rounded stochastically, as a bfloat16 m is. With the masters, which stay exact but for a last
+            bit, the state takes 2.06 bytes per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and 6.06
+            of other half-precision weights. `state_dict()` and checkpoints have float32 moments, so that `state_bits`
+            may change between saving and loading.
 
     Raises:
         TypeError: `params` is a single tensor.
         ValueError: a setting is out of range, there are no parameters, or one has an unsupported dtype.
     """
 
+    adamw_state = True
+    """Whether `state_dict` has AdamW's state for every parameter. A subclass may set it to False."""
     _step_supports_amp_scaling = True
     # Set before a step and deleted after it, because GradScaler multiplies its scale by a `grad_scale` that it finds.
     grad_scale: torch.Tensor | None
@@ -82,6 +101,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         *,
         decoupled: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
+        state_bits: int = 32,
     ) -> None:
         expect_kind("params", params, Iterable, "model.parameters() or a list of parameter groups")
         if isinstance(params, torch.Tensor):
@@ -94,10 +114,14 @@ class AdamOptimizer(torch.optim.Optimizer):
             )
         if not isinstance(exp_avg_dtype, torch.dtype) or exp_avg_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype!r:.80}")
+        if isinstance(state_bits, bool) or state_bits not in (8, 32):
+            raise ValueError(f"state_bits must be 32 or 8, got {state_bits!r:.80}")
+        if state_bits == 8 and exp_avg_dtype != torch.float32:
+            raise ValueError(f"state_bits=8 sets the form of both moments: leave out exp_avg_dtype={exp_avg_dtype}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
         super().__init__(params, {**defaults, "decoupled": decoupled})
         self.loss_scale: torch.Tensor | None = None  # set by OptimManager
-        self._exp_avg_dtype = exp_avg_dtype
+        self._exp_avg_dtype = torch.uint8 if state_bits == 8 else exp_avg_dtype
         self._loaded: set[torch.nn.Parameter] = set()  # parameters whose loaded state is not in a run yet
         # Fingerprints of the last loaded state, which the next step compares between the ranks. None: compared already.
         self.loaded_facts: dict[str, str] | None = None
@@ -150,7 +174,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if type(scale) is not float:
-            scale = _number("scale", scale)
+            scale = as_number("scale", scale)
         # Subclasses override `_step`, because torch would call the step hooks twice for an overridden `step`.
         if scale == 1.0:
             self._step()
@@ -256,11 +280,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._states = []
         for number, (run, state) in enumerate(zip(runs, kept)):
             if state is None:
-                stored, exp_avg, exp_avg_sq = tensors[run]
-                master = Master(run.weights, stored, exp_avg_sq)
+                master = Master(run.weights, tensors[run].master, tensors[run].exp_avg_sq)
                 master.reset()
                 offset = 0 if run.buffer is None else run.buffer.rank * run.buffer.layout.shard_numel + run.start
-                state = RunState(run, master, exp_avg, steps.counts[number], bases[run.owner] + offset)
+                state = RunState(run, master, tensors[run].exp_avg, steps.counts[number], bases[run.owner] + offset)
                 for parameter in run.parameters:
                     views = state.views(parameter)
                     adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
@@ -285,6 +308,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         for weights in (run.weights for run in runs):
             dtype = master_dtype(weights.dtype, weights.device)
             stored = None if dtype is None else torch.empty_like(weights, dtype=dtype)
+            if self._exp_avg_dtype == torch.uint8:
+                tensors.append(StateTensors(stored, Moments.zeros(weights.numel(), weights.device), None))
+                continue
             exp_avg = torch.zeros_like(weights, dtype=self._exp_avg_dtype)
             tensors.append(StateTensors(stored, exp_avg, torch.zeros_like(weights, dtype=torch.float32)))
         return tensors
@@ -305,6 +331,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _of(self, groups: list[dict[str, Any]]) -> AdamOptimizer:
         """Return a new optimizer of this class over `groups`, parameter groups that have all settings."""
+        if self._exp_avg_dtype == torch.uint8:
+            return type(self)(groups, state_bits=8)
         return type(self)(groups, exp_avg_dtype=self._exp_avg_dtype)
 
     def state_dict(self, gather: bool = False) -> dict:
@@ -331,15 +359,16 @@ class AdamOptimizer(torch.optim.Optimizer):
     def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the state without copies: the tensors are the optimizer's own, which the next step changes.
 
-        Parameters whose masters are stored as residuals have "residual" and no "master". Float32 masters
-        first follow weights that were written since the last step (`Master.follow_weight`).
+        Moments in 8 bits are returned as float32 tensors in host memory, which are new. Parameters whose masters are
+        stored as residuals have "residual" and no "master". Float32 masters first follow weights that were written
+        since the last step (`Master.follow_weight`).
         """
         self._finish()
         for state in self._states:
             if state.is_stale:
                 state.master.follow_weight()
                 state.version = state.run.weights._version
-        return dict(self.state)
+        return {parameter: without_codes(held) for parameter, held in self.state.items()}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load the state of any AdamW, as float32 and not in the dtype of the parameters as torch does.
@@ -393,11 +422,11 @@ class AdamOptimizer(torch.optim.Optimizer):
 
 def _check_settings(group: dict) -> None:
     """Raise TypeError or ValueError if a setting of a parameter group is out of range."""
-    numbers = {name: _number(name, group[name]) for name in ("lr", "eps", "weight_decay", "hold_steps")}
+    numbers = {name: as_number(name, group[name]) for name in ("lr", "eps", "weight_decay", "hold_steps")}
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r:.80}")
-    betas = tuple(_number("betas", beta) for beta in betas)
+    betas = tuple(as_number("betas", beta) for beta in betas)
     if not all(0 <= value < math.inf for value in numbers.values()) or not all(0 <= beta < 1 for beta in betas):
         given = ", ".join(f"{name}={value}" for name, value in {**numbers, "betas": betas}.items())
         raise ValueError(
@@ -406,7 +435,7 @@ def _check_settings(group: dict) -> None:
     expect_flag("decoupled", group["decoupled"])
 
 
-def _number(name: str, value: Any) -> float:
+def as_number(name: str, value: Any) -> float:
     """Return `value`, a number or a tensor of one element, as a float. Raises TypeError for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()

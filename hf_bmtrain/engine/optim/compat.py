@@ -236,7 +236,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
                 f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap each "
                 "rank stores only a part of each parameter. Use an element-wise optimizer (hf_bmtrain's AdamOptimizer, "
                 "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion), or one that computes with full matrices in "
-                "float32 through torch's own functions (Adafactor, LAMB, LBFGS)."
+                "float32 through torch's own functions (Adafactor, LAMB, LBFGS). For Muon, use "
+                "bmt.optim.MuonOptimizer(model)."
             )
 
 

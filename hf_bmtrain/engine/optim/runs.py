@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.torch_internals import WithoutTorchFunction
-from ..ops.residual import Master
+from ..ops.eight_bits import Moments
+from ..ops.residual import Master, join
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 
@@ -166,25 +167,32 @@ class StateTensors(NamedTuple):
 
     Attributes:
         master: the masters as they are stored (see `Master`); None for float32 weights, which are their own masters.
-        exp_avg: float32 or bfloat16.
-        exp_avg_sq: float32. If `master` holds residuals, the signs of exp_avg_sq are their tie flags.
+        exp_avg: float32 or bfloat16; or both moments in 8 bits. Without a second moment it is a momentum.
+        exp_avg_sq: float32; None if there is no second moment, or both are in 8 bits. If `master` holds residuals, the
+            signs of exp_avg_sq are their tie flags.
     """
 
     master: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    exp_avg: torch.Tensor | Moments
+    exp_avg_sq: torch.Tensor | None
 
     def part(self, start: int, stop: int) -> StateTensors:
         """Return views of elements start:stop."""
         master = None if self.master is None else self.master[start:stop]
-        return StateTensors(master, self.exp_avg[start:stop], self.exp_avg_sq[start:stop])
+        exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[start:stop]
+        moments = isinstance(self.exp_avg, Moments)
+        exp_avg = self.exp_avg.part(start, stop) if moments else self.exp_avg[start:stop]
+        return StateTensors(master, exp_avg, exp_avg_sq)
 
 
+_HOST = torch.device("cpu")
 ParameterState = dict[str, torch.Tensor]
 """The state of a parameter with n local elements: "step", a scalar; "exp_avg" and "exp_avg_sq", (n,).
 
 Half-precision weights also have the float32 "master", (n,). bfloat16 weights may have the int16 "residual", (n,),
-instead; the signs of "exp_avg_sq" are its tie flags then (engine/ops/residual.py).
+instead; the signs of "exp_avg_sq" are its tie flags then (engine/ops/residual.py). A parameter without a second moment
+has "momentum_buffer", (n,), in place of both moments. Moments in 8 bits are "8bit exp_avg", "8bit
+exp_avg_exponents" and so on (see `Moments`).
 """
 
 
@@ -195,7 +203,7 @@ class RunState:
     Attributes:
         run: the run.
         master: the masters and exp_avg_sq, in the form in which they are stored, (n,) each.
-        exp_avg: (n,) float32 or bfloat16.
+        exp_avg: (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
         index_base: the number of the run's first element among all elements of the optimizer (see `index_bases`). It
             does not depend on the number of ranks, unless the storage has another layout in a world of one rank.
@@ -204,7 +212,7 @@ class RunState:
 
     run: Run
     master: Master
-    exp_avg: torch.Tensor
+    exp_avg: torch.Tensor | Moments
     step: torch.Tensor
     index_base: int
     version: int = -1
@@ -223,17 +231,43 @@ class RunState:
         """Return views of one parameter's state, under the names of torch's AdamW."""
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + stored_numel(parameter)), self.master.stored
-        views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.master.exp_avg_sq[part]}
+        if isinstance(self.exp_avg, Moments):
+            views = {"step": self.step, **_by_name(self.exp_avg.part(part.start, part.stop))}
+        elif self.master.exp_avg_sq is None:
+            views = {"step": self.step, "momentum_buffer": self.exp_avg[part]}
+        else:
+            views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.master.exp_avg_sq[part]}
         if stored is not None:
             views["residual" if self.master.is_residual else "master"] = stored[part]
         return views
 
 
-def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
-    """Return a parameter's state in the form of a state dict: with float32 masters, and without tie flags.
+_EIGHT_BITS = "8bit "
 
-    Masters and exp_avg_sq that are computed from residuals are new tensors in host memory, because on the device they
-    would take 8 more bytes per element. All other tensors are those of `held`.
+
+def _by_name(moments: Moments) -> ParameterState:
+    return {_EIGHT_BITS + name: tensor for name, tensor in moments._asdict().items()}
+
+
+def without_codes(held: ParameterState) -> ParameterState:
+    """Return a parameter's state with float32 moments in place of those in 8 bits, computed in host memory, exactly."""
+    if not has_codes(held):
+        return held
+    exp_avg, exp_avg_sq = Moments(*(held[_EIGHT_BITS + name] for name in Moments._fields)).read(_HOST)
+    others = {name: value for name, value in held.items() if not name.startswith(_EIGHT_BITS)}
+    return {"step": others.pop("step"), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **others}
+
+
+def has_codes(held: ParameterState) -> bool:
+    """Return whether a parameter's state has moments in 8 bits."""
+    return _EIGHT_BITS + Moments._fields[0] in held
+
+
+def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
+    """Return a parameter's state in the form of a state dict: with float32 masters, and without tie flags and codes.
+
+    Masters and moments that are computed from residuals and codes are new tensors in host memory, because on the device
+    they would take 8 or 12 more bytes per element. All other tensors are those of `held`.
 
     Args:
         parameter: the parameter.
@@ -243,11 +277,13 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
     """
     weights = _values(parameter)
     if "residual" in held:
-        master, exp_avg_sq = Master(weights, held["residual"], held["exp_avg_sq"]).read(torch.device("cpu"))
-        return {"step": held["step"], "exp_avg": held["exp_avg"], "exp_avg_sq": exp_avg_sq, "master": master}
+        squares = None if has_codes(held) else held["exp_avg_sq"]
+        master, exp_avg_sq = join(weights.to(held["residual"].device), held["residual"], squares, _HOST)
+        rest = {name: value for name, value in without_codes(held).items() if name != "residual"}
+        return {**rest, **({} if exp_avg_sq is None else {"exp_avg_sq": exp_avg_sq}), "master": master}
     if "master" in held and not loaded:
-        Master(weights, held["master"], held["exp_avg_sq"]).follow_weight()
-    return held
+        Master(weights, held["master"], held.get("exp_avg_sq")).follow_weight()
+    return without_codes(held)
 
 
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
@@ -264,14 +300,17 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
             it comes from a previous run, whose float32 master is first updated to weights that were changed meanwhile.
     """
     earlier = {name: value if name == "step" else _values(value) for name, value in earlier.items()}
-    if not ("residual" in earlier and "residual" in views):
+    if not ("residual" in earlier and "residual" in views and has_codes(earlier) == has_codes(views)):
         earlier = shown(parameter, earlier, loaded)
     for name, view in views.items():
         if name in earlier and name != "master":
             view.copy_(earlier[name].reshape(view.shape))
+    if has_codes(views) and "exp_avg" in earlier:
+        moments = Moments(*(views[_EIGHT_BITS + name] for name in Moments._fields))
+        moments.write(*(earlier[name].reshape(-1) for name in ("exp_avg", "exp_avg_sq")))
     stored = views.get("residual", views.get("master"))
     if stored is not None and "master" in earlier:
-        Master(_values(parameter), stored, views["exp_avg_sq"]).write(earlier["master"])
+        Master(_values(parameter), stored, views.get("exp_avg_sq")).write(earlier["master"])
 
 
 def stored_numel(parameter: torch.Tensor) -> int:

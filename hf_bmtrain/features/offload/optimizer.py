@@ -53,6 +53,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             more, in parts of about 30 MiB, and one small all-reduce follows.
         decoupled: whether the weight decay is decoupled from the gradient (AdamW). False adds it to the gradient (L2).
         exp_avg_dtype: the dtype of the first moment, float32 or bfloat16.
+        state_bits: 32. 8, which AdamOptimizer takes, is refused: the chunks that are copied have no blocks.
 
     Raises:
         RuntimeError: in the first step, if the host memory is insufficient for the state.
@@ -71,7 +72,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
         *,
         decoupled: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
+        state_bits: int = 32,
     ) -> None:
+        if state_bits != 32:
+            raise ValueError(
+                f"AdamOffloadOptimizer keeps float32 state, got state_bits={state_bits!r:.80}: with state_bits=8 use "
+                "AdamOptimizer, whose state then takes 2 to 4 bytes per element on the device"
+            )
         super().__init__(
             params, lr, betas, eps, weight_decay, hold_steps, decoupled=decoupled, exp_avg_dtype=exp_avg_dtype
         )

@@ -9,7 +9,7 @@ import torch
 import kernel_checks as checks
 import kernel_shim
 from cases import full, in_full, pairwise
-from hf_bmtrain.engine.ops import adam, grad_norm, peer_sum
+from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum
 from hf_bmtrain.features.float8 import arithmetic as float8
 from hf_bmtrain.features.loss import cross_entropy
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
@@ -35,9 +35,10 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     shim = request.getfixturevalue("shim")
     before = len(shim.launches)
-    for module in (adam, cross_entropy, float8, grad_norm, peer_sum, quantize):
+    for module in (adam, cross_entropy, eight_bits, float8, grad_norm, peer_sum, quantize):
         monkeypatch.setattr(module, "kernel", shim.kernel)
     monkeypatch.setattr(adam, "THREADS", 64)
+    monkeypatch.setattr(eight_bits, "THREADS", 64)
     monkeypatch.setattr(grad_norm, "THREADS", 64)
     monkeypatch.setattr(peer_sum, "THREADS", 64)
     monkeypatch.setattr(CrossEntropy, "plan", lambda self, logits: Plan(2, 64, 40))
@@ -186,6 +187,32 @@ def test_adam_skips(place: checks.Place) -> None:
 
 def test_stochastic_rounding(place: checks.Place) -> None:
     checks.check_stochastic_rounding(place, 20000)
+
+
+EIGHT_BITS = [
+    (torch.bfloat16, torch.bfloat16, torch.int16), (torch.float32, torch.bfloat16, torch.int16),
+    (torch.float32, None, torch.float32), (torch.bfloat16, None, torch.float32),
+    (torch.float16, torch.float16, torch.float32), (torch.float32, torch.bfloat16, torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "dtypes", "sizes"),
+    pairwise(
+        [("shim", EIGHT_BITS[0], (10013, 0)), ("reference", EIGHT_BITS[2], (4096, 0))],
+        PLACES,
+        EIGHT_BITS,
+        [(10013, 0), (4096, 0), (2001, 3)],
+    ),
+    indirect=["place"],
+    ids=str,
+)
+def test_eight_bits(place: checks.Place, dtypes, sizes: tuple[int, int]) -> None:
+    checks.check_eight_bits(place, dtypes, *sizes)
+
+
+def test_eight_bits_of_parts(place: checks.Place) -> None:
+    checks.check_eight_bits_of_parts(place, 10013)
 
 
 LOSSES = {

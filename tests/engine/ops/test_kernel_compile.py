@@ -13,7 +13,7 @@ import torch
 import kernel_shim
 from cases import full, in_full, rows_in_full
 from hf_bmtrain.engine.base import launch
-from hf_bmtrain.engine.ops import adam, grad_norm, peer_sum
+from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum
 from hf_bmtrain.features.float8 import arithmetic as float8
 from hf_bmtrain.features.loss import cross_entropy
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
@@ -22,7 +22,7 @@ from hf_bmtrain.features.packed import arithmetic as quantize
 nvrtc = pytest.importorskip("cupy", reason="no CuPy: install the extra 'ci'", exc_type=ImportError).cuda.nvrtc
 ARCHS = (75, 90, 100)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MODULES = (grad_norm, adam, cross_entropy, peer_sum, quantize, float8)
+MODULES = (grad_norm, adam, eight_bits, cross_entropy, peer_sum, quantize, float8)
 
 
 @full
@@ -73,6 +73,14 @@ def ask_for_everything() -> None:
         attempt(
             adam.adam_update,
             *tensors,
+            None if weight is None else place(torch.ones(n, dtype=weight)),
+            torch.zeros(len(adam.RECORD)),
+            coupled=coupled,
+        )
+        attempt(
+            eight_bits.adam8_update,
+            *tensors[:2],
+            eight_bits.Moments(*map(place, eight_bits.Moments.zeros(n, torch.device("cpu")))),
             None if weight is None else place(torch.ones(n, dtype=weight)),
             torch.zeros(len(adam.RECORD)),
             coupled=coupled,

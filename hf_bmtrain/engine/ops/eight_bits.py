@@ -1,0 +1,217 @@
+"""AdamW whose moments take 8 bits: codes of the elements, and an exponent for each block of 32 elements.
+
+m and √v are stored in small floating-point formats. Let 2ᴱ be the power of two in a block's largest magnitude. A code
+counts the numbers from 0 up to 2ᴱ⁺¹ that the format has: with 2ᵏ of them in each of the upper powers of two, and evenly
+spaced ones below, down to zero.
+
+    m    sign, 3 bits of exponent, 4 of the fraction; the smallest magnitude is 2ᴱ⁻¹⁰
+    √v   3 bits of exponent, 5 of the fraction; the smallest is 2ᴱ⁻¹¹, which also stands for everything between it and
+         0, because a v of 0 beside an m that is not 0 would make the update m/eps
+
+An update rounds stochastically, with the random bits of adam.py: an average that moves by less than a step of the
+format would otherwise stand still. Blocks begin at a parameter's own start, and parameters are divided between ranks at
+multiples of 32 elements, so neither codes nor random bits depend on the number of ranks. `decode` gives exact numbers,
+and `encode` of these the same codes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import expect
+from ..base.launch import C_NAMES, Variant, kernel
+from .adam import RECORD, THREADS, random_bits
+from .residual import join, split
+
+BLOCK = 32
+_CHUNK = 1 << 20
+_M_FRACTION, _ROOT_FRACTION = 4, 5
+_SHIFT = 2.0**120
+"""From the numbers of a code, in units of 2ᴱ, to the float32 numbers whose bits are the code and zeros."""
+
+
+class Moments(NamedTuple):
+    """The moments of n elements: codes (n,) and exponents (⌈n/32⌉,), all uint8.
+
+    An exponent is that of float32: 127 + E. The codes of a block with exponent 0 are 0.
+    """
+
+    exp_avg: Tensor
+    exp_avg_exponents: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_sq_exponents: Tensor
+
+    @classmethod
+    def zeros(cls, numel: int, device: torch.device) -> Moments:
+        """Return moments of zero for `numel` elements."""
+        sizes = numel, -(-numel // BLOCK)
+        return cls(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes * 2))
+
+    def part(self, start: int, stop: int) -> Moments:
+        """Return views of elements start:stop. `start` must be a multiple of 32, and `stop` too, unless a parameter or
+        the moments end there."""
+        assert start % BLOCK == 0, start
+        blocks = slice(start // BLOCK, -(-stop // BLOCK))
+        return Moments(self[0][start:stop], self[1][blocks], self[2][start:stop], self[3][blocks])
+
+    def read(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """Return the first and the second moment, (n,) float32.
+
+        device: where to compute and return them; None for the device of the codes.
+        """
+        codes, exponents, root_codes, root_exponents = (x if device is None else x.to(device) for x in self)
+        exp_avg = decode((codes & 127), exponents, _M_FRACTION)
+        root = decode(root_codes, root_exponents, _ROOT_FRACTION)
+        return torch.where(codes > 127, -exp_avg, exp_avg), root.square_()
+
+    def write(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """Store moments, (n,) float32, rounded to nearest."""
+        self._store(exp_avg.to(self.exp_avg.device), exp_avg_sq.to(self.exp_avg.device).sqrt(), None)
+
+    def _store(self, exp_avg: Tensor, root: Tensor, random: Tensor | None) -> None:
+        low, high = (None, None) if random is None else (random & 0xFFFF, random >> 16)
+        codes, exponents = encode(exp_avg.abs(), _M_FRACTION, low)
+        self.exp_avg.copy_(codes | (exp_avg.signbit().to(torch.uint8) << 7))
+        self.exp_avg_exponents.copy_(exponents)
+        codes, exponents = encode(root, _ROOT_FRACTION, high)
+        self.exp_avg_sq.copy_(torch.maximum(codes, (root > 0).to(torch.uint8)))
+        self.exp_avg_sq_exponents.copy_(exponents)
+
+    def chunks(self) -> Iterator[tuple[slice, Moments]]:
+        """Yield consecutive ranges of elements and their moments, so that intermediate results take little memory."""
+        for start in range(0, len(self.exp_avg), _CHUNK):
+            stop = min(start + _CHUNK, len(self.exp_avg))
+            yield slice(start, stop), self.part(start, stop)
+
+
+def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Round magnitudes to codes.
+
+    Args:
+        magnitudes: (n,) float32, at least 0.
+        fraction: the number of bits of the format's fraction.
+        random: (n,) 16 random bits of each element, for stochastic rounding; None to round to nearest.
+
+    Returns:
+        The codes (n,) and the blocks' exponents, both uint8.
+    """
+    n = len(magnitudes)
+    padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
+    exponents = padded.view(torch.int32).amax(1) >> 23
+    inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
+    bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]
+    dropped = 23 - fraction
+    add = 1 << dropped - 1 if random is None else (random << dropped - 16).to(torch.int32)
+    return ((bits + add) >> dropped).clamp_(max=(8 << fraction) - 1).to(torch.uint8), exponents.to(torch.uint8)
+
+
+def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
+    """Return the magnitudes of codes, (n,) float32. The arguments are as `encode` returns them."""
+    n = len(codes)
+    numbers = (codes.int() << (23 - fraction)).view(torch.float32) * _SHIFT
+    padded = torch.nn.functional.pad(numbers, (0, -n % BLOCK)).view(-1, BLOCK)
+    return (padded * (exponents.int() << 23).view(torch.float32)[:, None]).view(-1)[:n]
+
+
+def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool = False) -> Variant:
+    """Return the variant of the source for a combination of dtypes; the arguments are those of `adam.variant`.
+
+    Raises:
+        ValueError: the combination is not supported.
+    """
+    if weight is not None and grad not in (weight, torch.float32):
+        raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
+    if master == torch.int16 and weight != torch.bfloat16:
+        raise ValueError(f"16-bit masters (residuals) need bfloat16 weights, got {weight}")
+    return Variant(
+        "adam8",
+        (
+            ("COUPLED", "true" if coupled else "false"),
+            ("GRAD", C_NAMES[grad]),
+            ("MASTER", {torch.float32: "float", torch.int16: "short"}[master]),
+            ("WEIGHT", C_NAMES[weight] if weight else "none"),
+        ),
+    )
+
+
+def variants(arch: int) -> list[Variant]:
+    """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
+    kinds = [(grad, None, torch.float32) for grad in C_NAMES]
+    kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
+    kinds += [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
+    return [variant(*kind, coupled) for kind in kinds for coupled in (False, True)]
+
+
+def adam8_update(
+    grad: Tensor,
+    master: Tensor,
+    moments: Moments,
+    weight: Tensor | None,
+    record: Tensor,
+    index_base: int = 0,
+    coupled: bool = False,
+) -> None:
+    """Make one AdamW step on n adjacent elements in place, as `adam_update` does, with moments in 8 bits.
+
+    The weights are updated with the new moments before these are rounded.
+
+    Args:
+        grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
+        master: (n,) float32, updated; it is the parameter itself if `weight` is None. Or (n,) int16, the residuals of
+            bfloat16 weights, without tie flags (see residual.py).
+        moments: of these elements, updated.
+        weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
+        record: (12,) float32, this run's row of the records from `adam_prepare`.
+        index_base: the position of element 0 among all elements of the model; see `adam_update`.
+        coupled: whether to add l2 times the weight to the gradient. If False, l2 in the record must be 0.
+    """
+    n, device = master.numel(), master.device
+    expect("master", master, (torch.float32, torch.int16), (n,), device)
+    expect("grad", grad, C_NAMES, (n,), device)
+    for name, codes in moments._asdict().items():
+        expect(name, codes, (torch.uint8,), (-(-n // BLOCK) if name.endswith("exponents") else n,), device)
+    if weight is not None:
+        expect("weight", weight, (torch.float16, torch.bfloat16), (n,), device)
+    expect("record", record, (torch.float32,), (len(RECORD),), device)
+    chosen = variant(grad.dtype, None if weight is None else weight.dtype, master.dtype, coupled)
+    if n == 0 or master.is_meta:
+        return
+    if not master.is_cuda:
+        return update_reference(grad, master, moments, weight, record, index_base)
+    tensors = [grad, master, moments.exp_avg, moments.exp_avg_sq] + ([] if weight is None else [weight])
+    aligned = all(tensor.data_ptr() % (4 * tensor.element_size()) == 0 for tensor in tensors)
+    kernel(chosen, "adam8_update", master.device)(
+        -(-n // (4 * THREADS)), THREADS, grad, master, *moments, weight, n, int(aligned), index_base, record
+    )
+
+
+def update_reference(
+    grad: Tensor, master: Tensor, moments: Moments, weight: Tensor | None, record: Tensor, index_base: int = 0
+) -> None:
+    """Do what `adam8_update` does, in torch on any device, with the kernel's random bits. Waits for the device."""
+    r = dict(zip(RECORD, record.tolist(), strict=True))
+    seed = int(record.view(torch.int32)[RECORD.index("seed")])
+    if r["skip"]:
+        return
+    for part, stored in moments.chunks():
+        g, p = grad[part].float(), master[part]
+        m, v = stored.read()
+        if master.dtype == torch.int16:
+            assert weight is not None
+            p, _ = join(weight[part], master[part], None)
+        if r["l2"]:
+            g = g + p * r["l2"]
+        g = g * r["grad_scale"]
+        m = m + (g - m) * r["one_minus_beta1"]
+        root = v.mul_(r["beta2"]).addcmul_(g, g, value=r["one_minus_beta2"]).sqrt_()
+        p.mul_(r["decay"]).addcdiv_(m, (root * r["inverse_root"]).add_(r["eps"]), value=-r["step_size"])
+        stored._store(m, root, random_bits(index_base + part.start, len(m), seed, m.device))
+        if master.dtype == torch.int16:
+            assert weight is not None
+            split(p, weight[part], master[part], None)
+        elif weight is not None:
+            weight[part] = p

@@ -2,6 +2,7 @@
 
 from .engine.optim.adam import AdamOptimizer
 from .engine.optim.manager import OptimManager
+from .features.muon.optimizer import MuonOptimizer
 from .features.offload.optimizer import AdamOffloadOptimizer
 
-__all__ = ["AdamOffloadOptimizer", "AdamOptimizer", "OptimManager"]
+__all__ = ["AdamOffloadOptimizer", "AdamOptimizer", "MuonOptimizer", "OptimManager"]

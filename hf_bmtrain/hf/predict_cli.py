@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..engine.optim.adam import AdamOptimizer
+from ..features.muon.optimizer import MuonOptimizer
 from ..features.offload.optimizer import AdamOffloadOptimizer
 from ..features.packed.arithmetic import QUANTIZE_FROZEN
 from ..features.prediction.prediction import Prediction, predict, usable_bytes
@@ -26,6 +27,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CHOICES = {"true": True, "false": False, "auto": "auto"}
 _OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "adam": AdamOptimizer,
+    "adam8": partial(AdamOptimizer, state_bits=8),
     "adamw": partial(torch.optim.AdamW, foreach=True),
     "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
 }
@@ -56,7 +58,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", choices=tuple(_CHOICES), default="true", help="use_checkpoint of auto_wrap")
     parser.add_argument("--zero", type=int, choices=(2, 3), default=3, help="zero_level")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="dtype of the weights")
-    parser.add_argument("--optimizer", choices=tuple(_OPTIMIZERS), default="adam", help="adam: bmt.optim.AdamOptimizer")
+    parser.add_argument(
+        "--optimizer", choices=(*_OPTIMIZERS, "muon"), default="adam",
+        help="adam: bmt.optim.AdamOptimizer; adam8: with state_bits=8; muon: bmt.optim.MuonOptimizer",
+    )  # fmt: skip
     parser.add_argument(
         "--offload", action="store_true", help="keep Adam's state in host memory (AdamOffloadOptimizer)"
     )
@@ -115,7 +120,9 @@ def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
 def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
     """Predict the memory of a step with `rows` sequences per GPU."""
     model = meta_model(config, _DTYPES[given.dtype], given.lora, given.head == "fused")
-    make_optimizer = AdamOffloadOptimizer if given.offload else _OPTIMIZERS[given.optimizer]
+    make_optimizer = _OPTIMIZERS.get(given.optimizer, lambda parameters: MuonOptimizer(model))
+    if given.offload:
+        make_optimizer = AdamOffloadOptimizer
     return predict(
         model, text_batch(model, config, rows, given.length), make_optimizer, ranks=given.gpus, zero_level=given.zero,
         use_checkpoint=_CHOICES[given.recompute], total=total(given), micro_batches=given.micro_batches,

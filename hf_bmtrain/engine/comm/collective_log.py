@@ -25,7 +25,7 @@ WORDS = 1 + _RING
 """The size of a log in words of 8 bytes: the number of entries, and a ring of digests."""
 UNKNOWN = "an exchange between the ranks"
 """The description of an exchange of objects whose occasion this rank does not know."""
-_OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
+_OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all")
 _OF_BUFFERS = (
     "gather of", "gather without gradients of", "preparing the all-gather of", "reduction of the gradient of",
     "change of requires_grad in",

@@ -62,6 +62,17 @@ class Communicator(Protocol):
         """Replace `tensor` on every rank by the values of rank `root`. Collective."""
         ...
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[Sequence[int]]) -> Ticket:
+        """Send a part of `sent` to each rank, and fill `received` with the parts from all ranks. Collective.
+
+        Args:
+            received: 1-D, written: the parts that this rank gets, in the order of the ranks that send them.
+            sent: 1-D, of the same dtype: the parts for the ranks, in rank order.
+            sizes: `sizes[source][target]`, the number of elements that `source` sends to `target`, possibly 0. The same
+                on all ranks.
+        """
+        ...
+
     def unfinished(self) -> bool:
         """Return whether an operation has been issued that is not complete. May be called from any thread."""
         ...
@@ -180,6 +191,10 @@ class SingleProcess:
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         return DONE
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[Sequence[int]]) -> Ticket:
+        received.copy_(sent)
+        return DONE
+
     def unfinished(self) -> bool:
         return False
 
@@ -264,6 +279,15 @@ class GlooCommunicator:
         self.collective_log.note(code("broadcast", tensor.numel()))
         work = dist.broadcast(as_bytes(tensor), root, group=self._group, async_op=True)
         return self._ticket("broadcast", tensor, work)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[Sequence[int]]) -> Ticket:
+        self.collective_log.note(code("all-to-all", sum(map(sum, sizes))))
+        outgoing = [count * sent.itemsize for count in sizes[self.rank]]
+        incoming = [row[self.rank] * sent.itemsize for row in sizes]
+        work = dist.all_to_all_single(
+            as_bytes(received), as_bytes(sent), incoming, outgoing, group=self._group, async_op=True
+        )
+        return self._ticket("all_to_all", sent, work)
 
     def unfinished(self) -> bool:
         return any(not work.is_completed() for work in list(self._under_way))

@@ -65,7 +65,7 @@ class NcclCommunicator:
     """A communicator for tensors on one CUDA device, by an NCCL communicator of CuPy on a stream of its own."""
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
-        nccl = import_nccl()
+        self._nccl = nccl = import_nccl()
         self._name, self._device, self.collective_log = name, device, CollectiveLog(name)
         self.rank, self.size = rank, size
         self._stream = torch.cuda.Stream(device, priority=-1)
@@ -89,6 +89,23 @@ class NcclCommunicator:
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         self.collective_log.note(code("broadcast", tensor.numel()))
         return self._issue(self._comm.broadcast, tensor, tensor, (*_moved(tensor), root))
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[Sequence[int]]) -> Ticket:
+        self.collective_log.note(code("all-to-all", sum(map(sum, sizes))))
+        as_bytes = _NCCL_TYPES[torch.uint8]
+
+        def all_to_all(source: int, target: int, stream: int) -> None:
+            self._nccl.groupStart()
+            for peer in range(self.size):
+                outgoing, incoming = (sizes[a][b] * sent.itemsize for a, b in ((self.rank, peer), (peer, self.rank)))
+                if outgoing:
+                    self._comm.send(source, outgoing, as_bytes, peer, stream)
+                if incoming:
+                    self._comm.recv(target, incoming, as_bytes, peer, stream)
+                source, target = source + outgoing, target + incoming
+            self._nccl.groupEnd()
+
+        return self._issue(all_to_all, sent, received, ())
 
     def unfinished(self) -> bool:
         return self._last is not None and not self._last.query()

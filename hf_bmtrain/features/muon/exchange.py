@@ -1,0 +1,68 @@
+"""The exchange of one round: each rank's elements go to the owners of the matrices, and the results come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ...engine.comm.communicator import Communicator
+from .matrices import Matrix
+
+
+class Round:
+    """The exchange of matrices. Every rank calls `send`, `orthogonalize` and `receive`, in this order; all are
+    collective or wait for what is.
+
+    Between the calls other work can be queued, with which the exchange overlaps.
+
+    Attributes:
+        matrices: the matrices, the same on all ranks.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], communicator: Communicator) -> None:
+        self._communicator, self._rank, ranks = communicator, communicator.rank, range(communicator.size)
+        self.matrices = sorted(matrices, key=lambda matrix: matrix.owner)
+        self._mine = [matrix for matrix in self.matrices if matrix.owner == self._rank]
+        owned = [[matrix for matrix in self.matrices if matrix.owner == owner] for owner in ranks]
+        self._sizes = [[sum(m.counts[source] for m in owned[target]) for target in ranks] for source in ranks]
+        self._returned = [*map(list, zip(*self._sizes))]
+        self._by_rank = [[matrix.counts[source] for matrix in self._mine] for source in ranks]
+
+    def send(self, parts: Sequence[torch.Tensor]) -> None:
+        """Send this rank's elements of all matrices to their owners. Collective.
+
+        Args:
+            parts: for each of `matrices`, this rank's elements, 1-D bfloat16, possibly empty.
+        """
+        self._sent = torch.cat([*parts])
+        self._received = self._sent.new_empty(sum(map(sum, self._by_rank)))
+        self._ticket = self._communicator.all_to_all(self._received, self._sent, self._sizes)
+
+    def orthogonalize(self, function: Callable[[Matrix, torch.Tensor], torch.Tensor]) -> None:
+        """Compute the results of the matrices that this rank owns, and send them back. Collective.
+
+        Args:
+            function: called with a matrix and its full elements, in its shape, which it may overwrite; returns a tensor
+                of the same shape and dtype.
+        """
+        self._ticket.wait()
+        # Received are, from each rank, its elements of all own matrices.
+        pieces = [*self._received.split([count for counts in self._by_rank for count in counts])]
+        count = len(self._mine)
+        full = [torch.cat(pieces[number::count]) for number in range(count)]
+        results = [function(m, x.view(m.shape)).reshape(-1) for m, x in zip(self._mine, full)]
+        divided = [result.split(matrix.counts) for matrix, result in zip(self._mine, results)]
+        back = [parts[rank] for rank in range(self._communicator.size) for parts in divided]
+        self._sent, self._received = torch.cat(back) if back else self._received, torch.empty_like(self._sent)
+        self._ticket = self._communicator.all_to_all(self._received, self._sent, self._returned)
+
+    def receive(self) -> list[torch.Tensor]:
+        """Return the results that `orthogonalize` of the owners computed: for each of `matrices`, this rank's elements.
+
+        The current stream waits for them.
+        """
+        self._ticket.wait()
+        results = self._received
+        del self._sent, self._received, self._ticket
+        return [*results.split([matrix.counts[self._rank] for matrix in self.matrices])]

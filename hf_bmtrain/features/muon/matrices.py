@@ -1,0 +1,133 @@
+"""Which parameters are matrices for Muon, which rank owns each matrix, and in which order they are exchanged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...engine.blocks.block import CheckpointBlock
+from ...engine.sharding.parameter import DistributedParameter
+from ...engine.sharding.slots import find_places
+
+ROUND_ELEMENTS = 1 << 24
+"""About how many elements of one owner a round has: 32 MiB, enough for the full speed of the links."""
+_NOT_HIDDEN = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.modules.conv._ConvNd)
+
+
+def is_matrix(shape: torch.Size) -> bool:
+    """Return whether a parameter of `shape` is a matrix or a stack of matrices, with at least two rows and columns."""
+    return len(shape) in (2, 3) and min(shape[-2:]) > 1 and shape.numel() > 0
+
+
+def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Divide a model's parameters into the matrices of hidden layers, and all others, in the model's order.
+
+    A hidden matrix is used in blocks only, by modules that are neither embeddings nor convolutions. A parameter with
+    three dimensions is a stack of matrices, such as the experts of a layer.
+    """
+    inside = {module for block in model.modules() if isinstance(block, CheckpointBlock) for module in block.modules()}
+    hidden: set[torch.nn.Parameter] = set()
+    others: set[torch.nn.Parameter] = set()
+    for module, _, parameter in find_places(model.modules()):
+        usable = module in inside and not isinstance(module, _NOT_HIDDEN) and is_matrix(parameter.shape)
+        (hidden if usable else others).add(parameter)
+    matrices = [p for p in model.parameters() if p in hidden and p not in others]
+    return matrices, [p for p in model.parameters() if p not in hidden or p in others]
+
+
+@dataclass(eq=False)
+class Matrix:
+    """A matrix, or consecutive matrices of a stack, that one rank orthogonalizes.
+
+    Attributes:
+        run: the number of the optimizer's run that has the parameter.
+        parameter: the parameter.
+        start: the index of the first element in the flattened parameter.
+        shape: (rows, columns) or (count, rows, columns).
+        owner: the rank that orthogonalizes it.
+    """
+
+    run: int
+    parameter: torch.nn.Parameter
+    start: int
+    shape: tuple[int, ...]
+    owner: int = 0
+
+    @property
+    def cost(self) -> int:
+        """What the iteration costs, up to a factor."""
+        return math.prod(self.shape) * min(self.shape[-2:])
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The number of elements that each rank stores. Ranks store consecutive elements, in rank order."""
+        return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
+
+    def local(self, rank: int) -> tuple[int, int]:
+        """Return the (start, stop) of the elements that `rank` stores, in its part of the parameter."""
+        start, stop = self._range(rank)
+        first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0
+        return (start - first, stop - first) if start < stop else (0, 0)
+
+    @property
+    def _size(self) -> int:
+        return self.parameter.buffer.layout.world_size if isinstance(self.parameter, DistributedParameter) else 1
+
+    def _layout_range(self, rank: int):
+        assert isinstance(self.parameter, DistributedParameter)
+        return self.parameter.buffer.layout.range_of(self.parameter.index, rank)
+
+    def _range(self, rank: int) -> tuple[int, int]:
+        """Return the (start, stop) of the elements that `rank` stores, in the flattened parameter."""
+        stop = self.start + math.prod(self.shape)
+        if not isinstance(self.parameter, DistributedParameter):
+            return self.start, stop
+        stored = self._layout_range(rank)
+        return max(self.start, stored.tensor_start), min(stop, stored.tensor_stop)
+
+
+def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matrix]:
+    """Return the matrices of a parameter: itself, or for a stack at most `size` parts of it, so that ranks share it."""
+    shape = tuple(parameter.shape)
+    if len(shape) == 2:
+        return [Matrix(run, parameter, 0, shape)]
+    count, each = -(-shape[0] // size), math.prod(shape[1:])
+    return [
+        Matrix(run, parameter, first * each, (min(count, shape[0] - first), *shape[1:]))
+        for first in range(0, shape[0], count)
+    ]
+
+
+def assign(matrices: Sequence[Matrix], size: int) -> None:
+    """Choose the owner of each matrix, the same on all ranks, so that all ranks have about the same cost.
+
+    In the order of falling costs, a matrix goes to the rank that stores most of it, which saves traffic, while this
+    rank's total is at most the mean over ranks; otherwise to the rank with the smallest total.
+    """
+    totals, mean = [0] * size, sum(matrix.cost for matrix in matrices) / size
+    for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):
+        nearest = max(range(size), key=matrix.counts.__getitem__)
+        least = min(range(size), key=totals.__getitem__)
+        matrix.owner = nearest if totals[nearest] + matrix.cost <= mean else least
+        totals[matrix.owner] += matrix.cost
+
+
+def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
+    """Divide matrices into rounds, each of which is exchanged together and takes all ranks about the same time.
+
+    In every round, an owner has about the same share of its total cost. A round has about ROUND_ELEMENTS of one owner.
+    """
+    queues = [sorted((m for m in matrices if m.owner == rank), key=lambda m: -m.cost) for rank in range(size)]
+    elements = max(sum(math.prod(matrix.shape) for matrix in queue) for queue in queues)
+    count = min(-(-elements // ROUND_ELEMENTS), max(map(len, queues)))
+    rounds: list[list[Matrix]] = [[] for _ in range(count)]
+    for queue in queues:
+        done, total = 0, sum(matrix.cost for matrix in queue)
+        for matrix in queue:
+            rounds[int(count * (done + matrix.cost / 2) / total)].append(matrix)
+            done += matrix.cost
+    return [each for each in rounds if each]

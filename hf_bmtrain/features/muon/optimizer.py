@@ -1,0 +1,277 @@
+"""MuonOptimizer: Muon for the matrices of hidden layers, AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ...engine.base.arguments import expect_flag, expect_kind, expect_number
+from ...engine.optim.adam import AdamOptimizer, as_number
+from ...engine.optim.runs import Run, StateTensors
+from ...engine.runtime.world import current_world
+from ...engine.sharding.parameter import DistributedParameter
+from .exchange import Round
+from .matrices import Matrix, assign, divide, is_matrix, matrices_of, rounds_of
+from .orthogonalize import ADJUST_LR, orthogonalize, rate_factor
+
+
+class MuonOptimizer(AdamOptimizer):
+    """Muon for the matrices of hidden layers (Jordan, 2024; Liu et al., 2025), and AdamW for all other parameters.
+
+        m ← μm + (1−μ)g    u ← μm + (1−μ)g with Nesterov, otherwise m    w ← w − lr·wd·w − lr · f · orthogonalized(u)
+
+    The updates of matrices are those of torch.optim.Muon, those of other parameters AdamW's. Muon takes parameters with
+    two dimensions inside blocks, and stacks of matrices with three, such as experts, each matrix by itself. AdamW takes
+    everything else: embeddings, the head, norms, biases, convolutions, parameters with one row or column, and what is
+    also used outside the blocks. Every step is collective.
+
+    Each matrix is orthogonalized once, on one rank, so that all ranks have about the same work. For this, every element
+    is sent to the matrix's owner and back, as bfloat16, in which torch.optim.Muon orthogonalizes too. While a rank
+    computes, the next matrices arrive and the last results return.
+
+    The state of a matrix takes 4 bytes per element, and 8 for half-precision weights, whose float32 masters it
+    contains. That of other parameters is AdamOptimizer's. It can be saved, and loaded on another number of ranks.
+    OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
+
+    Args:
+        params: the sharded model; or parameter groups, which are dicts with "params", "muon" (whether Muon updates
+            them) and those settings that differ from the arguments.
+        lr: the learning rate of matrices: a number, or a tensor of one element, which the host reads.
+        weight_decay: wd of matrices.
+        momentum: μ.
+        nesterov: whether the momentum is Nesterov's.
+        ns_coefficients: the coefficients of the Newton–Schulz iteration.
+        eps: the smallest norm by which an update is divided before the iteration.
+        ns_steps: the number of iterations, below 100.
+        adjust_lr_fn: f, the factor of the learning rate for a matrix with A rows and B columns. "original", or None:
+            √max(1, A/B). "match_rms_adamw": 0.2·√max(A, B), with which learning rates and weight decay of AdamW can be
+            used. "spectral_unclamped": √(A/B).
+        adam_lr: the learning rate of the other parameters; None for `lr`. A scheduler changes both in proportion.
+        betas: AdamW's β₁ and β₂.
+        adam_eps: AdamW's eps.
+        adam_weight_decay: the weight decay of the other parameters; None for `weight_decay`.
+
+    Raises:
+        ValueError: a setting is out of range, the model has no matrices in blocks, or a group for Muon has a parameter
+            that is not a matrix.
+
+    Example::
+
+        model = bmt.auto_wrap(model)
+        optimizer = bmt.optim.MuonOptimizer(model, lr=3e-4, adjust_lr_fn="match_rms_adamw")
+        trainer = Trainer(model, args, train_dataset=rows, optimizers=(optimizer, None))
+    """
+
+    adamw_state = False
+
+    def __init__(
+        self,
+        params: torch.nn.Module | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        adam_lr: float | torch.Tensor | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
+        adam_weight_decay: float | None = None,
+    ) -> None:
+        expect_kind("params", params, (torch.nn.Module, Iterable), "a sharded model, or a list of parameter groups")
+        self._muon_defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+        }  # fmt: skip
+        _check_settings(self._muon_defaults)
+        self._rounds: list[Round] = []
+        self._own: list[Matrix] = []
+        self._group_of: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        super().__init__(
+            _groups_of(params) if isinstance(params, torch.nn.Module) else params,
+            lr if adam_lr is None else adam_lr,
+            betas,
+            adam_eps,
+            weight_decay if adam_weight_decay is None else adam_weight_decay,
+        )
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a parameter group.
+
+        Args:
+            param_group: a dict with "params", "muon", and those settings that differ from the optimizer's.
+
+        Raises:
+            ValueError: a setting is out of range, a key is missing, or Muon should update a parameter that is not a
+                matrix.
+        """
+        expect_kind("param_group", param_group, dict, 'a dict with "params" and "muon"')
+        if not isinstance(param_group.get("muon"), bool):
+            raise ValueError(
+                'param_group must say with "muon": True or False whether Muon or AdamW updates its parameters. '
+                "MuonOptimizer(model) divides the parameters itself"
+            )
+        if param_group["muon"]:
+            param_group = {**self._muon_defaults, **param_group}
+            _check_settings(param_group)
+            parameters = param_group.get("params", ())
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+            unfit = [tuple(p.shape) for p in parameters if not is_matrix(p.shape)]
+            if unfit:
+                raise ValueError(
+                    "Muon updates matrices and stacks of matrices with at least two rows and columns, but the group "
+                    f'has {len(unfit)} other parameters, the first of shape {unfit[0]}: give them "muon": False'
+                )
+            param_group["params"] = parameters
+        super().add_param_group(param_group)
+
+    def _of(self, groups: list[dict[str, Any]]) -> MuonOptimizer:
+        return type(self)(groups)
+
+    # -- runs and state -----------------------------------------------------------------------------------------
+
+    def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
+        if not super()._arrange(active):
+            return False
+        communicator = current_world().reduce
+        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        matrices = [
+            matrix
+            for number, state in enumerate(self._states)
+            for parameter in state.run.parameters
+            if self._group_of[parameter]["muon"]
+            for matrix in matrices_of(number, parameter, communicator.size)
+        ]
+        shared = [m for m in matrices if isinstance(m.parameter, DistributedParameter) and communicator.size > 1]
+        assign(shared, communicator.size)
+        self._rounds = [Round(each, communicator) for each in rounds_of(shared, communicator.size)]
+        exchanged = set(shared)
+        self._own = [matrix for matrix in matrices if matrix not in exchanged]
+        return True
+
+    def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
+        """As AdamOptimizer, but runs of matrices get one moment, and float32 masters: residuals need a second one."""
+        muon = {p for group in self.param_groups if group["muon"] for p in group["params"]}
+        others = iter(super()._allocate([run for run in runs if run.parameters[0] not in muon]))
+        return [_momentum(run) if run.parameters[0] in muon else next(others) for run in runs]
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def _update(self, numbers: Sequence[int]) -> None:
+        """Update the matrices in rounds, of which the exchanges of two overlap the computation of a third."""
+        for first in self._rounds[:1]:
+            self._send(first)
+        super()._update([n for n in numbers if not self._group_of[self._states[n].run.parameters[0]]["muon"]])
+        for matrix in self._own:
+            result = self._orthogonalize(matrix, self._momentum_step(matrix).view(matrix.shape))
+            self._apply(matrix, result.reshape(-1))
+        returning: Round | None = None
+        for current, following in pairwise([*self._rounds, None]):
+            if following is not None:
+                self._send(following)
+            assert current is not None
+            current.orthogonalize(self._orthogonalize)
+            if returning is not None:
+                self._receive(returning)
+            returning = current
+        if returning is not None:
+            self._receive(returning)
+
+    def _send(self, current: Round) -> None:
+        current.send([self._momentum_step(matrix) for matrix in current.matrices])
+
+    def _receive(self, current: Round) -> None:
+        for matrix, result in zip(current.matrices, current.receive()):
+            self._apply(matrix, result)
+
+    def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
+        """Update the momentum of this rank's elements of a matrix, and return their update, 1-D bfloat16."""
+        state, part = self._states[matrix.run], self._part(matrix)
+        group, momentum = self._group_of[matrix.parameter], state.exp_avg[part]
+        gradient = state.run.gradient()[part].float()
+        divisor, skip = getattr(self, "grad_scale", None), self._skip
+        if divisor is not None:
+            gradient = gradient / divisor
+        if skip is not None:
+            gradient = torch.where(skip, momentum, gradient)  # which leaves the momentum as it is
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return (gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
+
+    def _orthogonalize(self, matrix: Matrix, update: torch.Tensor) -> torch.Tensor:
+        group = self._group_of[matrix.parameter]
+        return orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+    def _apply(self, matrix: Matrix, result: torch.Tensor) -> None:
+        """Update this rank's elements of a matrix.
+
+        result: their elements of the orthogonalized update, bfloat16. May be overwritten.
+        """
+        state, part, group = self._states[matrix.run], self._part(matrix), self._group_of[matrix.parameter]
+        weight, stored, skip = state.run.weights[part], state.master.stored, self._skip
+        lr = float(group["lr"])
+        decay: float | torch.Tensor = 1 - lr * group["weight_decay"]
+        if skip is not None:
+            decay, result = torch.where(skip, 1.0, decay), result.masked_fill_(skip, 0)
+        master = weight if stored is None else stored[part]
+        master.mul_(decay).add_(result, alpha=-lr * rate_factor(group["adjust_lr_fn"], matrix.shape))
+        if stored is not None:
+            weight.copy_(master)
+
+    @property
+    def _skip(self) -> torch.Tensor | None:
+        """Whether the present step is skipped, a scalar on the device; None if no step can be skipped."""
+        found_inf = getattr(self, "found_inf", None)
+        return None if found_inf is None else found_inf.reshape(()) != 0
+
+    def _part(self, matrix: Matrix) -> slice:
+        """Return the range of this rank's elements of a matrix in its run."""
+        run = self._states[matrix.run].run
+        rank = 0 if run.buffer is None else run.buffer.rank
+        start, stop = matrix.local(rank)
+        begin = run.begin(matrix.parameter)
+        return slice(begin + start, begin + stop)
+
+
+def _groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the parameter groups of a model: its hidden matrices, and all other parameters."""
+    matrices, others = divide(model)
+    if not matrices:
+        raise ValueError(
+            f"{type(model).__name__} has no matrices in blocks, of {len(others)} parameters: call auto_wrap first, or "
+            'pass parameter groups with "muon": True or False'
+        )
+    groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
+    return groups if others else groups[:1]
+
+
+def _momentum(run: Run) -> StateTensors:
+    """Allocate the state of a run of matrices: the momentum, and float32 masters of half-precision weights."""
+    momentum = torch.zeros_like(run.weights, dtype=torch.float32)
+    return StateTensors(None if run.weights.dtype == torch.float32 else torch.empty_like(momentum), momentum, None)
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError if a setting of Muon is out of range."""
+    for name in ("lr", "weight_decay", "momentum", "eps"):
+        number = as_number(name, group[name])
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {number}")
+    expect_flag("nesterov", group["nesterov"])
+    coefficients = group["ns_coefficients"]
+    if not isinstance(coefficients, (tuple, list)) or len(coefficients) != 3:
+        raise ValueError(f"ns_coefficients must be three numbers, got {coefficients!r:.80}")
+    for number in coefficients:
+        expect_number("ns_coefficients", number, "three finite numbers", math.isfinite)
+    wanted = "at least 0 and below 100"
+    expect_number("ns_steps", group["ns_steps"], wanted, lambda steps: 0 <= steps < 100, integer=True)
+    if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUST_LR:
+        raise ValueError(f"adjust_lr_fn must be None or one of {', '.join(ADJUST_LR)}, got {group['adjust_lr_fn']!r}")
+    if group.get("hold_steps") or not group.get("decoupled", True):
+        raise ValueError("hold_steps and coupled weight decay are settings of AdamW: Muon has neither")

@@ -1,0 +1,52 @@
+"""Muon's arithmetic on full matrices: the Newton–Schulz iteration, and the factor of the learning rate.
+
+Both are those of torch.optim.Muon, in the same order of operations, so that single matrices get the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+_FACTORS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
+ADJUST_LR = tuple(_FACTORS)
+"""The names of the factors of the learning rate; None stands for the first."""
+
+
+def rate_factor(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
+    """Return the factor of the learning rate for matrices of `shape`, whose last two numbers are rows and columns."""
+    return _FACTORS[adjust_lr_fn or ADJUST_LR[0]](shape[-2], shape[-1])
+
+
+def orthogonalize(
+    update: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """Return matrices with the singular vectors of `update`, and singular values near 1.
+
+    This is the quintic Newton–Schulz iteration of Keller Jordan (2024), X ← aX + (bA + cA²)X with A = XXᵀ, in bfloat16.
+
+    Args:
+        update: (rows, columns) or (count, rows, columns) bfloat16. Overwritten.
+        coefficients: a, b and c.
+        steps: the number of iterations.
+        eps: the smallest norm by which a matrix is divided at the start.
+
+    Returns:
+        A tensor of the shape of `update`, bfloat16, possibly not contiguous.
+    """
+    a, b, c = coefficients
+    single, tall = update.dim() == 2, update.size(-2) > update.size(-1)
+    x = update.mT if tall else update
+    norm = x.norm() if single else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x.div_(norm.clamp(min=eps))
+    multiply_add = torch.addmm if single else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x

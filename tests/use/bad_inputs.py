@@ -230,7 +230,13 @@ def optimizers() -> Iterator[Call]:
     yield call(
         "optim.AdamOptimizer", lambda: {"params": [nn.Parameter(torch.ones(2))]}, params="nothing", lr="amount",
         betas="nothing", eps="amount", weight_decay="amount", hold_steps="amount", decoupled="flag",
-        exp_avg_dtype="choice",
+        exp_avg_dtype="choice", state_bits="choice",
+    )  # fmt: skip
+    yield call(
+        "optim.MuonOptimizer", lambda: {"params": wrapped()}, params="nothing", lr="amount", weight_decay="amount",
+        momentum="amount", nesterov="flag", ns_coefficients="nothing", eps="amount", ns_steps="count",
+        adjust_lr_fn="choice none", adam_lr="amount none", betas="nothing", adam_eps="amount",
+        adam_weight_decay="amount none",
     )  # fmt: skip
     adam = lambda: trained()[1]  # noqa: E731
     yield method("optim.AdamOptimizer.step", adam, closure="callable none", scale="positive")

@@ -114,7 +114,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             )
         if not isinstance(exp_avg_dtype, torch.dtype) or exp_avg_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype!r:.80}")
-        if isinstance(state_bits, bool) or state_bits not in (8, 32):
+        if not isinstance(state_bits, int) or state_bits not in (8, 32):
             raise ValueError(f"state_bits must be 32 or 8, got {state_bits!r:.80}")
         if state_bits == 8 and exp_avg_dtype != torch.float32:
             raise ValueError(f"state_bits=8 sets the form of both moments: leave out exp_avg_dtype={exp_avg_dtype}")

@@ -91,11 +91,15 @@ class MuonOptimizer(AdamOptimizer):
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
         }  # fmt: skip
         _check_settings(self._muon_defaults)
+        given = {"adam_lr": adam_lr, "adam_eps": adam_eps, "adam_weight_decay": adam_weight_decay}
+        for name, value in given.items():
+            if value is not None or name == "adam_eps":
+                _expect_amount(name, value)
         self._rounds: list[Round] = []
         self._own: list[Matrix] = []
         self._group_of: dict[torch.nn.Parameter, dict[str, Any]] = {}
         super().__init__(
-            _groups_of(params) if isinstance(params, torch.nn.Module) else params,
+            _groups_of(params) if isinstance(params, torch.nn.Module) else _checked(params),
             lr if adam_lr is None else adam_lr,
             betas,
             adam_eps,
@@ -244,11 +248,19 @@ def _groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     matrices, others = divide(model)
     if not matrices:
         raise ValueError(
-            f"{type(model).__name__} has no matrices in blocks, of {len(others)} parameters: call auto_wrap first, or "
-            'pass parameter groups with "muon": True or False'
+            f"params: {type(model).__name__} has no matrices in blocks, of {len(others)} parameters: call auto_wrap "
+            'first, or pass parameter groups with "muon": True or False'
         )
     groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
     return groups if others else groups[:1]
+
+
+def _checked(groups: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups as a list. Raise TypeError if one of them is not a dict."""
+    groups = list(groups)
+    for group in groups:
+        expect_kind("params", group, dict, 'a sharded model, or a list of dicts with "params" and "muon"')
+    return groups
 
 
 def _momentum(run: Run) -> StateTensors:
@@ -257,12 +269,17 @@ def _momentum(run: Run) -> StateTensors:
     return StateTensors(None if run.weights.dtype == torch.float32 else torch.empty_like(momentum), momentum, None)
 
 
+def _expect_amount(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless `value` is a number, or a tensor of one element, that is at least 0."""
+    number = as_number(name, value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} must be finite and at least 0, got {number}")
+
+
 def _check_settings(group: dict[str, Any]) -> None:
     """Raise TypeError or ValueError if a setting of Muon is out of range."""
     for name in ("lr", "weight_decay", "momentum", "eps"):
-        number = as_number(name, group[name])
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {number}")
+        _expect_amount(name, group[name])
     expect_flag("nesterov", group["nesterov"])
     coefficients = group["ns_coefficients"]
     if not isinstance(coefficients, (tuple, list)) or len(coefficients) != 3:

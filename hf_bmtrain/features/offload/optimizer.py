@@ -74,7 +74,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
         state_bits: int = 32,
     ) -> None:
-        if state_bits != 32:
+        if not isinstance(state_bits, int) or state_bits != 32:
             raise ValueError(
                 f"AdamOffloadOptimizer keeps float32 state, got state_bits={state_bits!r:.80}: with state_bits=8 use "
                 "AdamOptimizer, whose state then takes 2 to 4 bytes per element on the device"

@@ -41,7 +41,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--points", type=int, default=4, help="how many times the loss is measured")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--bf16", action="store_true", help="bfloat16 weights instead of float32")
     given = parser.parse_args()
@@ -51,7 +52,7 @@ def main() -> None:
         kinds["8-bit state, no masters"] = (WithoutMasters, 8)
     dtype, every = torch.bfloat16 if given.bf16 else torch.float32, given.steps // given.points
     found: dict[str, list[list[float]]] = {name: [] for name in kinds}
-    for seed in range(given.seeds):
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
         for name, (cls, bits) in kinds.items():
             losses = curve(functools.partial(make, cls, bits, given.lr), seed, given.steps, every, dtype)
             found[name].append(losses)

@@ -96,6 +96,34 @@ def test_every_dtype_between_ranks():
             bmt.distributed.all_reduce(mine.to(dtype))
 
 
+SIZES = [[1, 0, 4], [2, 3, 0], [0, 5, 0]]
+"""From rank (row) to rank (column)."""
+
+
+def sent(source, target, dtype=torch.int16):
+    return (100 * source + 10 * target + torch.arange(SIZES[source][target])).to(dtype)
+
+
+@on_ranks(3)
+def test_all_to_all_of_uneven_parts():
+    communicator, rank = bmt.current_world().reduce, bmt.rank()
+    for dtype in (torch.int16, torch.bfloat16):
+        received = torch.zeros(sum(row[rank] for row in SIZES), dtype=dtype)
+        communicator.all_to_all(received, torch.cat([sent(rank, to, dtype) for to in range(3)]), SIZES).wait()
+        assert torch.equal(received, torch.cat([sent(source, rank, dtype) for source in range(3)]))
+
+
+def test_nccl_exchanges_bytes_in_one_group():
+    lane = Lane()
+    lane.rank, lane.size, lane._nccl = 1, 3, lane._comm
+    lane._issue = lambda call, send, receive, arguments: call(1000, 2000, 7)
+    lane.all_to_all(torch.zeros(8, dtype=torch.int16), torch.zeros(5, dtype=torch.int16), SIZES)
+    assert lane._comm.calls == [
+        ("groupStart", ()), ("send", (1000, 4, 1, 0, 7)), ("send", (1004, 6, 1, 1, 7)), ("recv", (2000, 6, 1, 1, 7)),
+        ("recv", (2006, 10, 1, 2, 7)), ("groupEnd", ()),
+    ]  # fmt: skip
+
+
 class Abortable:
     """A communicator whose abort takes until `ready` returns."""
 

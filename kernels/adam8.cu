@@ -1,6 +1,5 @@
 // AdamW over a flat range by the formula in adam.cu, with moments in 8 bits. The formats are those of
-// engine/ops/eight_bits.py: a byte for each m and each square root of v, and for each block of 32 elements the exponent
-// of the largest magnitude. An update rounds both stochastically.
+// engine/ops/eight_bits.py: a byte for each m and each square root of v, and for each block of 32 elements an exponent. An update rounds both stochastically.
 //
 // Macros: as in adam.cu, without EXP_AVG. Masters that are residuals have no tie flags.
 //
@@ -22,11 +21,12 @@ template <int FRACTION> __device__ __forceinline__ float decode(unsigned code, f
     return __uint_as_float(code << (23 - FRACTION)) * SHIFT * scale;
 }
 
-// The exponent of the largest of the magnitudes that eight adjacent threads pass.
-__device__ __forceinline__ unsigned shared_exponent(unsigned bits) {
+// The exponent of a block, of which eight adjacent threads pass magnitudes: that of the largest, or the next one if the
+// largest is above the last number but one of its power of two.
+template <int FRACTION> __device__ __forceinline__ unsigned shared_exponent(unsigned bits) {
 #pragma unroll
     for (int offset = 1; offset < 8; offset *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
-    return bits >> 23;
+    return min((bits + (2u << (23 - FRACTION)) - 1) >> 23, 255u);
 }
 __device__ __forceinline__ float inverse_of(unsigned exponent) {  // of 2^E, 0 if E is 128: inf or NaN
     return __uint_as_float((254u - min(exponent, 254u)) << 23);
@@ -86,7 +86,8 @@ extern "C" __global__ __launch_bounds__(256) void adam8_update(
             root_largest = max(root_largest, __float_as_uint(root[k]));
         }
     }
-    unsigned m_exponent = shared_exponent(m_largest), root_exponent = shared_exponent(root_largest & 0x7fffffffu);
+    unsigned m_exponent = shared_exponent<M_FRACTION>(m_largest);
+    unsigned root_exponent = shared_exponent<ROOT_FRACTION>(root_largest & 0x7fffffffu);
     float m_inverse = inverse_of(m_exponent), root_inverse = inverse_of(root_exponent);
     m_codes = root_codes = 0;
 #pragma unroll

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=4, help="how many times the loss is measured")
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--bits", type=int, nargs="+", default=[32, 8], choices=(32, 8), help="which to run")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--bf16", action="store_true", help="bfloat16 weights instead of float32")
     given = parser.parse_args()
@@ -50,6 +51,7 @@ def main() -> None:
     kinds = {"float32 state": (bmt.optim.AdamOptimizer, 32), "8-bit state": (bmt.optim.AdamOptimizer, 8)}
     if given.bf16:
         kinds["8-bit state, no masters"] = (WithoutMasters, 8)
+    kinds = {name: kind for name, kind in kinds.items() if kind[1] in given.bits}
     dtype, every = torch.bfloat16 if given.bf16 else torch.float32, given.steps // given.points
     found: dict[str, list[list[float]]] = {name: [] for name in kinds}
     for seed in range(given.first_seed, given.first_seed + given.seeds):
@@ -57,6 +59,8 @@ def main() -> None:
             losses = curve(functools.partial(make, cls, bits, given.lr), seed, given.steps, every, dtype)
             found[name].append(losses)
             bmt.print_rank(f"seed {seed}, {name}: {' '.join(f'{loss:.4f}' for loss in losses)}")
+    if 32 not in given.bits:
+        return
     reference = [losses[-1] for losses in found["float32 state"]]
     for name, curves in found.items():
         last = [losses[-1] for losses in curves]

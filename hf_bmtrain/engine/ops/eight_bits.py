@@ -1,8 +1,9 @@
 """AdamW whose moments take 8 bits: codes of the elements, and an exponent for each block of 32 elements.
 
-m and √v are stored in small floating-point formats. Let 2ᴱ be the power of two in a block's largest magnitude. A code
-counts the numbers from 0 up to 2ᴱ⁺¹ that the format has: with 2ᵏ of them in each of the upper powers of two, and evenly
-spaced ones below, down to zero.
+m and √v are stored in small floating-point formats. A code counts the numbers from 0 up to 2ᴱ⁺¹ that the format has:
+with 2ᵏ of them in each of the upper powers of two, and evenly spaced ones below, down to zero. 2ᴱ is the power of two
+in a block's largest magnitude; or the next one, if the largest is above the last number but one, so that nothing is
+ever rounded up beyond the last number, where an average could not grow on.
 
     m    sign, 3 bits of exponent, 4 of the fraction; the smallest magnitude is 2ᴱ⁻¹⁰
     √v   3 bits of exponent, 5 of the fraction; the smallest is 2ᴱ⁻¹¹, which also stands for everything between it and
@@ -11,7 +12,7 @@ spaced ones below, down to zero.
 An update rounds stochastically, with the random bits of adam.py: an average that moves by less than a step of the
 format would otherwise stand still. Blocks begin at a parameter's own start, and parameters are divided between ranks at
 multiples of 32 elements, so neither codes nor random bits depend on the number of ranks. `decode` gives exact numbers,
-and `encode` of these the same codes again.
+and `encode` of these codes of the same numbers again.
 """
 
 from __future__ import annotations
@@ -101,10 +102,10 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     """
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
-    exponents = padded.view(torch.int32).amax(1) >> 23
+    dropped = 23 - fraction
+    exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]
-    dropped = 23 - fraction
     add = 1 << dropped - 1 if random is None else (random << dropped - 16).to(torch.int32)
     return ((bits + add) >> dropped).clamp_(max=(8 << fraction) - 1).to(torch.uint8), exponents.to(torch.uint8)
 

@@ -215,6 +215,11 @@ def test_eight_bits_of_parts(place: checks.Place) -> None:
     checks.check_eight_bits_of_parts(place, 10013)
 
 
+@pytest.mark.parametrize("place", ["reference", *in_full("shim")], indirect=True)
+def test_eight_bits_over_time(place: checks.Place) -> None:
+    checks.check_eight_bits_over_time(place)
+
+
 LOSSES = {
     "plain": (CrossEntropy(), False),
     "smoothing": (CrossEntropy(label_smoothing=0.1), False),

@@ -57,6 +57,20 @@ def test_a_quantized_base_takes_less(config, capsys):
     assert "add --lora" in capsys.readouterr().err
 
 
+@full
+def test_the_state_of_each_optimizer(config, capsys):
+    """8-bit state takes 4.06 bytes per element where the usual one takes 10, and Muon's of matrices 8."""
+    states = {}
+    wide = transformers.LlamaConfig.from_pretrained(config, hidden_size=1024, intermediate_size=4096)
+    wide.save_pretrained(f"{config}/wide")
+    for optimizer in ("adam", "adam8", "muon"):
+        run(f"{config}/wide", "--length", "128", "--gpus", "2", "--memory", "4", "--optimizer", optimizer)
+        lines = capsys.readouterr().out.splitlines()
+        (states[optimizer],) = (float(line.split()[-2]) for line in lines if line.startswith("optimizer state"))
+    assert states["adam8"] == pytest.approx(0.406 * states["adam"], abs=0.011)
+    assert states["muon"] == pytest.approx(0.8 * states["adam"], abs=0.011)
+
+
 @pytest.mark.parametrize("most", [17, *in_full(0, 4000)])
 @pytest.mark.parametrize("power", [1.3, *in_full(1.0, 2.0)])
 def test_the_largest_number_of_rows_fits_and_one_more_does_not(most, power):

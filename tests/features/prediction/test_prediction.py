@@ -22,6 +22,7 @@ from tiny_models import FAMILIES, batch, build
 
 OPTIMIZERS = {
     "adam": bmt.optim.AdamOptimizer,
+    "adam8": lambda parameters: bmt.optim.AdamOptimizer(parameters, state_bits=8),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }

@@ -30,11 +30,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--points", type=int, default=8, help="how many times the loss is measured")
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3, 16e-3])
+    parser.add_argument("--only", choices=("adamw", "muon"), help="run one of the two")
     given = parser.parse_args()
     bmt.init_distributed(seed=0)
     every = given.steps // given.points
     best: dict[str, list[float]] = {}
     for make in (adamw, muon):
+        if given.only not in (None, make.__name__):
+            continue
         for lr in given.rates:
             found = curve(functools.partial(make, lr), 0, given.steps, every)
             bmt.print_rank(f"{make.__name__} lr {lr:g}: {' '.join(f'{loss:.3f}' for loss in found)}")
@@ -43,6 +46,8 @@ def main() -> None:
     bmt.print_rank("step    " + "    ".join(f"{name:>6}" for name in best))
     for point, losses in enumerate(zip(*best.values()), 1):
         bmt.print_rank(f"{point * every:<8}" + "    ".join(f"{loss:6.3f}" for loss in losses))
+    if given.only is not None:
+        return
     final = best["adamw"][-1]
     faster = next((point * every for point, loss in enumerate(best["muon"], 1) if loss <= final), None)
     bmt.print_rank(f"Muon reaches AdamW's last loss, {final:.3f}, {f'by step {faster}' if faster else 'never'}")

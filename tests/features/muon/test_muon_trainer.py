@@ -28,6 +28,9 @@ class Both(torch.optim.Optimizer):
         super().__init__([group for part in self.parts for group in part.param_groups], {})
 
     def step(self, closure=None):
+        groups = [group for part in self.parts for group in part.param_groups]
+        for mine, theirs in zip(self.param_groups, groups, strict=True):  # Accelerate has replaced the dicts
+            theirs["lr"] = mine["lr"]
         for part in self.parts:
             part.step()
 

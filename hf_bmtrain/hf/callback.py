@@ -16,6 +16,7 @@ from ..engine.optim.adam import AdamOptimizer
 from ..engine.runtime.world import current_world
 from ..engine.wrap.refuse import holds_additions
 from ..features.auto_wrap import auto_wrap
+from ..features.router import RouterLoad
 from .arguments import agree_on_arguments, check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .bad_numbers import BadNumbers
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
@@ -37,7 +38,8 @@ class BMTrainCallback(TrainerCallback):
     the callback compiles the blocks.
 
     To log entries with the training loss it adds samples_per_second and tokens_per_second (over all ranks),
-    model_tflops_per_device, peak_memory_gib (of the rank that uses most) and, with loss scaling, loss_scale. If the
+    model_tflops_per_device, peak_memory_gib (of the rank that uses most) and, with loss scaling, loss_scale. For
+    mixtures of experts they also get router/busiest_share, router/unused_experts and router/aux_loss. If the
     gradient norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and
     rank that it comes from. After three such norms in a row, training ends with an error.
 
@@ -65,6 +67,7 @@ class BMTrainCallback(TrainerCallback):
         self._checkpoints: TrainerCheckpoints | None = None
         self.resumed: str | None = None  # set by bmt.hf.Trainer: the folder to resume from
         self._speed: Speedometer | None = None
+        self._router: RouterLoad | None = None
         self._numbers: BadNumbers | None = None
         self._compiled = False
         self._report: dict[str, float] = {}
@@ -108,6 +111,7 @@ class BMTrainCallback(TrainerCallback):
         given = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
         self._checkpoints.load(self.resumed, given, self._folder(args, state), resumed=state.global_step > 0)
         self._speed = Speedometer(model)
+        self._router = RouterLoad(model)
         if isinstance(count := getattr(model, "num_parameters", None), ParameterCount):
             count.renew()
         self._numbers = BadNumbers(model.parameters())
@@ -127,10 +131,10 @@ class BMTrainCallback(TrainerCallback):
     def _close(self) -> None:
         if self._checkpoints is not None:  # not None if an earlier training failed, perhaps during a save
             self._checkpoints.withdraw()
-        for part in (self._speed, self._termination, self._numbers):
+        for part in (self._speed, self._router, self._termination, self._numbers):
             if part is not None:
                 part.close()
-        self._checkpoints = self._speed = self._termination = self._numbers = None
+        self._checkpoints = self._speed = self._router = self._termination = self._numbers = None
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -153,14 +157,15 @@ class BMTrainCallback(TrainerCallback):
         current_world().barrier(f"the end of an epoch, {_flags(control)} in the TrainerControl")
 
     def _end_step(self, args: Any, state: Any, control: Any, when: str, **kwargs: Any) -> None:
-        assert self._speed is not None and self._numbers is not None
+        assert self._speed is not None and self._router is not None and self._numbers is not None
         self._numbers.end_step(state.global_step)
         if self._termination is not None and self._termination.agreed():
             self._terminating = control.should_save = True
             control.should_evaluate = False
         _compare(control, when)
         if control.should_log:
-            self._report = {**self._speed.read(), **_loss_scale(kwargs.get("optimizer"))}
+            router = {f"router/{name}": value for name, value in self._router.read().items()}
+            self._report = {**self._speed.read(), **router, **_loss_scale(kwargs.get("optimizer"))}
         if control.should_evaluate or control.should_save:
             self._speed.pause()
         if control.should_save and not control.should_evaluate:

@@ -3,10 +3,11 @@
 Adapters, even frozen ones, share no buffer with base weights, so that training an adapter later reduces no gradients of
 base weights. LoRA layers in blocks add their adapters in fewer passes over the output than PEFT, and without float32
 copies of activations. Layers with DoRA, adapter biases or hooks on the inner layers run PEFT's own forward, and the log
-says so.
+says so. Adapters on stacks of experts (`target_parameters`) are applied as products of their own, instead of being added
+to the stack.
 
-`linear` is the layer, `factors` its products with A and B; `parametrize` lets PEFT's adapters on parameters
-(`target_parameters`) work when those parameters are sharded.
+`linear` is the layer, `factors` its products with A and B; `experts` has the adapters on stacks of experts;
+`parametrize` lets PEFT's own adapters on parameters work when those parameters are sharded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from ...engine.wrap.extension import Extension, WrapPlan
 from ...engine.wrap.find import adapter_parameters
+from .experts import SplitWrapper, split_adapters
 from .linear import COMPILES, FusedLoraLinear, fuse_lora
 from .parametrize import let_parametrize
 
@@ -37,4 +39,10 @@ class Lora(Extension):
             for name, module in plan.model.named_modules():
                 if isinstance(module, FusedLoraLinear):
                     vars(module)["fused_name"] = name
+        split = sum(split_adapters(block.modules()) for block in chosen)
+        if split and plan.world.rank == 0:
+            _log.info("%d adapters of stacks of experts are applied as products of their own", split)
+            for name, module in plan.model.named_modules():
+                if isinstance(module, SplitWrapper):
+                    vars(module)["split_name"] = name
         let_parametrize(plan.model)

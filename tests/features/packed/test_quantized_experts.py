@@ -77,7 +77,7 @@ def adapters(name, way, targets, form, wrap):
     quantize_plainly(twin, form, names)
     train_beside(model, twin, 3)
     whole = model.state_dict()
-    assert list(whole) == list(twin.state_dict())
+    assert list(whole) == list(before)  # PEFT changes the order in the twin, when it replaces its parameters
     with bmt.gathered(model):
         for each in names:
             expected = round_trip(before[each], form)

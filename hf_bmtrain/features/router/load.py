@@ -1,0 +1,127 @@
+"""RouterLoad: counts on the device how many tokens each expert gets, and sums the auxiliary loss."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+
+from ...engine.base.torch_internals import foreach_zero_
+from ...engine.blocks.observer import Observer
+from ...engine.runtime.world import World, current_world
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+class RouterLoad(Observer):
+    """Counts the tokens of each expert of transformers in the model's training forwards, until `close`.
+
+    The counts stay on the device until `read`, which alone makes the host wait. In each layer, a training forward adds
+    one kernel to them. A recomputation counts nothing. A model without experts costs nothing, and reports nothing.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        world = current_world()
+        self._model = weakref.ref(model)
+        self._counters = _counters_of(model, world)
+        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._forwards = 0
+        self._handles: list[Any] = []
+        if self._counters:
+            ends = model.register_forward_hook(self._end_forward, always_call=True)
+            self._handles = [world.schedule.observe(self, model), ends]
+
+    def close(self) -> None:
+        """Stop counting."""
+        for handle in self._handles:
+            handle.remove()
+
+    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if model is self._model():
+            next(iter(self._counters.values())).switch.fill_(model.training and torch.is_grad_enabled())
+
+    def _end_forward(self, model: torch.nn.Module, args: tuple, outputs: Any) -> None:
+        next(iter(self._counters.values())).switch.zero_()
+        loss = outputs.get("aux_loss") if isinstance(outputs, dict) else None
+        if isinstance(loss, torch.Tensor) and model.training and torch.is_grad_enabled():
+            self._loss += loss.detach()
+            self._forwards += 1
+
+    def read(self) -> dict[str, float]:
+        """Return a summary over all ranks since the last call, and log the tokens of the busiest layer. Collective.
+
+        Returns:
+            busiest_share: the largest share of its layer's tokens that an expert got, over all layers. With E experts
+                that get the same it is 1 / E. A token counts once for each of its experts.
+            unused_experts: how many experts of all layers got no token.
+            aux_loss: the mean of the auxiliary loss of the model's outputs, before it is multiplied by its coefficient.
+                Missing if the model returns none.
+
+            Nothing if no token was counted.
+        """
+        if not self._counters:
+            return {}
+        world = current_world()
+        counts = [counter.counts[:-1] for counter in self._counters.values()]
+        forwards = self._loss.new_full((), self._forwards)
+        totals = torch.cat([*(each.double() for each in counts), torch.stack([self._loss, forwards])])
+        world.reduce.all_reduce(totals).wait()
+        *layers, (loss, forwards) = (each.tolist() for each in totals.split([*map(len, counts), 2]))
+        foreach_zero_([*(counter.counts for counter in self._counters.values()), self._loss])
+        self._forwards = 0
+        if not all(map(sum, layers)):
+            return {}
+        shares = [max(tokens) / sum(tokens) for tokens in layers]
+        busiest = max(shares)
+        if world.rank == 0:
+            layer = shares.index(busiest)
+            tokens = [int(each) for each in layers[layer]]
+            _log.info("tokens of each expert in the layer with the busiest, %s: %s", [*self._counters][layer], tokens)
+        report = {"busiest_share": busiest, "unused_experts": float(sum(tokens.count(0) for tokens in layers))}
+        return {**report, "aux_loss": loss / forwards} if forwards else report
+
+
+class TokenCounter:
+    """A hook that runs before the forward of experts, and counts their tokens while `switch` is 1.
+
+    It decides nothing on the host, so that it can be compiled with its layer. It stays on its module, because a layer
+    that is compiled already ignores hooks that are added later.
+
+    Attributes:
+        counts: (experts + 1,) int64. The last one counts what expert parallelism sends to no expert.
+        switch: () int64, 0 or 1, the same for all layers of a model.
+    """
+
+    def __init__(self, experts: int, switch: torch.Tensor) -> None:
+        self.counts = switch.new_zeros(experts + 1)
+        self.switch = switch
+
+    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, torch.Tensor) and each.dtype == torch.int64:  # the number of each token's experts
+                self.counts.scatter_add_(0, each.reshape(-1), self.switch.expand(each.numel()))
+                return
+
+
+def _counters_of(model: torch.nn.Module, world: World) -> dict[str, TokenCounter]:
+    """Return the TokenCounter of each module of experts in `model`, by the module's name. Add those that are missing.
+
+    Experts that count themselves, without a (tokens, k) tensor of experts' numbers, are left out.
+    """
+    counters: dict[str, TokenCounter] = {}
+    missing = []
+    for name, module in model.named_modules():
+        if hasattr(module, "num_experts") and hasattr(module, "_apply_gate"):  # experts of transformers
+            hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, TokenCounter)]
+            if hooks:
+                counters[name] = hooks[0]
+            else:
+                missing.append((name, module))
+    known = next(iter(counters.values()), None)
+    switch = torch.zeros((), dtype=torch.int64, device=world.device) if known is None else known.switch
+    for name, module in missing:
+        counters[name] = TokenCounter(module.num_experts, switch)
+        module.register_forward_pre_hook(counters[name], with_kwargs=True)
+    return counters

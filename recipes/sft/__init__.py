@@ -1,1 +1,1 @@
-"""Of the LoRA recipe: prompts with completions, the embedded base model, the command line."""
+"""Of the recipes `lora.py` and `moe.py`: prompts with completions, embedded base models, the training."""

@@ -1,4 +1,4 @@
-"""The embedded base model: a small Llama that has read stories, made on the spot."""
+"""The embedded base models: a small Llama and a small mixture of experts, made on the spot, that read stories."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 ROWS_A_STEP, PEAK_LR = 32, 4e-3
 
@@ -24,15 +30,31 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<end>")
 
 
-def make_base(texts: Sequence[str], tokenizer: Any, steps: int, seed: int, quiet: bool) -> LlamaForCausalLM:
-    """Return a new model, trained in plain torch on `texts` for `steps` steps: the same in every process."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=512, pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+def small_llama(tokenizer: Any) -> LlamaForCausalLM:
+    """Return a new Llama with the tokenizer's vocabulary."""
+    return LlamaForCausalLM(LlamaConfig(intermediate_size=256, num_hidden_layers=3, **_sizes(tokenizer)))
+
+
+def small_mixture(tokenizer: Any) -> Qwen3MoeForCausalLM:
+    """Return a new mixture of 8 experts, 2 of them for each token, with the tokenizer's vocabulary."""
+    config = Qwen3MoeConfig(
+        moe_intermediate_size=96, num_hidden_layers=2, head_dim=24, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True, output_router_logits=True, router_aux_loss_coef=0.01, **_sizes(tokenizer),
     )  # fmt: skip
-    model = LlamaForCausalLM(config).train()
+    return Qwen3MoeForCausalLM(config)
+
+
+def _sizes(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer), "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "max_position_embeddings": 512, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }  # fmt: skip
+
+
+def make_base(model: Any, texts: Sequence[str], tokenizer: Any, steps: int, seed: int, quiet: bool) -> None:
+    """Train `model` in plain torch on `texts` for `steps` steps. Every process gets the same weights."""
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps + 1, pct_start=0.1)
     order = torch.Generator().manual_seed(seed)
@@ -46,4 +68,3 @@ def make_base(texts: Sequence[str], tokenizer: Any, steps: int, seed: int, quiet
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return model

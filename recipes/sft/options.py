@@ -1,4 +1,4 @@
-"""The command line of the LoRA recipe."""
+"""The command lines of the LoRA recipe and of the one for mixtures of experts."""
 
 import argparse
 from pathlib import Path
@@ -7,11 +7,29 @@ from common.command_line import add_engine_options, at_least, positive
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. `batch_size`, `lr` and `dtype` are None if not given."""
-    parser = argparse.ArgumentParser(
-        description="Fine-tune a causal model by LoRA. With no arguments: a small one, made on the spot, learns to "
-        "answer questions about stories.",
+    """Parse the command line of the LoRA recipe. `batch_size`, `lr` and `dtype` are None if not given."""
+    parser = _make_parser(
+        "Fine-tune a causal model by LoRA. With no arguments: a small one, made on the spot, learns to answer "
+        "questions about stories.",
+        "outputs/lora",
     )
+    parser.add_argument("--float8", action="store_true", help="products of linear layers in blocks with float8 factors")
+    return parser.parse_args(arguments)
+
+
+def parse_moe_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line of the recipe for mixtures of experts. As `parse_options`."""
+    parser = _make_parser(
+        "Fine-tune a mixture of experts. With no arguments: a small one, made on the spot, learns to answer questions "
+        "about stories.",
+        "outputs/moe",
+    )
+    parser.add_argument("--lora", action="store_true", help="train adapters on experts and linear layers alone")
+    return parser.parse_args(arguments)
+
+
+def _make_parser(description: str, output: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("--model", help="folder or Hub name of a causal model (a small new one, trained on stories)")
     add("--data", type=Path, help="a file of JSON lines, each with `prompt` and `completion` (generated questions)")
@@ -24,7 +42,6 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-length", type=at_least(8), default=512, help="tokens of a row; the prompt is cut (%(default)s)")
     add("--base-steps", type=at_least(1), default=400, help="steps that make the embedded model (%(default)s)")
     add_engine_options(parser)
-    add("--float8", action="store_true", help="compute the products of linear layers in blocks with float8 factors")
     add("--seed", type=at_least(0), default=0, help="of data order, new weights and stories (%(default)s)")
-    add("--output", type=Path, default=Path("outputs/lora"), help="folder for the results (%(default)s)")
-    return parser.parse_args(arguments)
+    add("--output", type=Path, default=Path(output), help="folder for the results (%(default)s)")
+    return parser

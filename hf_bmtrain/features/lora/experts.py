@@ -234,7 +234,9 @@ def _has_kernel(stack: Tensor) -> bool:
     return stack.is_meta or torch.__version__ >= "2.11"
 
 
-@torch.library.custom_op("hf_bmtrain::product_of_groups", mutates_args=())
+@torch.library.custom_op(
+    "hf_bmtrain::product_of_groups", mutates_args=(), schema="(Tensor x, Tensor matrices, Tensor ends) -> Tensor"
+)
 def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """`grouped_product`, for any dtype and device. Without torch's kernel the host waits for the device."""
     if _has_kernel(matrices):
@@ -245,7 +247,9 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("hf_bmtrain::gradient_of_groups", mutates_args=())
+@torch.library.custom_op(
+    "hf_bmtrain::gradient_of_groups", mutates_args=(), schema="(Tensor x, Tensor dy, Tensor ends) -> Tensor"
+)
 def _gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of the matrices of `grouped_product`, (groups, K, N): zero for a group without rows."""
     matrices = x.new_zeros(len(ends), x.shape[1], dy.shape[1])

@@ -3,8 +3,8 @@
 Adapters, even frozen ones, share no buffer with base weights, so that training an adapter later reduces no gradients of
 base weights. LoRA layers in blocks add their adapters in fewer passes over the output than PEFT, and without float32
 copies of activations. Layers with DoRA, adapter biases or hooks on the inner layers run PEFT's own forward, and the log
-says so. Adapters on stacks of experts (`target_parameters`) are applied as products of their own, instead of being added
-to the stack.
+says so. Adapters on stacks of experts (`target_parameters`) are applied as products of their own, not added to the
+stack.
 
 `linear` is the layer, `factors` its products with A and B; `experts` has the adapters on stacks of experts;
 `parametrize` lets PEFT's own adapters on parameters work when those parameters are sharded.

@@ -117,8 +117,9 @@ def test_adapters(name, after):
     assert names == [n for n, _ in twin.named_parameters()]
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in twin.parameters()]
     assert model.get_nb_trainable_parameters()[0] < sum(p.numel() for p in twin.parameters()) / 2
+    keys = list(twin.state_dict())  # PEFT changes their order when it replaces a parameter that a bias follows
     train(name, model, twin)
-    assert list(model.state_dict()) == list(twin.state_dict())
+    assert list(model.state_dict()) == keys
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
     compute_loss(FAMILIES[CONFIGS[name][0]], model, bmt.rank()).backward()
     optimizer.step()

@@ -3,7 +3,7 @@
 A stack has one matrix W of each expert. With the rows x of an expert's tokens, W (N, K), A (r, K), B (N, r) and the
 scaling s, this file computes x Wᵀ + (x Aᵀ)(s B)ᵀ for all experts at once, by grouped products. PEFT forms W + s B A of
 all experts in each forward, and autograd then computes a gradient of the size of the stack. The results are equal up to
-rounding; with 16-bit weights those here are more exact, because PEFT rounds W + s B A to 16 bits.
+rounding.
 
 PEFT stores A of all E experts as (E r, K), in which the expert changes slowest, and B as (N, r E), in which it changes
 fastest. Stacks may be transposed, (E, K, N) instead of (E, N, K), as in gpt-oss; A and B are the same for both.

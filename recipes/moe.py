@@ -46,10 +46,11 @@ def main() -> None:
         if len(training) < options.batch_size * bmt.world_size():
             raise ValueError(f"{len(training)} rows do not fill one step of {options.batch_size * bmt.world_size()}")
         stacks = stacks_of(model)
+    if hasattr(model.config, "output_router_logits"):
+        # Adds the auxiliary loss, which teaches routers to spread the tokens; under LoRA they are frozen.
+        model.config.output_router_logits = not options.lora
     if options.lora:
         model = adapt(model, stacks, options)
-    elif hasattr(model.config, "output_router_logits"):
-        model.config.output_router_logits = True  # adds the auxiliary loss, which spreads the tokens over the experts
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     bmt.auto_wrap(model, options.zero_level, not options.no_checkpoint, quantize_frozen=options.quantize)

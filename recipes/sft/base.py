@@ -38,7 +38,7 @@ def small_llama(tokenizer: Any) -> LlamaForCausalLM:
 def small_mixture(tokenizer: Any) -> Qwen3MoeForCausalLM:
     """Return a new mixture of 8 experts, 2 of them for each token, with the tokenizer's vocabulary."""
     config = Qwen3MoeConfig(
-        moe_intermediate_size=96, num_hidden_layers=2, head_dim=24, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=96, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
         norm_topk_prob=True, output_router_logits=True, router_aux_loss_coef=0.01, **_sizes(tokenizer),
     )  # fmt: skip
     return Qwen3MoeForCausalLM(config)

@@ -32,7 +32,8 @@ def test_two_processes_follow_one(tmp_path, lora):
         assert here["loss"] == pytest.approx(there["loss"], abs=5e-5)
     for here, there in zip(one["router"], two["router"], strict=True):
         assert here["router/busiest_share"] == pytest.approx(there["router/busiest_share"], abs=0.01)
-        assert 1 / 8 < here["router/busiest_share"] <= 1 and here["router/aux_loss"] > 1
+        assert 1 / 8 < here["router/busiest_share"] <= 1
+        assert ("router/aux_loss" in here) is not bool(lora)
     assert len(one["router"]) == 6 and "router/busiest_share" in one["said"]
     kind = peft.AutoPeftModelForCausalLM if lora else AutoModelForCausalLM
     model = kind.from_pretrained(tmp_path / "1" / "model").eval()

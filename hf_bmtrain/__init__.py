@@ -49,7 +49,7 @@ from .features.prediction.predict import predict_memory
 if TYPE_CHECKING:
     from . import hf as hf  # at run time __getattr__ imports it on first use
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 Block = CheckpointBlock  # BMTrain has both names
 

@@ -1,0 +1,161 @@
+"""Print what is installed, what training would use, and what is missing: `python -m hf_bmtrain [--report]`.
+
+    python -m hf_bmtrain            one screen
+    python -m hf_bmtrain --report   the same as a block of Markdown, with environment variables, for an issue
+
+The exit status is 1 if something is missing without which training does not work here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import Any
+
+from ...engine.base.launch import cache_folder
+from ...engine.runtime.backend import SMALLEST_PULLED
+from .facts import Facts, find_facts, host, topology, variables
+
+TESTED: dict[str, tuple[str, ...]] = {
+    "torch": ("2.6", "2.11", "2.13", "2.14"),
+    "transformers": ("5.17", "5.24"),
+    "accelerate": ("1.15",),
+    "datasets": ("5.2",),
+    "cupy": ("14",),
+    "peft": ("0.21",),
+    "trl": ("1.16",),
+}
+"""The releases with which the tests are run. Those of torch were each run beside the newest of the others."""
+PURPOSES = {
+    "cupy": "GPUs", "peft": "LoRA and other adapters", "trl": "SFT, DPO, GRPO",
+    "bitsandbytes": "bases in its nf4, optimizers in 8 bits",
+}  # fmt: skip
+"""What the packages are for that are not required."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m hf_bmtrain", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--report", action="store_true", help="print Markdown to paste into an issue")
+    given = parser.parse_args()
+    package: Any = sys.modules[__name__.partition(".")[0]]
+    facts = find_facts()
+    text = screen(facts, package.__version__)
+    print(report(text) if given.report else text)
+    sys.exit(int(bool(obstacles(facts))))
+
+
+def report(text: str) -> str:
+    """Return the screen as a block of Markdown, with environment variables and the topology of the GPUs."""
+    set_ = [f"{name}={value}" for name, value in variables().items()]
+    return "\n".join(["```", text, "", "environment: " + (" ".join(set_) or "nothing set"), topology().rstrip(), "```"])
+
+
+def screen(facts: Facts, version: str) -> str:
+    """Return the text of one screen.
+
+    Args:
+        facts: what was found.
+        version: that of hf_bmtrain.
+    """
+    missing = obstacles(facts) + advice(facts)
+    parts = [
+        [f"hf_bmtrain {version}, {host()}"],
+        table(facts),
+        devices(facts),
+        ["Training would use"] + [f"  {line}" for line in choices(facts)],
+        (["To do"] + [f"  {line}" for line in missing]) if missing else ["Nothing is missing."],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def table(facts: Facts) -> list[str]:
+    """Return a line for each package: installed, needed, the tested releases, and what an optional one is for."""
+    lines = [f"{'package':14}{'installed':14}{'needed':10}tested with"]
+    for name, version in facts.packages.items():
+        oldest = facts.needed.get(name)
+        need = (f">= {oldest}" if oldest else "any") if oldest is not None else "optional" if name in PURPOSES else ""
+        last = [", ".join(TESTED.get(name, ()))]
+        last += ["not this one"] if version and last[0] and not is_tested(name, version) else []
+        last += [f"for {PURPOSES[name]}"] if name in PURPOSES else []
+        lines.append(f"{name:14}{version or '-':14}{need:10}{'; '.join(filter(None, last))}".rstrip())
+    return lines
+
+
+def is_tested(name: str, version: str) -> bool:
+    return any(version == series or version.startswith(f"{series}.") for series in TESTED[name])
+
+
+def devices(facts: Facts) -> list[str]:
+    """Return what there is of GPUs, NCCL and links."""
+    built = f"torch is built for CUDA {facts.cuda}" if facts.cuda else "torch is built without CUDA"
+    if not facts.gpus:
+        return [f"GPUs: none that torch can use ({built})"]
+    lines = [f"GPUs: {len(facts.gpus)} ({built}, NCCL {facts.nccl or 'not usable'})"]
+    kinds: dict[tuple[str, int, tuple[int, int]], int] = {}
+    for gpu in facts.gpus:
+        key = (gpu.name, gpu.memory, gpu.capability)
+        kinds[key] = kinds.get(key, 0) + 1
+    for (name, memory, (major, minor)), count in kinds.items():
+        lines.append(f"  {count} x {name}, {memory / 2**30:.1f} GiB, compute capability {major}.{minor}")
+    if len(facts.gpus) > 1:
+        kind = ", ".join(f"{link}{' (NVLink)' if link.startswith('NV') else ''}" for link in facts.links) or "unknown"
+        pairs = ", ".join(f"{a} from {b}" for a, b in facts.blocked)
+        reach = f"not accessible: GPU {pairs}" if pairs else "each GPU can access the memory of every other"
+        lines.append(f"  links: {kind}; {reach}")
+    return lines
+
+
+def choices(facts: Facts) -> list[str]:
+    """Return what `init_distributed` and `auto_wrap` would choose on this machine."""
+    if not facts.gpus:
+        return [
+            "device          CPU, one process, or N under torchrun --nproc-per-node N",
+            "communication   gloo between processes",
+        ]
+    count = len(facts.gpus)
+    several = f", or {count} processes under torchrun --nproc-per-node {count}" if count > 1 else ""
+    lines = [f"device          GPU, one process for each{several}"]
+    if count > 1 and facts.blocked:
+        lines.append("communication   NCCL, because not every GPU can access the others' memory")
+    elif count > 1:
+        lines.append(f"communication   copies between GPUs for shards from {SMALLEST_PULLED >> 20} MiB on, else NCCL")
+    half = min(gpu.capability for gpu in facts.gpus) >= (8, 0)
+    lines.append(f"precision       {'bfloat16' if half else 'float16 with a loss scale: these GPUs have no bfloat16'}")
+    lines.append(f"float8=True     {'works' if facts.float8 is None else facts.float8}")
+    lines.append(f"kernels         compiled at first use into {cache_folder()}")
+    return lines
+
+
+def obstacles(facts: Facts) -> list[str]:
+    """Return what must be done before training works here, each with its command."""
+    lines = []
+    wrong = [name for name, oldest in facts.needed.items() if is_older(facts.packages.get(name), oldest)]
+    if wrong:
+        names = " ".join(f"'{name}>={facts.needed[name]}'" if facts.needed[name] else name for name in wrong)
+        lines.append(f"missing or too old: pip install {names}")
+    lines += [f"{name}: {problem}" for name, problem in facts.trouble.items()]
+    return lines
+
+
+def advice(facts: Facts) -> list[str]:
+    """Return what would give more than is installed, each with its command."""
+    lines = []
+    if not facts.needed:
+        lines.append("hf_bmtrain is only found, not installed: pip install -e . in its folder checks what it needs")
+    if facts.unseen and not facts.cuda:
+        lines.append("the machine has NVIDIA GPUs: install a torch for CUDA (https://pytorch.org/get-started/locally)")
+    elif facts.unseen and "torch" not in facts.trouble:
+        lines.append("the machine has NVIDIA GPUs that torch does not see: look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+    for name in ("peft", "trl", "bitsandbytes"):
+        if facts.packages.get(name) is None and (facts.gpus or name != "bitsandbytes"):
+            lines.append(f"for {PURPOSES[name]}: pip install {name}")
+    return lines
+
+
+def is_older(version: str | None, oldest: str) -> bool:
+    """Return whether `version` is None, or before `oldest` in its first two numbers."""
+    if version is None:
+        return True
+    found, admitted = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, oldest))
+    return found < admitted

@@ -1,0 +1,169 @@
+"""Find packages, GPUs and their links, without starting anything."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ...engine.base.launch import import_cupy, source_folder
+from ...engine.comm.nccl import import_nccl
+from ..float8.arithmetic import check_device
+
+PACKAGES = (
+    "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy", "tqdm", "cupy", "peft", "trl",
+    "bitsandbytes",
+)  # fmt: skip
+VARIABLES = re.compile(
+    r"(HF_BMTRAIN|NCCL|GLOO|OMP|TORCH_NCCL)_\w+|CUDA_VISIBLE_DEVICES|ACCELERATE_USE_CPU|HF_HUB_OFFLINE"
+)
+"""The environment variables that a report shows if they are set."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that torch sees. memory: in bytes. capability: the compute capability, (major, minor)."""
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What this process finds.
+
+    Attributes:
+        packages: the version of each of PACKAGES, None if it is not installed.
+        needed: the oldest version of a package that is admitted, such as "2.6", for the packages that are required.
+        cuda: the CUDA version that torch is built for, None for a build without CUDA.
+        gpus: the GPUs that torch sees.
+        unseen: whether the machine has NVIDIA GPUs, while torch sees none.
+        trouble: why torch, CuPy, NCCL or the CUDA sources cannot be used, by that name.
+        nccl: the NCCL version, such as "2.27.5"; None without GPUs.
+        links: how each two GPUs are connected according to nvidia-smi, such as "NV18" or "SYS"; empty if unknown.
+        blocked: pairs of GPUs that cannot access each other's memory.
+        float8: why GPU 0 has no float8 products, None if it has them or if there is no GPU.
+    """
+
+    packages: dict[str, str | None]
+    needed: dict[str, str] = field(default_factory=dict)
+    cuda: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    unseen: bool = False
+    trouble: dict[str, str] = field(default_factory=dict)
+    nccl: str | None = None
+    links: tuple[str, ...] = ()
+    blocked: tuple[tuple[int, int], ...] = ()
+    float8: str | None = None
+
+
+def find_facts() -> Facts:
+    """Return the facts about this machine and this Python environment."""
+    trouble = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if torch.version.cuda and not count and caught:
+        trouble["torch"] = str(caught[0].message).split(" (Triggered")[0]
+    try:
+        source_folder()
+    except RuntimeError as error:
+        trouble["CUDA sources"] = str(error)
+    gpus = tuple(map(_gpu, range(count)))
+    nccl = None
+    if gpus:
+        try:
+            import_cupy()
+            numbers = import_nccl().get_version()
+            nccl = f"{numbers // 10000}.{numbers // 100 % 100}.{numbers % 100}"
+        except RuntimeError as error:
+            trouble["CuPy"] = str(error)
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    return Facts(
+        packages={name: installed(name) for name in PACKAGES},
+        needed=needed(),
+        cuda=torch.version.cuda,
+        gpus=gpus,
+        unseen=not gpus and Path("/dev/nvidia0").exists(),
+        trouble=trouble,
+        nccl=nccl,
+        links=links(topology(), count),
+        blocked=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
+        float8=_float8(count),
+    )
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package; "cupy" stands for the wheels of each CUDA version."""
+    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if package == "cupy" else (package,):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def needed() -> dict[str, str]:
+    """Return the oldest admitted versions, "" for any, of what hf_bmtrain requires; empty if it is not installed."""
+    try:
+        lines = importlib.metadata.requires("hf_bmtrain") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = [re.match(r"([\w-]+)(?:>=([\d.]+))?$", line) for line in lines]
+    return {match[1]: match[2] or "" for match in found if match}
+
+
+def topology() -> str:
+    """Return what `nvidia-smi topo -m` prints, "" if there is no such command."""
+    try:
+        command = ["nvidia-smi", "topo", "-m"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def links(topology: str, count: int) -> tuple[str, ...]:
+    """Return the kinds of links between GPUs, sorted; empty unless `topology` shows exactly `count` GPUs."""
+    plain = re.sub(r"\x1b\[[\d;]*m", "", topology)
+    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s+(X|NV|SYS|NODE|PHB|PXB|PIX)", line)]
+    if len(rows) != count:
+        return ()
+    return tuple(
+        sorted({row[1 + other] for number, row in enumerate(rows) for other in range(count) if other != number})
+    )
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables that matter here, by name."""
+    return {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
+
+
+def host() -> str:
+    """Return Python's version, the system, the number of cores and the memory, without the host's name."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return f"Python {platform.python_version()}, {system}, {os.cpu_count()} cores, {memory:.0f} GiB"
+
+
+def _gpu(number: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(number)
+    return Gpu(properties.name, properties.total_memory, (properties.major, properties.minor))
+
+
+def _float8(count: int) -> str | None:
+    """Return why GPU 0 has no float8 products, None if it has them or there is no GPU."""
+    if not count:
+        return None
+    try:
+        check_device(torch.device("cuda", 0))
+    except ValueError as error:
+        return str(error)
+    return None

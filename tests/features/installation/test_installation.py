@@ -73,7 +73,7 @@ def test_what_is_said(facts, changes, said):
     ("changes", "count"),
     [
         ({"packages": VERSIONS | {"accelerate": "1.9.0"}}, 1),
-        *rows_in_full([({}, 0), ({"packages": VERSIONS | {"peft": None}}, 0), ({"trouble": {"CuPy": "", "torch": ""}}, 2)]),
+        *rows_in_full([({}, 0), ({"packages": VERSIONS | {"peft": None}}, 0), ({"trouble": {"CuPy": "", "a": ""}}, 2)]),
     ],
 )  # fmt: skip
 def test_only_what_prevents_training_is_an_obstacle(changes, count):

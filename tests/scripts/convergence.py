@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--model", help="boolq: folder of a saved model")
     parser.add_argument("--data", help="boolq: folder with train.jsonl and val.jsonl")
     parser.add_argument("--seeds", type=int, default=5, help="boolq: number of seeds (%(default)s)")
+    parser.add_argument("--rows", type=int, help="boolq: train on the first rows only (all)")
     parser.add_argument("--epochs", type=int, default=2, help="boolq: passes over the rows (%(default)s)")
     parser.add_argument("--max-length", type=int, default=40, help="boolq: tokens of a row (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="causal: optimizer steps (%(default)s)")
@@ -73,7 +74,8 @@ JOBS = {
 
 
 def boolq(options: argparse.Namespace) -> None:
-    common = ["--model", options.model, "--data", options.data, "--fp32", "--no-checkpoint", "--dropout", "0"]
+    data = first_rows(Path(options.data), options.rows, options.output / "data") if options.rows else options.data
+    common = ["--model", options.model, "--data", str(data), "--fp32", "--no-checkpoint", "--dropout", "0"]
     common += ["--lr", "2e-4", "--epochs", str(options.epochs), "--max-length", str(options.max_length)]
     runs: dict[str, list[dict]] = {kind: [] for kind in JOBS}
     for seed in range(options.seeds):
@@ -95,6 +97,15 @@ def boolq(options: argparse.Namespace) -> None:
             runs[kind].append(json.loads((folder / "metrics.json").read_text("utf-8")))
     print(boolq_table(runs))
     draw_boolq(runs, options.output / "boolq.svg")
+
+
+def first_rows(data: Path, rows: int, folder: Path) -> Path:
+    """Write the first `rows` training rows, and all validation rows, into `folder`, and return it."""
+    folder.mkdir(exist_ok=True)
+    lines = (data / "train.jsonl").read_text("utf-8").splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(lines[:rows]), encoding="utf-8")
+    (folder / "val.jsonl").write_bytes((data / "val.jsonl").read_bytes())
+    return folder.resolve()
 
 
 def boolq_table(runs: dict[str, list[dict]]) -> str:

@@ -33,6 +33,7 @@ PAGES = {
 MODULES = ("", "config", "distributed", "hf", "inspect", "loss", "lr_scheduler", "nn", "optim", "store", "utils")
 SHOWN = (".py", ".cu", ".cuh", ".yml", ".toml")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+BADGE = re.compile(r" \[!\[\w+\]\([^)]*\)\]\([^)]*\)")
 FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 
 
@@ -88,6 +89,7 @@ def relinked(text: str, source: str, page: str, linked: set[str]) -> str:
             linked.add(aim)
         return before + os.path.relpath(target_of(aim), posixpath.dirname(page) or ".") + mark + anchor + after
 
+    text = BADGE.sub("", text)
     # nested items need four spaces here, two on GitHub
     parts = FENCED.split(text)
     parts[::2] = [re.sub(r"^  (?=- )", "    ", LINK.sub(replace, part), flags=re.MULTILINE) for part in parts[::2]]

@@ -52,12 +52,14 @@ def _cell_of_line(parser, words: list[str], options: argparse.Namespace, place: 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure the training steps of one engine; see recipes/README.md.")
-    add = parser.add_argument
-    add("--engine", choices=ENGINES, default="ours")
+    add = parser.add_argument_group("job").add_argument
     add("--model", default="tiny", help=f"{', '.join(NAMED)}, or a folder or hub name (%(default)s)")
     add("--layers", type=at_least(1), default=0, help="layers of the model (as many as it has)")
     add("--batch", type=at_least(1), default=8, help="rows per process (%(default)s)")
     add("--seq", type=at_least(1), default=512, help="tokens per row (%(default)s)")
+    add("--lr", type=positive, default=1e-4, help="learning rate (%(default)s)")
+    add = parser.add_argument_group("engine").add_argument
+    add("--engine", choices=ENGINES, default="ours", help="what trains (%(default)s)")
     add("--recompute", choices=RECOMPUTE, default="none", help="layers to recompute (%(default)s)")
     add("--compile", action="store_true", help="torch.compile every layer")
     add("--offload", action="store_true", help="optimizer state in host memory (fsdp2: the weights too)")
@@ -65,13 +67,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--linear-loss", action="store_true", help="ours: a loss without whole logits")
     add("--float8", choices=FLOAT8, default="none", help="products in float8: a scale a row, or a tensor (%(default)s)")
     add("--memory-limit", type=positive, default=0.0, metavar="GB", help="memory that a rank may use of its GPU (all)")
-    add("--lr", type=positive, default=1e-4, help="learning rate (%(default)s)")
+    add("--gather", choices=("auto", "collective", "peer"), default="auto", help="how ours gathers (%(default)s)")
+    add = parser.add_argument_group("measurement").add_argument
     add("--warmup", type=at_least(1), default=3, help="steps that are not timed (%(default)s)")
     add("--steps", type=at_least(1), default=8, help="steps that are timed (%(default)s)")
     add("--largest-batch", action="store_true", help="search the largest batch that fits, starting at --batch")
     add("--profile", type=Path, help="write a Chrome trace of one step there")
-    add("--gather", choices=("auto", "collective", "peer"), default="auto", help="how ours gathers (%(default)s)")
     add("--cells", type=Path, help="file of option lines: one cell after another in one process group")
+    add = parser.add_argument_group("results").add_argument
     add("--plot", type=Path, help="write a bar chart of all runs of the last job there (.png, .svg)")
     add("--plot-recorded", type=Path, help="only draw the results recorded in RESULTS.md there (.svg, .png)")
     add("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the results (%(default)s)")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from common.curve import Curve, versions
+from common.curve import Curve, peak_memory, versions
 
 
 def score(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
@@ -38,6 +38,8 @@ class Report:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
             "world_size": world_size,
         }
+        self._device = device
+        self._rows_a_step = options.batch_size * world_size
         self._last = time.perf_counter()
 
     def seconds(self) -> float:
@@ -48,25 +50,33 @@ class Report:
     def add_epoch(self, epoch: int, scores: dict[str, float], training: float, evaluation: float) -> str:
         """Add one epoch's scores and seconds. Return them as one line of text."""
         loss = self.curve.mean_loss(epoch)
-        seconds = {"training_seconds": training, "evaluation_seconds": evaluation}
+        rate = sum(step["epoch"] == epoch for step in self.curve.steps) * self._rows_a_step / training
+        seconds = {"training_seconds": training, "evaluation_seconds": evaluation, "samples_per_second": rate}
         self.epochs.append({"epoch": epoch, "loss": loss} | scores | seconds)
         return (
             f"epoch {epoch}: loss {'not finite' if loss is None else f'{loss:.4f}'}, "
             f"accuracy {scores['accuracy']:.4f}, balanced {scores['balanced_accuracy']:.4f} "
-            f"(majority {scores['majority_share']:.4f}), {training:.1f} s + {evaluation:.1f} s evaluation"
+            f"(majority {scores['majority_share']:.4f}), "
+            f"{training:.1f} s at {rate:.0f} samples/s + {evaluation:.1f} s evaluation"
         )
 
     def write(self, folder: Path) -> str:
-        """Write metrics.json and curves.png. Return their names as one line of text."""
+        """Write metrics.json and curves.png. Return the result and the files' names as two lines of text."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics = self._run | {
+            "peak_memory_gib": peak_memory(self._device),
             "seconds": sum(epoch["training_seconds"] + epoch["evaluation_seconds"] for epoch in self.epochs),
             "epochs": self.epochs,
             "steps": self.curve.steps,
         }
         text = json.dumps(metrics, indent=1, default=str, allow_nan=False)
         (folder / "metrics.json").write_text(text + "\n", encoding="utf-8")
-        return f"{folder}: metrics.json, {self._plot(folder)}"
+        last, place = self.epochs[-1], "GPU" if self._device.type == "cuda" else "process"
+        return (
+            f"accuracy {last['accuracy']:.4f}, {last['samples_per_second']:.0f} samples/s, "
+            f"peak memory of rank 0's {place} {metrics['peak_memory_gib']:.2f} GiB\n"
+            f"{folder}: metrics.json, {self._plot(folder)}"
+        )
 
     def _plot(self, folder: Path) -> str:
         try:

@@ -8,19 +8,22 @@ from contextlib import contextmanager
 import torch
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for sharding and precision. `dtype` is None if none of its options is given."""
-    parser.add_argument(
+def add_engine_options(parser: argparse.ArgumentParser, float8: bool = False) -> None:
+    """Add the options for sharding and precision, with `--float8` if asked. `dtype` is None if none is given."""
+    group = parser.add_argument_group("sharding and precision")
+    group.add_argument(
         "--zero-level",
         type=int,
         choices=(2, 3),
         default=3,
         help="2 keeps a layer whole until its backward (%(default)s)",
     )
-    parser.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing them")
-    precision = parser.add_mutually_exclusive_group()
+    group.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing them")
+    precision = group.add_mutually_exclusive_group()
     for flag, dtype in (("--fp16", "float16"), ("--bf16", "bfloat16"), ("--fp32", "float32")):
         precision.add_argument(flag, action="store_const", const=dtype, dest="dtype", help=f"weights in {dtype}")
+    if float8:
+        group.add_argument("--float8", action="store_true", help="products of linear layers in blocks in float8")
 
 
 def choose_dtype(options: argparse.Namespace, device: torch.device) -> None:

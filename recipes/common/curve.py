@@ -2,6 +2,7 @@
 
 import math
 import platform
+import resource
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -57,6 +58,13 @@ class Curve:
 
 def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the most that this process has had allocated on the GPU or, on a CPU, resident so far, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def versions() -> dict[str, str | None]:

@@ -1,12 +1,13 @@
 """Prompts with completions, from a file of JSON lines or generated from stories, and their rows of tokens."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
+
+from boolq.data import numbered_lines, parse_line, shortened
 
 IGNORED = -100  # the loss does not count such a target
 HELD_OUT = 32  # rows, at most a tenth
@@ -30,17 +31,17 @@ def ask(stories: Iterable[str]) -> list[Example]:
 
 def read(file: Path) -> list[Example]:
     """Return the examples of a file of JSON lines. Raises ValueError (with the line) or OSError if it is unusable."""
+    if not file.is_file():
+        raise FileNotFoundError(f"--data {file}: no such file; give a file of JSON lines")
     examples = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            examples.append(Example(row["prompt"], row["completion"]))
-            if not (isinstance(row["prompt"], str) and isinstance(row["completion"], str) and row["completion"]):
-                raise ValueError("`prompt` and `completion` must be texts")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{file}, line {number}: no JSON object with `prompt` and `completion` ({error})"
-            ) from error
+    for place, line in numbered_lines(file):
+        row = parse_line(line, place)
+        for key in ("prompt", "completion"):
+            if key not in row:
+                raise ValueError(f"{place}: no key {key!r} (found {', '.join(map(repr, row))}); repair the line")
+            if not isinstance(row[key], str) or (key == "completion" and not row[key]):
+                raise ValueError(f"{place}: {key!r} must be a text, found {shortened(row[key])}; repair the line")
+        examples.append(Example(row["prompt"], row["completion"]))
     return examples
 
 

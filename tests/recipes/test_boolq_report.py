@@ -59,15 +59,19 @@ def test_what_is_not_finite_becomes_none():
 
 
 def test_metrics_and_plot_are_written(tmp_path: Path):
-    options = argparse.Namespace(output=tmp_path / "new", lr=0.5)
+    options = argparse.Namespace(output=tmp_path / "new", lr=0.5, batch_size=8)
     report = Report(options, "a job", torch.device("cpu"), world_size=3)
     report.curve.add(1, torch.tensor(0.25, dtype=torch.bfloat16), torch.tensor(1.0), lr=0.5)
     report.curve.read()
     line = report.add_epoch(1, score(torch.tensor([1, 0]), torch.tensor([1, 0])), training=2.0, evaluation=0.5)
-    assert "loss 0.2500, accuracy 1.0000, balanced 1.0000 (majority 0.5000)" in line
-    report.write(options.output)
+    assert (
+        "loss 0.2500, accuracy 1.0000, balanced 1.0000 (majority 0.5000), 2.0 s at 12 samples/s" in line
+    )  # 1 step x 8 x 3
+    told = report.write(options.output)
+    assert "accuracy 1.0000, 12 samples/s, peak memory of rank 0's process " in told
     metrics = json.loads((options.output / "metrics.json").read_text())
-    assert metrics["arguments"] == {"output": str(options.output), "lr": 0.5}
+    assert metrics["arguments"] == {"output": str(options.output), "lr": 0.5, "batch_size": 8}
+    assert 0.05 < metrics["peak_memory_gib"] < 50
     assert (metrics["world_size"], metrics["device"], metrics["seconds"]) == (3, "cpu", 2.5)
     assert metrics["versions"]["torch"] == version("torch")  # a wheel's own name may lack "+cu130"
     assert metrics["steps"] == [{"step": 1, "epoch": 1, "lr": 0.5, "loss": 0.25, "grad_norm": 1.0}]

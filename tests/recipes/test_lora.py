@@ -84,8 +84,10 @@ def test_a_model_and_rows_of_ones_own(one, tmp_path):
         ('{"prompt": "a", "completion": "b"}\n{"prompt": 1, "completion": "b"}', "line 2"),
         *rows_in_full(
             [
-                ('{"prompt": "a"}', "line 1: no JSON object with `prompt` and `completion`"),
-                ("no json", "line 1"),
+                ('{"prompt": "a"}', r"rows.jsonl, line 1: no key 'completion' \(found 'prompt'\)"),
+                ('{"prompt": "a", "completion": ""}', "line 1: 'completion' must be a text"),
+                ("\nno json", "rows.jsonl, line 2: not valid JSON"),
+                ("[1]", "line 1: a JSON object is needed, found list"),
             ]
         ),
     ],
@@ -94,6 +96,15 @@ def test_a_wrong_row_is_named(tmp_path, lines, told):
     (tmp_path / "rows.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=told):
         read(tmp_path / "rows.jsonl")
+
+
+@full
+def test_bytes_that_are_no_text_and_a_missing_file_are_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "", "completion": "b"}\n{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match="rows.jsonl, line 2: not UTF-8"):
+        read(tmp_path / "rows.jsonl")
+    with pytest.raises(FileNotFoundError, match="--data .*none.jsonl: no such file"):
+        read(tmp_path / "none.jsonl")
 
 
 @full

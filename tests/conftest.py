@@ -50,7 +50,13 @@ def worlds(device: str, gather: str) -> Iterator[Worlds]:
         ranks.stop()
 
 
-NEEDED = {"test_timm": ["timm"], "test_peft": ["peft"], "test_trl": ["peft", "trl"], "test_kernel_compile": ["cupy"]}
+NEEDED = {
+    "test_timm": ["timm"],
+    "test_peft": ["peft"],
+    "test_trl": ["peft", "trl"],
+    "test_sequence_trl": ["peft", "trl"],
+    "test_kernel_compile": ["cupy"],
+}
 """Packages without which a file cannot be imported."""
 SOURCES = {
     "timm": "pip install timm", "peft": 'pip install -e ".[ci]"', "trl": 'pip install -e ".[ci]"',

@@ -101,7 +101,7 @@ def init_distributed(
     schedule = Schedule(found.shards, found.blocks, found.outside, inside)
     world = World(
         rank, size, local_rank, device, found.gather, found.reduce, found.shards, found.control, monitor, inside,
-        schedule, LayerFeatures(), zero_level, loss_scale_factor, loss_scale_steps, poison,
+        schedule, LayerFeatures(), zero_level, loss_scale_factor, loss_scale_steps, found.open_group, poison,
         device_memory=None if device.type == "cpu" else DeviceMemory(device),
     )  # fmt: skip
     schedule.observe(GradientWatcher(world))

@@ -26,11 +26,12 @@ from .memory import Memory, choose_recompute
 from .options import KeepFrozen, Options, UseCheckpoint, UseFloat8, check_use_checkpoint
 from .packed import Packed
 from .replay.replay import Replay
+from .sequence import SequenceParallel
 
 
 def extensions_of(options: Options) -> list[Extension]:
     """Return the extensions of a model that is wrapped with `options`, in the order in which the engine calls them."""
-    return [Lora(), Packed(options), Float8(options), Memory(options)]
+    return [Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options)]
 
 
 class LayerFeatures:
@@ -60,6 +61,7 @@ def auto_wrap(
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
     keep: Sequence[str] = (),
+    sequence_parallel: int = 1,
 ) -> torch.nn.Module:
     """Shard a model over all ranks, in place, and return it. Collective.
 
@@ -90,6 +92,8 @@ def auto_wrap(
             read-only. None quantizes none.
         float8: whether linear layers of blocks compute in float8. "rows" means the same as True.
         keep: names of modules whose linear layers do not compute in float8.
+        sequence_parallel: the number of consecutive ranks that share each row, so that each of them computes a part of
+            the row's tokens. They must get the same rows.
 
     Returns:
         `model`.
@@ -120,6 +124,7 @@ def auto_wrap(
         quantize_frozen=quantize_frozen,
         float8=float8,
         keep=keep,
+        sequence_parallel=sequence_parallel,
     )
     check_zero_level(level)
     world.check_same_on_all_ranks("auto_wrap", options.facts())

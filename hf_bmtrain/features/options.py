@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..engine.base.arguments import expect_number
 from .packed.arithmetic import QUANTIZE_FROZEN
 
 UseCheckpoint = bool | Literal["auto"]
@@ -28,6 +29,7 @@ class Options:
     quantize_frozen: str | None = None
     float8: UseFloat8 = False
     keep: Sequence[str] = ()
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
         check_use_checkpoint(self.use_checkpoint)
@@ -42,6 +44,8 @@ class Options:
         keep: Any = self.keep
         if not isinstance(keep, (list, tuple)) or not all(isinstance(name, str) for name in keep):
             raise TypeError(f"keep must be a list of names of modules, such as ['down_proj'], got {keep!r}")
+        wanted = "at least 1, the number of ranks that share a row"
+        expect_number("sequence_parallel", self.sequence_parallel, wanted, lambda ranks: ranks >= 1, integer=True)
 
     def facts(self) -> dict[str, Any]:
         """Return the options, all of which must be equal on all ranks, for `World.check_same_on_all_ranks`."""

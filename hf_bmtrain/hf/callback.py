@@ -21,6 +21,7 @@ from .arguments import agree_on_arguments, check_arguments, check_model, check_o
 from .bad_numbers import BadNumbers
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
 from .mean_loss import follow_mean_loss
+from .shared_rows import follow_shared_rows
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
 from .termination import Termination
@@ -94,6 +95,7 @@ class BMTrainCallback(TrainerCallback):
         if self._weights is None or self._weights.model is not model:
             check_arguments(args, model)
             self._weights = StagedWeights(model)
+            follow_shared_rows(model, args)
             follow_mean_loss(model, args)
             # Trainer's total_flos calls `num_parameters`, which would count only this rank's elements.
             if hasattr(model, "num_parameters"):

@@ -42,6 +42,7 @@ def from_pretrained(
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
     keep: Sequence[str] = (),
+    sequence_parallel: int = 1,
     **kwargs: Any,
 ) -> Any:
     """Load a model of transformers and shard it while its files are read. Collective.
@@ -68,6 +69,7 @@ def from_pretrained(
             to the result.
         float8: as for `auto_wrap`.
         keep: as for `auto_wrap`.
+        sequence_parallel: as for `auto_wrap`.
         **kwargs: passed to the class's `from_pretrained`.
 
     Returns:
@@ -93,6 +95,7 @@ def from_pretrained(
         quantize_frozen=quantize_frozen,
         float8=float8,
         keep=keep,
+        sequence_parallel=sequence_parallel,
     )
     world.barrier("from_pretrained")
     failure: Exception | None = None
@@ -115,7 +118,10 @@ def from_pretrained(
     if quantize_frozen is not None:
         model.requires_grad_(False)
     frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
-    auto_wrap(model, zero_level, use_checkpoint, compile, chosen, float8=float8, keep=keep, **frozen)
+    auto_wrap(
+        model, zero_level, use_checkpoint, compile, chosen, float8=float8, keep=keep,
+        sequence_parallel=sequence_parallel, **frozen,
+    )  # fmt: skip
     return loaded
 
 

@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from ..engine.blocks.observer import Observer
 from ..engine.runtime.world import current_world
+from ..features.sequence import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -53,9 +54,10 @@ class Speedometer(Observer):
         inputs = next((tensor for tensor in tensors if tensor is main), tensors[0])
         tokens = inputs.numel() if inputs is main and inputs.dim() == 2 else 0
         flops = tokens * (self._weights + self._attention * inputs.shape[-1])
-        self._samples += len(inputs)
-        self._tokens += tokens
-        self._flops += flops
+        shared = ranks_per_row(model)  # ranks that count the same rows
+        self._samples += len(inputs) / shared
+        self._tokens += tokens / shared
+        self._flops += flops / shared
 
     def pause(self) -> None:
         """Stop the clock until `resume`, so that evaluations and saves do not count as training time."""

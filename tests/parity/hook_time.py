@@ -108,7 +108,22 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
     gather, inside = CollectiveGather(lane), ForwardDepth()
     schedule = Schedule(gather, reduction, reduction, inside)
     pretended = world.World(
-        0, 2, 0, device, lane, lane, gather, control, Monitor(), inside, schedule, LayerFeatures(), 3, 2, 1024
+        0,
+        2,
+        0,
+        device,
+        lane,
+        lane,
+        gather,
+        control,
+        Monitor(),
+        inside,
+        schedule,
+        LayerFeatures(),
+        3,
+        2,
+        1024,
+        lambda size: lane,
     )
     with mock.patch.object(world, "_world", pretended):
         yield lane

@@ -25,7 +25,9 @@ WORDS = 1 + _RING
 """The size of a log in words of 8 bytes: the number of entries, and a ring of digests."""
 UNKNOWN = "an exchange between the ranks"
 """The description of an exchange of objects whose occasion this rank does not know."""
-_OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all")
+_OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
+_UNEVEN = ("all-to-all",)
+"""Collectives whose numbers of elements differ between ranks, so that entries do not have them."""
 _OF_BUFFERS = (
     "gather of", "gather without gradients of", "preparing the all-gather of", "reduction of the gradient of",
     "change of requires_grad in",
@@ -34,7 +36,7 @@ _OF_VALUES = (
     "step with learning rate", "step with weight_decay", "step with momentum", "step with betas",
     "step with another option", "clipping to the norm", "clipping by the norm of order",
 )  # fmt: skip
-_KINDS = (*_OF_ELEMENTS, *_OF_BUFFERS, *_OF_VALUES, "exchange", "decision for")
+_KINDS = (*_OF_ELEMENTS, *_UNEVEN, *_OF_BUFFERS, *_OF_VALUES, "exchange", "decision for")
 _POSITIONS = {kind: position for position, kind in enumerate(_KINDS)}
 _FACTOR, _MASK = 1000003, (1 << 48) - 1
 _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
@@ -45,8 +47,8 @@ def code(kind: str, number: int) -> int:
 
     Args:
         kind: what the operation is, one of `_KINDS`.
-        number: for a collective on a tensor the number of elements; for an operation on a flat buffer the buffer's
-            number; for an exchange of objects or a decision the number that stands for its text.
+        number: for a collective on a tensor the number of elements, 0 for an all-to-all; for an operation on a flat
+            buffer the buffer's number; for an exchange of objects or a decision the number that stands for its text.
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
@@ -91,6 +93,8 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
     kind, number = kind_and_number(entry)
     if kind in _OF_ELEMENTS:
         return f"{kind} of {number} elements"
+    if kind in _UNEVEN:
+        return kind
     if kind in _OF_BUFFERS:
         return f"{kind} {names.get(number, f'buffer {number}')}"
     if kind in _OF_VALUES:

@@ -34,10 +34,12 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class Communicator(Protocol):
-    """An ordered queue of collectives between all ranks. Tensors are contiguous and on this rank's device.
+    """An ordered queue of collectives between ranks: all of them, or those of a group.
+
+    Tensors are contiguous and on this rank's device.
 
     Attributes:
-        rank: this rank's number.
+        rank: this rank's number among them.
         size: the number of ranks.
         collective_log: the log of the operations. Callers may add entries that say what the operations are for.
     """
@@ -62,14 +64,16 @@ class Communicator(Protocol):
         """Replace `tensor` on every rank by the values of rank `root`. Collective."""
         ...
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[Sequence[int]]) -> Ticket:
-        """Send a part of `sent` to each rank, and fill `received` with the parts from all ranks. Collective.
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Ticket:
+        """Send every rank a part of `sent`, and fill `received` with the parts that the ranks send. Collective.
 
         Args:
-            received: 1-D, written: the parts that this rank gets, in the order of the ranks that send them.
-            sent: 1-D, of the same dtype: the parts for the ranks, in rank order.
-            sizes: `sizes[source][target]`, the number of elements that `source` sends to `target`, possibly 0. The same
-                on all ranks.
+            received: (sum of receive_counts,), written: the parts from all ranks, in rank order.
+            sent: (sum of send_counts,), of the same dtype: the parts for all ranks, in rank order.
+            receive_counts: how many elements come from each rank, possibly 0.
+            send_counts: how many elements go to each rank, possibly 0.
         """
         ...
 
@@ -191,7 +195,9 @@ class SingleProcess:
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         return DONE
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[Sequence[int]]) -> Ticket:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Ticket:
         received.copy_(sent)
         return DONE
 
@@ -241,13 +247,24 @@ class GlooCommunicator:
 
     Means are computed in float32 (float64 for float64), adding values in rank order, so they are reproducible bit by
     bit.
+
+    Args:
+        name: for messages.
+        timeout: how long operations wait for other ranks.
+        group_size: the ranks are divided into groups of so many consecutive ones, each with operations of its own; None
+            for one group of all ranks.
     """
 
-    def __init__(self, name: str, timeout: timedelta) -> None:
+    def __init__(self, name: str, timeout: timedelta, group_size: int | None = None) -> None:
         self._name, self.collective_log, self._seconds = name, CollectiveLog(name), timeout.total_seconds() + PATIENCE
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER)
         self._under_way: set[dist.Work] = set()
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        rank, ranks = dist.get_rank(), range(dist.get_world_size())
+        self.size = len(ranks) if group_size is None else group_size
+        self.rank, self._first = rank % self.size, rank - rank % self.size
+        self._group: Any = None
+        for first in ranks[:: self.size]:  # torch requires that every rank creates every group
+            group = dist.new_group([*ranks[first : first + self.size]], timeout + _LATER, backend="gloo")
+            self._group = group if first == self._first else self._group
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
         self.collective_log.note(code("all-gather", full.numel()))
@@ -277,16 +294,15 @@ class GlooCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         self.collective_log.note(code("broadcast", tensor.numel()))
-        work = dist.broadcast(as_bytes(tensor), root, group=self._group, async_op=True)
+        work = dist.broadcast(as_bytes(tensor), self._first + root, group=self._group, async_op=True)
         return self._ticket("broadcast", tensor, work)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[Sequence[int]]) -> Ticket:
-        self.collective_log.note(code("all-to-all", sum(map(sum, sizes))))
-        outgoing = [count * sent.itemsize for count in sizes[self.rank]]
-        incoming = [row[self.rank] * sent.itemsize for row in sizes]
-        work = dist.all_to_all_single(
-            as_bytes(received), as_bytes(sent), incoming, outgoing, group=self._group, async_op=True
-        )
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Ticket:
+        self.collective_log.note(code("all-to-all", 0))
+        counts = [[count * sent.itemsize for count in each] for each in (receive_counts, send_counts)]
+        work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), *counts, group=self._group, async_op=True)
         return self._ticket("all_to_all", sent, work)
 
     def unfinished(self) -> bool:
@@ -304,7 +320,8 @@ class GlooCommunicator:
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
         self._under_way.add(work)  # `_GlooTicket.wait` removes it
-        label = f"rank {self.rank}: {operation} of {tensor.numel()} × {tensor.dtype} on communicator '{self._name}'"
+        rank, what = self._first + self.rank, f"{operation} of {tensor.numel()} × {tensor.dtype}"
+        label = f"rank {rank}: {what} on communicator '{self._name}'"
         return _GlooTicket(label, work, self._under_way, self.collective_log, self._seconds, finish)
 
 

@@ -65,7 +65,7 @@ class NcclCommunicator:
     """A communicator for tensors on one CUDA device, by an NCCL communicator of CuPy on a stream of its own."""
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
-        self._nccl = nccl = import_nccl()
+        nccl = import_nccl()
         self._name, self._device, self.collective_log = name, device, CollectiveLog(name)
         self.rank, self.size = rank, size
         self._stream = torch.cuda.Stream(device, priority=-1)
@@ -90,22 +90,26 @@ class NcclCommunicator:
         self.collective_log.note(code("broadcast", tensor.numel()))
         return self._issue(self._comm.broadcast, tensor, tensor, (*_moved(tensor), root))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[Sequence[int]]) -> Ticket:
-        self.collective_log.note(code("all-to-all", sum(map(sum, sizes))))
-        as_bytes = _NCCL_TYPES[torch.uint8]
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Ticket:
+        self.collective_log.note(code("all-to-all", 0))
+        return self._issue(self._send_and_receive, sent, received, (sent.itemsize, send_counts, receive_counts))
 
-        def all_to_all(source: int, target: int, stream: int) -> None:
-            self._nccl.groupStart()
-            for peer in range(self.size):
-                outgoing, incoming = (sizes[a][b] * sent.itemsize for a, b in ((self.rank, peer), (peer, self.rank)))
-                if outgoing:
-                    self._comm.send(source, outgoing, as_bytes, peer, stream)
-                if incoming:
-                    self._comm.recv(target, incoming, as_bytes, peer, stream)
-                source, target = source + outgoing, target + incoming
-            self._nccl.groupEnd()
-
-        return self._issue(all_to_all, sent, received, ())
+    def _send_and_receive(
+        self, sent: int, received: int, itemsize: int, send_counts: Sequence[int], receive_counts: Sequence[int],
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Send and receive the parts of an all-to-all as one operation. sent, received: their addresses."""
+        nccl, kind = import_nccl(), _NCCL_TYPES[torch.uint8]
+        nccl.groupStart()
+        for other, (outgoing, incoming) in enumerate(zip(send_counts, receive_counts)):
+            if outgoing:
+                self._comm.send(sent, outgoing * itemsize, kind, other, stream)
+            if incoming:
+                self._comm.recv(received, incoming * itemsize, kind, other, stream)
+            sent, received = sent + outgoing * itemsize, received + incoming * itemsize
+        nccl.groupEnd()
 
     def unfinished(self) -> bool:
         return self._last is not None and not self._last.query()

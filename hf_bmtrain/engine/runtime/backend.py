@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -47,6 +47,8 @@ class Backend(NamedTuple):
         outside: averages the gradients of root parameters.
         control: exchanges Python objects.
         opened: all communicators that have been opened.
+        open_group: divides the ranks into groups of a number of consecutive ranks, and returns the communicator of this
+            rank's group. Called with the same number again, it returns the same communicator. Collective.
     """
 
     gather: Communicator
@@ -56,6 +58,7 @@ class Backend(NamedTuple):
     outside: Reduction
     control: ObjectComm
     opened: list[Communicator]
+    open_group: Callable[[int], Communicator]
 
 
 def check_addresses(gather: str, init_method: str) -> None:
@@ -97,7 +100,8 @@ def open_backend(
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
-        return Backend(single, single, CollectiveGather(single), local, local, ObjectComm(1, timeout), [])
+        control = ObjectComm(1, timeout)
+        return Backend(single, single, CollectiveGather(single), local, local, control, [], lambda group_size: single)
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout, init_method, monitor)
@@ -113,19 +117,21 @@ def open_backend(
     def busy() -> bool:
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
-    def open_communicator(name: str) -> Communicator:
+    def open_communicator(name: str, group_size: int = size) -> Communicator:
         if device.type == "cpu":
-            opened.append(GlooCommunicator(name, timeout))
+            opened.append(GlooCommunicator(name, timeout, group_size))
         else:
-            unique_id = control.broadcast_object(import_nccl().get_unique_id() if rank == 0 else None)
-            opened.append(NcclCommunicator(name, rank, size, unique_id, device))
+            place = rank % group_size
+            ids = control.gather(import_nccl().get_unique_id() if place == 0 else None)
+            opened.append(NcclCommunicator(name, place, group_size, ids[rank - place], device))
         monitor.add(opened[-1])
         return opened[-1]
 
     monitor.open(control, rank, interrupt, busy)
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
     shards, reduction = CollectiveGather(gathering), CollectiveReduction(reducing, device)
-    found = Backend(gathering, reducing, shards, reduction, reduction, control, opened)
+    open_group = functools.cache(lambda group_size: open_communicator(f"groups of {group_size}", group_size))
+    found = Backend(gathering, reducing, shards, reduction, reduction, control, opened, open_group)
     smallest = _smallest_copied(rank, device, gather, control.gather)
     if smallest is None:
         return found

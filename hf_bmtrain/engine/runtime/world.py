@@ -65,6 +65,8 @@ class World:
         zero_level: the default for `auto_wrap`.
         loss_scale_factor: the default for OptimManager.
         loss_scale_steps: the default for OptimManager.
+        open_group: divides the ranks into groups of a number of consecutive ranks, and returns the communicator of this
+            rank's group. Collective.
         poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
         buffers: counts the flat buffers.
         kept: the object that saves the checkpoints of a folder, by folder.
@@ -89,6 +91,7 @@ class World:
     zero_level: int
     loss_scale_factor: float
     loss_scale_steps: int
+    open_group: Callable[[int], Communicator]
     poison: bool = False
     buffers: BufferCount = field(default_factory=BufferCount)
     kept: dict[Path, Any] = field(default_factory=dict)

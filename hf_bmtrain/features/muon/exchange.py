@@ -25,9 +25,9 @@ class Round:
         self.matrices = sorted(matrices, key=lambda matrix: matrix.owner)
         self._mine = [matrix for matrix in self.matrices if matrix.owner == self._rank]
         owned = [[matrix for matrix in self.matrices if matrix.owner == owner] for owner in ranks]
-        self._sizes = [[sum(m.counts[source] for m in owned[target]) for target in ranks] for source in ranks]
-        self._returned = [*map(list, zip(*self._sizes))]
         self._by_rank = [[matrix.counts[source] for matrix in self._mine] for source in ranks]
+        self._of_owners = [sum(matrix.counts[self._rank] for matrix in owned[owner]) for owner in ranks]
+        self._of_ranks = [*map(sum, self._by_rank)]
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
         """Send this rank's elements of all matrices to their owners. Collective.
@@ -36,8 +36,8 @@ class Round:
             parts: for each of `matrices`, this rank's elements, 1-D bfloat16, possibly empty.
         """
         self._sent = torch.cat([*parts])
-        self._received = self._sent.new_empty(sum(map(sum, self._by_rank)))
-        self._ticket = self._communicator.all_to_all(self._received, self._sent, self._sizes)
+        self._received = self._sent.new_empty(sum(self._of_ranks))
+        self._ticket = self._communicator.all_to_all(self._received, self._sent, self._of_ranks, self._of_owners)
 
     def orthogonalize(self, function: Callable[[Matrix, torch.Tensor], torch.Tensor]) -> None:
         """Compute the results of the matrices that this rank owns, and send them back. Collective.
@@ -55,7 +55,7 @@ class Round:
         divided = [result.split(matrix.counts) for matrix, result in zip(self._mine, results)]
         back = [parts[rank] for rank in range(self._communicator.size) for parts in divided]
         self._sent, self._received = torch.cat(back) if back else self._received, torch.empty_like(self._sent)
-        self._ticket = self._communicator.all_to_all(self._received, self._sent, self._returned)
+        self._ticket = self._communicator.all_to_all(self._received, self._sent, self._of_owners, self._of_ranks)
 
     def receive(self) -> list[torch.Tensor]:
         """Return the results that `orthogonalize` of the owners computed: for each of `matrices`, this rank's elements.

@@ -36,7 +36,9 @@ class _Quiet(SingleProcess):
     def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
         return DONE
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[Sequence[int]]) -> Ticket:
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Ticket:
         return DONE
 
 
@@ -112,5 +114,6 @@ def quiet_world(size: int, zero_level: int, copies: bool, memory: Any) -> World:
     schedule = Schedule(shards, blocks, outside, inside)
     return World(
         0, size, 0, META, communicator, communicator, shards, control, Monitor(), inside, schedule,
-        LayerFeatures(), zero_level, loss_scale_factor=2.0, loss_scale_steps=1024, device_memory=memory,
+        LayerFeatures(), zero_level, loss_scale_factor=2.0, loss_scale_steps=1024, open_group=_Quiet,
+        device_memory=memory,
     )  # fmt: skip

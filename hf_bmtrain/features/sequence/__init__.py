@@ -1,0 +1,79 @@
+"""auto_wrap(sequence_parallel=P): groups of P ranks share rows, for rows that are too long for one GPU.
+
+Each rank computes its own tokens. For attention, the ranks of a group exchange them for all tokens of some heads, and
+back; transformers' own functions compute the attention and its masks. Parameters stay sharded over all ranks.
+
+`choose` finds the blocks, or the reason to refuse the model; `rows` divides inputs, labels and loss; `attention` is the
+attention function, `exchange` its collectives; `parts` says which rank gets what.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ...engine.wrap.extension import Extension, WrapPlan
+from ..options import Options
+from .attention import PARTS, register
+from .choose import attentions_of, choose_blocks, trunk_of
+from .loader import share_batches
+from .rows import SharedRows
+
+_log = logging.getLogger("hf_bmtrain")
+_ROWS = "_shared_rows"
+
+
+def ranks_per_row(model: Any) -> int:
+    """Return how many ranks share each row of a wrapped model; 1 without `sequence_parallel`."""
+    rows = getattr(model, _ROWS, None)
+    return 1 if rows is None else rows.size
+
+
+class SequenceParallel(Extension):
+    """The feature of `auto_wrap(sequence_parallel=)`."""
+
+    def __init__(self, options: Options) -> None:
+        self._size = options.sequence_parallel
+        self._blocks: list[torch.nn.Module] = []
+
+    def admit(self, model: torch.nn.Module, late: bool) -> None:
+        if late and self._size not in (1, ranks_per_row(model)):
+            raise ValueError(
+                f"auto_wrap: this model was wrapped with sequence_parallel={ranks_per_row(model)}, which cannot be "
+                f"changed to {self._size}: load it again, or leave sequence_parallel out here."
+            )
+
+    def choose(self, plan: WrapPlan) -> None:
+        if self._size == 1:
+            return
+        if plan.world.size % self._size:
+            raise ValueError(
+                f"auto_wrap: sequence_parallel={self._size} must divide the number of ranks, {plan.world.size}."
+            )
+        self._blocks = choose_blocks(plan.model, plan.layers)
+
+    def prepare(self, plan: WrapPlan) -> None:
+        for block in self._blocks:
+            for attention in attentions_of(block):
+                setattr(attention, PARTS, None)
+                config = attention.config
+                config._attn_implementation_internal = register(config._attn_implementation)
+
+    def connect(self, plan: WrapPlan) -> None:
+        rows = getattr(plan.model, _ROWS, None)
+        if plan.late and rows is not None:
+            rows.follow(plan.model)
+        if not self._blocks:
+            return
+        rows = SharedRows(plan.model, self._size)
+        rows.watch(self._blocks, trunk_of(plan.model, self._blocks[0]))
+        setattr(plan.model, _ROWS, rows)
+        share_batches(self._size, plan.world.size)
+        if plan.world.rank == 0:
+            inner = register(attentions_of(self._blocks[0])[0].config._attn_implementation)
+            _log.info(
+                "%d groups of %d ranks share rows; attention of all tokens of some heads (%s) in %d of %d blocks",
+                plan.world.size // self._size, self._size, inner, len(self._blocks), len(plan.layers),
+            )  # fmt: skip

@@ -1,0 +1,177 @@
+"""The attention function of models whose rows are shared: all tokens of some heads, by the model's own function.
+
+It is added to transformers' registries under a name of its own, one for each function that computes the attention. No
+entry is replaced. The masks are those that transformers makes for the model's own function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...engine.base.torch_internals import autocast_type, disable_compiler
+from .exchange import heads_from_rows, rows_from_heads
+from .parts import Heads, Parts
+
+PARTS = "sequence_parts"
+"""The attribute of an attention module with the `Parts` of the forward. A recomputation finds the same, see replay."""
+_PREFIX = "sequence_of_"
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+
+def is_attention(module: torch.nn.Module) -> bool:
+    """Return whether the forward of `module` calls a function of transformers' attention interface."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and _INTERFACE in code.co_names
+
+
+def register(inner: str) -> str:
+    """Add this attention function to transformers' registries, and return the name that selects it.
+
+    inner: the name of the function that computes the attention, such as "sdpa".
+    """
+    if inner.startswith(_PREFIX):
+        return inner
+    name = _PREFIX + inner.replace("/", "_")
+    functions: Any = getattr(sys.modules["transformers.modeling_utils"], _INTERFACE)
+    if name not in functions:
+        masks: Any = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS  # pyright: ignore
+        functions.register(name, functools.partial(_attend, inner))
+        if inner in masks:
+            masks.register(name, masks[inner])
+    return name
+
+
+@disable_compiler  # its collectives must not be traced
+def _attend(
+    inner: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the attention of `module`, as a function of transformers' attention interface.
+
+    Args:
+        inner: the name of the function that computes it.
+        module: the attention module.
+        query: (rows, query heads, own tokens, d).
+        key: (rows, key-value heads, own tokens, d).
+        value: (rows, key-value heads, own tokens, d of the output).
+        attention_mask: the mask for all tokens, in the form that `inner` takes.
+        **options: further arguments of `inner`.
+
+    Returns:
+        The output (rows, own tokens, query heads, d of the output), and None in place of the weights.
+    """
+    function = _function(inner, module)
+    parts: Parts | None = vars(module).get(PARTS)
+    if parts is None:  # a model that is not wrapped, but has the same configuration object
+        return function(_Share(module, inner), query, key, value, attention_mask, **options)
+    _check(module, inner, parts, query, key, options)
+    heads = Heads(query.shape[1], key.shape[1], parts.size)
+    own = heads.of_queries[parts.rank]
+    division = [heads.of_queries, heads.of_keys, heads.of_keys]
+    dtype = _common_dtype(query, key, value)
+    rows = (tensor.to(dtype).permute(2, 0, 1, 3) for tensor in (query, key, value))
+    exchanged = heads_from_rows(parts, division, *rows)
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in exchanged)
+    if not own:  # fewer heads than ranks: this rank only takes part in the exchanges
+        output = value.transpose(1, 2)
+    else:
+        places = heads.repeated(parts.rank)
+        if places is not None:
+            chosen = torch.tensor(places, device=key.device)
+            key, value = key.index_select(1, chosen), value.index_select(1, chosen)
+        share = _Share(module, inner, own, query.shape[1] // key.shape[1])
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+            attention_mask = attention_mask[:, own.start : own.stop]
+        if options.get("s_aux") is not None:
+            options["s_aux"] = options["s_aux"][own.start : own.stop]
+        output, _ = function(share, query, key, value, attention_mask, **options)
+    output = rows_from_heads(parts, heads.of_queries, output.transpose(0, 1))
+    return output.transpose(0, 1).contiguous(), None
+
+
+def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which tensors are exchanged: that of autocast, in which the attention is computed, if on."""
+    device = autocast_type(tensors[0].device)
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the attention function of that name; "eager" is the function in the source file of the module's class."""
+    functions: Any = getattr(sys.modules["transformers.modeling_utils"], _INTERFACE)
+    files = [sys.modules.get(each.__module__) for each in type(module).__mro__] if inner == "eager" else []
+    eager = next((found for file in files if (found := getattr(file, "eager_attention_forward", None))), None)
+    return functions.get_interface(inner, eager) if hasattr(functions, "get_interface") else eager or functions[inner]
+
+
+def _check(
+    module: torch.nn.Module, inner: str, parts: Parts, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]
+) -> None:
+    """Raise NotImplementedError, with the reason, if the tokens of this attention cannot be exchanged for heads."""
+    kind, own = type(module).__name__, len(parts.own)
+    if query.shape[2] != own or key.shape[2] != own:
+        raise NotImplementedError(
+            f"sequence_parallel: {kind} attends from {query.shape[2]} to {key.shape[2]} tokens, but this rank has "
+            f"{own} of the row: attention to another sequence (cross-attention, a cache) is not supported. Wrap the "
+            "model without sequence_parallel."
+        )
+    if query.shape[1] % key.shape[1]:
+        raise NotImplementedError(
+            f"sequence_parallel: {kind} has {query.shape[1]} query heads and {key.shape[1]} key-value heads, which do "
+            "not form equal groups."
+        )
+    if options.get("position_bias") is not None or options.get("output_attentions"):
+        what = "a position bias" if options.get("position_bias") is not None else "output_attentions=True"
+        raise NotImplementedError(f"sequence_parallel: {kind} is called with {what}, which is not supported.")
+    positions = options.get("position_ids")
+    if "flash" in inner and positions is not None and positions.shape[-1] != parts.length:
+        raise NotImplementedError(
+            f"sequence_parallel: {kind} gets the positions of its own tokens only, from which flash attention cannot "
+            "tell packed documents apart. Use attn_implementation='sdpa'."
+        )
+
+
+class _Share:
+    """Stands for an attention module in a call of an attention function: its attributes, for the own heads.
+
+    Args:
+        module: the attention module.
+        inner: the name that its configuration would have without this package.
+        heads: the own query heads; None for all.
+        groups: the number of query heads for each key-value head.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, inner: str, heads: range | None = None, groups: int | None = None
+    ) -> None:
+        self._module, self._inner, self._heads, self._groups = module, inner, heads, groups
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if name == "num_key_value_groups" and self._groups is not None:
+            return self._groups
+        if name == "sinks" and self._heads is not None:
+            return value[self._heads.start : self._heads.stop]
+        return _Configuration(value, self._inner) if name == "config" else value
+
+
+class _Configuration:
+    """A model's configuration, with the name of the attention function that it had before."""
+
+    def __init__(self, config: Any, inner: str) -> None:
+        self._config, self._attn_implementation = config, inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)

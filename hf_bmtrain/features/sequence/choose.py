@@ -1,0 +1,117 @@
+"""Which blocks of a model share rows, and why a model cannot."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .attention import is_attention
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_MIXERS = re.compile(r"Mamba|SSM|Mixer2|Rwkv|DeltaNet|LinearAttention|LightningAttention|ShortConv|Recurrent|RetNet")
+_SHIFTED = {"ForCausalLMLoss"}
+_PLAIN = {"ForMaskedLMLoss", "ForTokenClassification"}
+_WAY_OUT = "Wrap this model without sequence_parallel."
+
+
+def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return those of `layers` through which the tokens of a text go; others, of a vision tower, are left out.
+
+    Raises ValueError, with the reason, if their rows cannot be shared.
+    """
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise ValueError(f"auto_wrap: sequence_parallel needs a model of transformers; {kind} has no configuration.")
+    text: Any = config.get_text_config()  # pyright: ignore[reportOptionalMemberAccess]
+    reason = _why_not(model, config, text)
+    if reason:
+        raise ValueError(f"auto_wrap: sequence_parallel cannot be used with {kind}: {reason}. {_WAY_OUT}")
+    names = {module: name for name, module in model.named_modules()}
+    chosen = []
+    for layer in layers:
+        attentions = attentions_of(layer)
+        if attentions and not any(type(each.config) is type(text) for each in attentions):
+            continue  # a vision or audio tower, which every rank computes in full
+        reason = _why_not_layer(layer, attentions)
+        if reason:
+            raise ValueError(
+                f"auto_wrap: sequence_parallel cannot be used with {kind}, because '{names[layer]}' "
+                f"({type(layer).__name__}) {reason}. {_WAY_OUT}"
+            )
+        chosen.append(layer)
+    if not chosen:
+        raise ValueError(
+            f"auto_wrap: sequence_parallel cannot be used with {kind}: none of its {len(layers)} blocks calls "
+            f"transformers' attention interface. {_WAY_OUT}"
+        )
+    return chosen
+
+
+def attentions_of(layer: torch.nn.Module) -> list[Any]:
+    """Return the modules in `layer` that call transformers' attention interface."""
+    return [module for module in layer.modules() if is_attention(module)]
+
+
+def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that calls `layer`: the one whose list of layers contains it."""
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, torch.nn.ModuleList) and any(item is layer for item in child):
+                return module
+    return model
+
+
+def loss_kind(model: Any) -> str | None:
+    """Return how `model` computes its loss from labels.
+
+    Returns:
+        "shifted": by transformers' loss for causal language models, which accepts labels that are shifted already.
+        "plain": by transformers' loss with one label for each token. "mean": by a mean of torch's over the labels.
+        None: in another way.
+    """
+    forward = inspect.unwrap(type(model).forward)
+    code: Any = getattr(forward, "__code__", None)
+    if code is None:
+        return None
+    names = {*code.co_names, *code.co_varnames}
+    if "loss_function" in names:
+        function = getattr(getattr(model, "loss_function", None), "__name__", "")
+        takes_more = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
+        known = "shifted" if function in _SHIFTED else "plain" if function in _PLAIN else None
+        return known if takes_more else None
+    shifts = any("shift" in name for name in names)
+    return "mean" if "CrossEntropyLoss" in names and not shifts else None
+
+
+def _why_not(model: Any, config: Any, text: Any) -> str | None:
+    """Return why no block of `model` can share rows, or None. text: the configuration of its text layers."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder, whose cross-attention joins two sequences"
+    others = {*(getattr(text, "layer_types", None) or ())} - _KNOWN_LAYERS
+    if others:
+        return f"it has layers of the kinds {sorted(others)}, whose state goes from token to token"
+    if getattr(model, "_is_stateful", False):
+        return "it is a state-space or recurrent model, whose state goes from token to token"
+    return None
+
+
+def _why_not_layer(layer: torch.nn.Module, attentions: Sequence[Any]) -> str | None:
+    """Return why `layer` cannot share rows, or None. attentions: its modules that call the attention interface."""
+    mixers = [type(each).__name__ for each in layer.modules() if _mixes(each)]
+    if mixers:
+        return f"contains a {mixers[0]}, which mixes neighbouring tokens or carries a state from token to token"
+    if not attentions:
+        return "does not call transformers' attention interface"
+    if len(attentions) > 1:
+        kinds = ", ".join(type(each).__name__ for each in attentions)
+        return f"contains several attentions ({kinds}), of which only self-attention over the row is supported"
+    return None
+
+
+def _mixes(module: torch.nn.Module) -> bool:
+    """Return whether a module other than an attention may combine several tokens."""
+    return isinstance(module, torch.nn.modules.conv._ConvNd) or _MIXERS.search(type(module).__name__) is not None

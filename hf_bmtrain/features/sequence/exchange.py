@@ -1,0 +1,170 @@
+"""Differentiable exchanges between the ranks that share rows.
+
+All of them are collective in the group, in forward and, in the opposite order, in backward. Gradients follow one
+convention: each rank computes from its own tokens, and the mean over ranks of its gradients, times the size of the
+group, is the gradient in one process. The loss of a rank is therefore multiplied by that size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .parts import Parts
+
+Division = Sequence[Sequence[range]]
+"""For each tensor, the heads of each rank."""
+
+
+def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Exchange the own tokens of all heads for all tokens of the own heads.
+
+    Args:
+        parts: the division of the tokens.
+        heads: for each tensor, the heads of each rank. Ranks may share heads.
+        *tensors: (own tokens, rows, all heads, d), of one dtype; d may differ.
+
+    Returns:
+        For each tensor, (all tokens, rows, own heads, d). They are views of one buffer.
+    """
+    return _HeadsFromRows.apply(parts, heads, *tensors)
+
+
+def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Tensor:
+    """Exchange all tokens of the own heads for the own tokens of all heads.
+
+    Args:
+        parts: the division of the tokens.
+        heads: the heads of each rank; no two ranks share one.
+        tensor: (all tokens, rows, own heads, d).
+
+    Returns:
+        (own tokens, rows, all heads, d)
+    """
+    return _RowsFromHeads.apply(parts, heads, tensor)
+
+
+def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
+    """Return the tokens of all ranks of the group: (rows, own tokens, ...) becomes (rows, all tokens, ...).
+
+    What each rank computes from the result must be the same on all ranks of the group.
+    """
+    return _GatherTokens.apply(parts, tensor)
+
+
+def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
+    """Return the mean of the ranks' losses, a scalar; the gradient of each rank's own loss is 1."""
+    return _MeanOverGroup.apply(parts, loss)
+
+
+def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As `heads_from_rows`, without autograd."""
+    own, rows = len(parts.own), tensors[0].shape[1]
+    widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
+    sent = tensors[0].new_empty(own * rows * sum(widths))
+    for rank, chunk in enumerate(sent.split([own * rows * width for width in widths])):
+        views = _views(chunk.view(own, rows, widths[rank]), [len(each[rank]) for each in heads], tensors)
+        for view, tensor, each in zip(views, tensors, heads):
+            view.copy_(tensor[:, :, each[rank].start : each[rank].stop])
+    width = widths[parts.rank]
+    received = sent.new_empty(parts.length, rows, width)
+    counts = [len(tokens) * rows * width for tokens in parts.tokens]
+    parts.group.all_to_all(received.view(-1), sent, counts, [own * rows * each for each in widths]).wait()
+    return _views(received, [len(each[parts.rank]) for each in heads], tensors)
+
+
+def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
+    """The opposite of `_scatter_heads`: the values of heads that several ranks have are added.
+
+    totals: for each tensor, the number of all heads.
+    """
+    own, rows = len(parts.own), tensors[0].shape[1]
+    widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
+    width = widths[parts.rank]
+    sent = tensors[0].new_empty(parts.length, rows, width)
+    for view, tensor in zip(_views(sent, [tensor.shape[2] for tensor in tensors], tensors), tensors):
+        view.copy_(tensor)
+    received = sent.new_empty(own * rows * sum(widths))
+    counts = [len(tokens) * rows * width for tokens in parts.tokens]
+    sizes = [own * rows * each for each in widths]
+    parts.group.all_to_all(received, sent.view(-1), sizes, counts).wait()
+    found = [tensor.new_zeros(own, rows, total, tensor.shape[3]) for tensor, total in zip(tensors, totals)]
+    for rank, chunk in enumerate(received.split(sizes)):
+        views = _views(chunk.view(own, rows, widths[rank]), [len(each[rank]) for each in heads], tensors)
+        for view, tensor, each in zip(views, found, heads):
+            tensor[:, :, each[rank].start : each[rank].stop] += view
+    return found
+
+
+def _width(heads: Division, tensors: Sequence[Tensor], rank: int) -> int:
+    """Return the number of elements that `rank` gets for each token of a row."""
+    return sum(len(each[rank]) * tensor.shape[3] for each, tensor in zip(heads, tensors))
+
+
+def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of `packed` (tokens, rows, width), one for each tensor, as (tokens, rows, heads, d).
+
+    counts: the number of heads of each part. tensors: they have the sizes d.
+    """
+    sizes = [count * tensor.shape[3] for count, tensor in zip(counts, tensors)]
+    starts = [0, *accumulate(sizes)]
+    return [
+        packed[..., start : start + size].unflatten(-1, (count, tensor.shape[3]))
+        for start, size, count, tensor in zip(starts, sizes, counts, tensors)
+    ]
+
+
+class _HeadsFromRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Parts, heads: Division, *tensors: Tensor):
+        ctx.parts, ctx.heads, ctx.totals = parts, heads, [tensor.shape[2] for tensor in tensors]
+        return tuple(_scatter_heads(parts, heads, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        return None, None, *_collect_heads(ctx.parts, ctx.heads, gradients, ctx.totals)
+
+
+class _RowsFromHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Parts, heads: Sequence[range], tensor: Tensor):
+        ctx.parts, ctx.heads = parts, heads
+        return _collect_heads(parts, [heads], [tensor], [heads[-1].stop])[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        return None, None, _scatter_heads(ctx.parts, [ctx.heads], gradients)[0]
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Parts, tensor: Tensor):
+        ctx.parts = parts
+        first = tensor.transpose(0, 1).contiguous()  # the tokens first, so that ranks' parts follow each other
+        each = first[0].numel()
+        full = first.new_empty(parts.length, *first.shape[1:])
+        sent = first.view(-1).repeat(parts.size)
+        counts = [len(tokens) * each for tokens in parts.tokens]
+        # Not an all-gather: it would have to be padded, and other groups may have rows of another length.
+        parts.group.all_to_all(full.view(-1), sent, counts, [first.numel()] * parts.size).wait()
+        return full.transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        return None, ctx.parts.take(gradients[0], 1) * ctx.parts.size
+
+
+class _MeanOverGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Parts, loss: Tensor):
+        total = loss.detach().clone().reshape(1)
+        parts.group.all_reduce(total).wait()
+        return total[0] / parts.size
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        return None, gradients[0]

@@ -1,0 +1,92 @@
+"""How tokens and attention heads are divided among the ranks that share rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...engine.comm.communicator import Communicator
+from ...engine.runtime.world import current_world
+
+
+def divide(count: int, size: int) -> list[range]:
+    """Divide `count` items among `size` ranks, in order. The first ranks get one more if `size` does not divide it."""
+    least, more = divmod(count, size)
+    starts = [rank * least + min(rank, more) for rank in range(size + 1)]
+    return [range(start, stop) for start, stop in zip(starts, starts[1:])]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The division of rows of `length` tokens among the `size` ranks of a group, of which this is number `rank`.
+
+    It refers to no communicator, so that a model that stores it can be copied.
+    """
+
+    length: int
+    size: int
+    rank: int
+
+    @cached_property
+    def tokens(self) -> list[range]:
+        """The positions of each rank's tokens."""
+        return divide(self.length, self.size)
+
+    @property
+    def own(self) -> range:
+        """The positions of this rank's tokens."""
+        return self.tokens[self.rank]
+
+    @property
+    def group(self) -> Communicator:
+        """The communicator of the group."""
+        return current_world().open_group(self.size)
+
+    def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's tokens of `tensor`, a view. dim: the dimension of the tokens."""
+        return tensor.narrow(dim, self.own.start, len(self.own))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The division of attention heads among the ranks of a group.
+
+    Query heads are divided evenly. A rank gets the key-value heads that its query heads use, so that two ranks may get
+    the same one.
+
+    Attributes:
+        queries: the number of query heads.
+        keys: the number of key-value heads, a divisor of `queries`.
+        size: the number of ranks.
+    """
+
+    queries: int
+    keys: int
+    size: int
+
+    @cached_property
+    def of_queries(self) -> list[range]:
+        """Each rank's query heads, possibly none."""
+        return divide(self.queries, self.size)
+
+    @cached_property
+    def of_keys(self) -> list[range]:
+        """Each rank's key-value heads, possibly none."""
+        share = self.queries // self.keys
+        return [range(heads.start // share, -(-heads.stop // share) if heads else heads.start // share)
+                for heads in self.of_queries]  # fmt: skip
+
+    def repeated(self, rank: int) -> list[int] | None:
+        """Return for each query head of `rank` the place of its key-value head among those of the rank.
+
+        Returns None if every key-value head has equally many query heads, in order, which attention functions support.
+        """
+        share, queries, keys = self.queries // self.keys, self.of_queries[rank], self.of_keys[rank]
+        places = [head // share - keys.start for head in queries]
+        if keys and len(queries) % len(keys) == 0:
+            each = len(queries) // len(keys)
+            if places == [number // each for number in range(len(queries))]:
+                return None
+        return places

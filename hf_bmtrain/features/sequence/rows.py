@@ -1,0 +1,278 @@
+"""SharedRows: what a model that shares rows does before and after its forward, and before each of its blocks.
+
+The model itself runs on the whole row: it embeds all tokens, and makes positions and masks for all of them. The first
+block takes this rank's tokens out of it, and what comes after the blocks (the last norm, the head, the loss) gets no
+others. So nothing that a model derives from the row needs to be known here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...engine.base.torch_internals import pytree
+from ...engine.runtime.world import current_world
+from .attention import PARTS
+from .choose import attentions_of, loss_kind
+from .exchange import gather_tokens, mean_over_group
+from .parts import Parts
+
+_log = logging.getLogger("hf_bmtrain")
+_log_once = functools.cache(_log.info)
+_IGNORED = -100
+_COUNT = "num_items_in_batch"
+_CACHES = ("cache", "past_key_values")
+"""The new and the old name of a key-value cache in transformers."""
+_ROTARY = ("position_embeddings", "freqs", "rotary", "cos", "sin")
+
+
+class SharedRows:
+    """Makes the groups of `size` consecutive ranks share each row of one model.
+
+    Attributes:
+        size: the number of ranks in a group.
+    """
+
+    def __init__(self, model: torch.nn.Module, size: int) -> None:
+        """Also opens the communicators of the groups. Collective."""
+        self.size, self._rank = size, current_world().rank % size
+        current_world().open_group(size)
+        self._parts: Parts | None = None  # of the forward that runs
+        self._weight: Tensor | None = None  # of this rank's loss, which is a mean over its own labels
+        self._as_tuple = self._in_training = False
+        self._handles: list[Any] = []
+        self.follow(model)
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Make `model` the outermost module, whose forward gets the whole row."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        for module in model.modules():
+            if callable(getattr(module, "generate", None)):
+                module.generate = _refuse_generate  # pyright: ignore[reportAttributeAccessIssue]
+
+    def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
+        """Register what happens before each of `layers` and after `trunk`, the module that calls them."""
+        for layer in layers:
+            hook = functools.partial(self._before_layer, attentions_of(layer))
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
+        trunk.register_forward_hook(self._after_trunk)
+
+    # -- before the forward ---------------------------------------------------------------------------------------
+
+    def _before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+        given = _by_name(model, args, kwargs)
+        row = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+        if row is None or row.dim() < 2:
+            raise NotImplementedError(
+                f"sequence_parallel: {type(base).__name__} must be called with input_ids or inputs_embeds of shape "
+                f"(rows, tokens, ...), not with {sorted(name for name, value in given.items() if value is not None)}."
+            )
+        _refuse_arguments(base, given)
+        rows, length = row.shape[:2]
+        if length < self.size:
+            raise ValueError(
+                f"sequence_parallel={self.size}: a row of {length} tokens cannot be divided among {self.size} ranks."
+            )
+        self._check_same_rows(row, given.get("labels"))
+        parts = self._parts
+        if parts is None or parts.length != length:
+            parts = Parts(length, self.size, self._rank)
+        self._parts, self._in_training, self._weight = parts, torch.is_grad_enabled(), None
+        if "use_cache" in inspect.signature(base.forward).parameters:
+            given["use_cache"] = False
+        self._as_tuple = given.get("return_dict", getattr(base.config, "return_dict", True)) is False
+        if self._as_tuple:
+            given["return_dict"] = True
+        if given.get("labels") is not None:
+            self._divide_labels(base, given, rows, parts)
+        return (), given
+
+    def _divide_labels(self, base: Any, given: dict[str, Any], rows: int, parts: Parts) -> None:
+        """Replace the labels of the row in the arguments `given` by those of this rank's tokens."""
+        labels, kind, name = given["labels"], loss_kind(base), type(base).__name__
+        if tuple(labels.shape) != (rows, parts.length):
+            raise NotImplementedError(
+                f"sequence_parallel: {name} got labels of shape {tuple(labels.shape)}, but its rows have shape "
+                f"{(rows, parts.length)}: only losses with one label for each token are supported. Compute another "
+                "loss from the model's outputs, called without labels."
+            )
+        if kind is None:
+            raise NotImplementedError(
+                f"sequence_parallel: it is not known how {name} computes its loss. Call the model without labels, and "
+                "compute the loss from its outputs, which have all tokens."
+            )
+        targets = labels
+        if kind == "shifted":
+            targets = given.get("shift_labels")
+            if targets is None:
+                targets = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            given["shift_labels"] = parts.take(targets, 1).contiguous()
+        count = given.pop(_COUNT, None)
+        count = targets.ne(_IGNORED).sum() if count is None else count
+        given["labels"] = own = parts.take(labels, 1).contiguous()
+        if kind != "mean":
+            given[_COUNT] = count / parts.size  # so that the rank's part of the loss is multiplied by the group's size
+            return
+        present = own.ne(_IGNORED).sum()
+        self._weight = present * parts.size / count
+        # A mean over no labels would be nan; this one gets the weight 0
+        own[0, 0] = torch.where(present == 0, 0, own[0, 0])
+
+    def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:
+        """Raise RuntimeError unless all ranks of the group have the same row. Collective in the group."""
+        facts = [torch.tensor([*row.shape[:2]], device=row.device)]
+        for tensor in (row, labels):
+            whole = tensor is not None and not tensor.is_floating_point()
+            facts.append(_digest(tensor) if whole else facts[0].new_zeros(1))  # pyright: ignore[reportArgumentType]
+        mine = torch.cat(facts)
+        everyone = mine.new_empty(self.size * len(mine))
+        current_world().open_group(self.size).all_gather(everyone, mine).wait()
+        found = everyone.view(self.size, -1).tolist()
+        if any(each != found[0] for each in found):
+            shapes = ", ".join(str(tuple(each[:2])) for each in found)
+            raise RuntimeError(
+                f"sequence_parallel={self.size}: the ranks of a group must get the same rows, but they got different "
+                f"ones (shapes {shapes}). With Trainer, add bmt.hf.BMTrainCallback(), and for an IterableDataset pass "
+                "accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator before "
+                f"auto_wrap. In another loop, let rank r read what rank r - r % {self.size} reads: "
+                f"DistributedSampler(data, num_replicas=world_size() // {self.size}, rank=rank() // {self.size})."
+            )
+
+    # -- blocks -------------------------------------------------------------------------------------------------
+
+    def _before_layer(
+        self, attentions: Sequence[torch.nn.Module], layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict]:
+        """Replace the arguments of `layer` by those for this rank's tokens. attentions: the attention modules in it."""
+        parts = self._parts
+        if parts is None:
+            raise RuntimeError(
+                f"sequence_parallel: a {type(layer).__name__} was called outside the model's forward, where it is not "
+                "known which tokens of the row it gets. Call the model."
+            )
+        for attention in attentions:
+            if vars(attention).get(PARTS) is not parts:
+                setattr(attention, PARTS, parts)
+        names = list(inspect.signature(layer.forward).parameters)
+        rotary = [name for name in (*names, *kwargs) if any(word in name for word in _ROTARY)]
+        own = functools.partial(self._own_tokens, layer, parts, bool(rotary))
+        args = tuple(own(name, value) for name, value in zip(names, args))
+        return args, {name: own(name, value) for name, value in kwargs.items()}
+
+    def _own_tokens(self, layer: torch.nn.Module, parts: Parts, rotary: bool, name: str, value: Any) -> Any:
+        """Return an argument of a block for this rank's tokens. rotary: whether another one has the embeddings."""
+        if value is None or "mask" in name or name in _CACHES:
+            return value
+        if any(word in name for word in _ROTARY):
+            return pytree.tree_map_only(Tensor, lambda each: _narrow(parts, each, -2), value)
+        if not isinstance(value, Tensor):
+            return value
+        if name == "position_ids":  # with embeddings they only tell documents apart, in the attention to all tokens
+            return value if rotary else _narrow(parts, value, -1)
+        if name == "hidden_states":  # a copy, so that the embeddings of all tokens are freed
+            return _narrow(parts, value, 1).clone() if value.shape[1] == parts.length else value
+        return _narrow(parts, value, 1) if value.dim() > 2 else value
+
+    def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
+        """Gather the routers' logits, from which the model computes a loss over all tokens."""
+        parts = self._parts
+        logits = output.get("router_logits") if isinstance(output, dict) else None
+        if parts is None or not logits:
+            return output
+        own = len(parts.own)
+        whole = [gather_tokens(parts, each.view(-1, own, each.shape[-1])).flatten(0, 1) for each in logits]
+        output["router_logits"] = tuple(whole)
+        return output
+
+    # -- after the forward ----------------------------------------------------------------------------------------
+
+    def _after_forward(self, model: torch.nn.Module, args: tuple, output: Any) -> Any:
+        parts = self._parts
+        if parts is None or output is None:
+            return output
+        labelled = isinstance(output, dict) and output.get("loss") is not None
+        if labelled:
+            loss = output["loss"]
+            output["loss"] = mean_over_group(parts, loss if self._weight is None else loss * self._weight)
+        if isinstance(output, dict):
+            if output.get("pooler_output") is not None:
+                raise NotImplementedError(
+                    f"sequence_parallel: {type(model).__name__} pools tokens after its blocks, where each rank has "
+                    "only its own. Build it without the pooling layer (add_pooling_layer=False)."
+                )
+            drops = labelled and self._in_training
+            if drops and output.get("logits") is not None:
+                _log_once("sequence_parallel: a training forward with labels returns the loss without the logits")
+            kept = {name: value for name, value in output.items() if not (drops and name == "logits")}
+            output = type(output)(**{name: self._whole(parts, value) for name, value in kept.items()})
+            return output.to_tuple() if self._as_tuple else output  # pyright: ignore[reportAttributeAccessIssue]
+        return self._whole(parts, output)
+
+    @staticmethod
+    def _whole(parts: Parts, value: Any) -> Any:
+        """Return an output with all tokens in place of this rank's."""
+
+        def whole(tensor: Tensor) -> Tensor:
+            own = tensor.dim() > 1 and tensor.shape[1] == len(parts.own)
+            return gather_tokens(parts, tensor) if own else tensor
+
+        return pytree.tree_map_only(Tensor, whole, value)
+
+
+def _by_name(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a forward by name."""
+    signature = inspect.signature(model.forward)
+    given = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
+
+
+def _refuse_arguments(base: Any, given: dict[str, Any]) -> None:
+    """Raise NotImplementedError for arguments of a forward that need tokens of other ranks."""
+    kept = given.get("logits_to_keep", 0)
+    refused = {
+        **{name: given.get(name) is not None for name in _CACHES},
+        "output_attentions=True": given.get("output_attentions", getattr(base.config, "output_attentions", False)),
+        "logits_to_keep": isinstance(kept, Tensor) or kept != 0,
+        "encoder_hidden_states": given.get("encoder_hidden_states") is not None,
+    }
+    for name, found in refused.items():
+        if found:
+            raise NotImplementedError(
+                f"sequence_parallel: {type(base).__name__} was called with {name}, which is not supported where each "
+                "rank has only its own tokens. Leave it out."
+            )
+
+
+def _refuse_generate(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        "generate() is not supported with sequence_parallel: save the model (bmt.save), and generate with one that is "
+        "wrapped without it."
+    )
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Return a number (1,) int64 that differs between different integer tensors, except by chance."""
+    flat = tensor.reshape(-1).long()
+    return ((flat + 1) * (torch.arange(flat.numel(), device=flat.device) * 2654435761 + 97)).sum().reshape(1)
+
+
+def _narrow(parts: Parts, tensor: Tensor, dim: int) -> Tensor:
+    """Return this rank's tokens of a tensor with all tokens, a view; another tensor as it is."""
+    if tensor.dim() < abs(dim) or tensor.shape[dim] != parts.length:
+        return tensor
+    return parts.take(tensor, dim)

@@ -1,0 +1,58 @@
+"""Trainer with a model whose rows several ranks share: which ranks get the same batch, and how tokens are counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
+from transformers import Trainer
+
+from ..engine.runtime.world import current_world
+from ..features.sequence import ranks_per_row
+from ..features.sequence.loader import share_batches
+
+
+class _SharedRows(ParallelismConfig):
+    """Tells Trainer and TRL how many ranks have the same batch, which both call the size of tensor parallelism.
+
+    The model is parallelized already, so that Accelerate must neither do so nor make a mesh of devices for it.
+    """
+
+    @property
+    def tp_enabled(self) -> bool:
+        return False
+
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        return self.device_mesh
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        pass
+
+
+def follow_shared_rows(model: Any, args: Any) -> None:
+    """Make Trainer give ranks that share rows the same batches, and count their samples and tokens once.
+
+    Does nothing for a model that was wrapped without `sequence_parallel`.
+
+    Args:
+        model: the model.
+        args: the trainer's TrainingArguments.
+
+    Raises:
+        ValueError: an argument does not work with shared rows.
+    """
+    size, ranks = ranks_per_row(model), current_world().size
+    if size == 1:
+        return
+    if not args.average_tokens_across_devices:
+        raise ValueError(
+            f"average_tokens_across_devices=False does not work with sequence_parallel={size}: the ranks of a group "
+            "have different tokens of one row, which must count alike. Leave this argument out."
+        )
+    share_batches(size, ranks)
+    shared = _SharedRows(tp_size=size, dp_shard_size=ranks // size, dp_replicate_size=1, cp_size=1, sp_size=1)
+    shared.device_mesh = AcceleratorState().device_mesh
+    AcceleratorState().parallelism_config = shared
+    if "parallelism_config" not in Trainer.get_tp_size.__code__.co_consts:  # older ones ask the model instead
+        model._tp_size = size

@@ -1,0 +1,98 @@
+"""What cannot share rows is refused, with the reason, before anything is wrong."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import hf_bmtrain as bmt
+from ranks import on_ranks
+from sequence_models import MODELS, VOCABULARY, batch_of, causal
+
+
+def tiny(name, **given):
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")(**sizes, **given)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def qwen3_next():
+    return causal(
+        "Qwen3Next", linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+    )()  # fmt: skip
+
+
+def t5():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, **sizes))
+
+
+REFUSED = {
+    "mamba": (lambda: tiny("Mamba", state_size=4), "state"),
+    "qwen3-next": (qwen3_next, "linear_attention"),
+    "bloom": (lambda: tiny("Bloom", n_head=4), "attention interface"),
+    "t5": (t5, "encoder-decoder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(2)
+def test_models(name):
+    build, reason = REFUSED[name]
+    model = build()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"(?s){type(model).__name__}.*{reason}"):
+        bmt.auto_wrap(model, sequence_parallel=2)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@on_ranks(3)
+def test_number_of_ranks():
+    with pytest.raises(ValueError, match="sequence_parallel=2 must divide the number of ranks, 3"):
+        bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
+
+
+@on_ranks(2)
+def test_calls():
+    model = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
+    batch = batch_of("plain", 0)
+    with pytest.raises(NotImplementedError, match="generate"):
+        model.generate(batch["input_ids"])
+    for given in ({"logits_to_keep": 1}, {"output_attentions": True}, {"past_key_values": transformers.DynamicCache()}):
+        with pytest.raises(NotImplementedError, match=next(iter(given))):
+            model(**batch, **given)
+    with pytest.raises(ValueError, match="a row of 1 tokens"):
+        model(**{name: value[:, :1] for name, value in batch.items()})
+    with pytest.raises(NotImplementedError, match="one label for each token"):
+        model(input_ids=batch["input_ids"], labels=torch.tensor([0, 1]))
+    model(**batch).loss.backward()  # still usable
+
+
+@on_ranks(2)
+def test_rows_that_differ_in_a_group():
+    model = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
+    with pytest.raises(RuntimeError, match="must get the same rows.*DistributedSampler"):
+        model(**batch_of("plain", bmt.rank()))
+    with pytest.raises(RuntimeError, match="must get the same rows"):
+        model(**batch_of("plain", 0, tokens=20 + bmt.rank()))
+    model(**batch_of("plain", 0))
+
+
+@on_ranks(2)
+def test_pooled_outputs():
+    torch.manual_seed(0)
+    model = transformers.BertModel(copy.deepcopy(MODELS["bert"]().config))
+    bmt.auto_wrap(model, sequence_parallel=2)
+    with pytest.raises(NotImplementedError, match="pooling"):
+        model(input_ids=batch_of("plain", 0)["input_ids"])
+
+
+@on_ranks(2)
+def test_labels_of_whole_rows():
+    config = copy.deepcopy(MODELS["llama"]().config)
+    model = bmt.auto_wrap(transformers.LlamaForSequenceClassification(config), sequence_parallel=2)
+    with pytest.raises(NotImplementedError, match="one label for each token"):
+        model(input_ids=batch_of("plain", 0)["input_ids"], labels=torch.tensor([0, 1]))

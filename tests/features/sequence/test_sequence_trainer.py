@@ -1,0 +1,141 @@
+"""Stock Trainer with rows that ranks share: each row is seen once, and weights and logs are those of one process."""
+
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+import hf_bmtrain as bmt
+from cases import by_default
+from ranks import on_ranks
+from sequence_models import MODELS, TOKENS, VOCABULARY, batch_of
+
+ROWS, RATE = 16, 0.1
+
+
+def rows(count=ROWS):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (count, TOKENS), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -100)
+    labels[:, 0] = -100  # which older versions of Trainer count, although no token predicts the first one
+    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
+
+
+class Seen:
+    """The rows of each forward of a model."""
+
+    def __init__(self, model):
+        self.batches = []
+        model.register_forward_pre_hook(self.note, with_kwargs=True, prepend=True)
+
+    def note(self, model, args, kwargs):
+        if torch.is_grad_enabled():
+            self.batches.append((kwargs["input_ids"].clone(), kwargs["labels"].clone()))
+
+
+def train_plainly(name, steps, norm):
+    """Train on the (ids, labels) of each step, and return the losses and the model."""
+    model, losses = MODELS[name](), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for ids, labels in steps:
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("accumulation", by_default([1, 2], 2))
+@on_ranks(4, full=(2,))
+def test_trainer(folder, name, accumulation):
+    model = bmt.auto_wrap(MODELS[name](), sequence_parallel=2)
+    if name == "llama":
+        assert bmt.hf.fuse_causal_loss(model)
+    seen, groups = Seen(model), bmt.world_size() // 2
+    args = transformers.TrainingArguments(
+        folder, num_train_epochs=1, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation,
+        optim="sgd", learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=0.7, logging_steps=1,
+        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, args, train_dataset=rows(), callbacks=[bmt.hf.BMTrainCallback()])
+    trainer.train()
+    assert trainer.state.global_step == ROWS // (2 * groups * accumulation)
+    everyone = bmt.current_world().gather_objects(seen.batches)
+    once = [everyone[rank] for rank in range(0, bmt.world_size(), 2)]
+    for rank, batches in enumerate(everyone):
+        assert all(map(same, batches, once[rank // 2]))
+    ids = torch.cat([batch[0] for batches in once for batch in batches])
+    assert sorted(ids.tolist()) == sorted(row["input_ids"].tolist() for row in rows())
+    steps = []
+    for step in range(trainer.state.global_step):
+        taken = [b for each in once for b in each[step * accumulation : (step + 1) * accumulation]]
+        steps.append(tuple(torch.cat(tensors) for tensors in zip(*taken)))
+    losses, plain = train_plainly(name, steps, 0.7)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, rel=2e-4)
+    found = model.state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+
+
+def same(one, other):
+    return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+
+
+@on_ranks(2)
+def test_evaluation(folder):
+    model, plain = bmt.auto_wrap(MODELS["qwen3"](), sequence_parallel=2), MODELS["qwen3"]()
+    args = transformers.TrainingArguments(folder, per_device_eval_batch_size=3, report_to="none", use_cpu=True)
+    trainer = transformers.Trainer(
+        model, args, eval_dataset=rows(6), callbacks=[bmt.hf.BMTrainCallback()],
+        compute_metrics=lambda found: {"logits": float(abs(found.predictions).mean())},
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    batches = [
+        {k: torch.stack([row[k] for row in rows(6)[at : at + 3]]) for k in ("input_ids", "labels")} for at in (0, 3)
+    ]
+    with torch.no_grad():
+        outputs = [plain.eval()(**batch) for batch in batches]
+    losses = [output.loss.item() for output in outputs]
+    assert metrics["eval_loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)
+    size = torch.stack([output.logits.abs().mean() for output in outputs]).mean().item()
+    assert metrics["eval_logits"] == pytest.approx(size, rel=1e-4)
+
+
+@on_ranks(2)
+def test_arguments(folder):
+    model = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
+    args = transformers.TrainingArguments(folder, average_tokens_across_devices=False, report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match="average_tokens_across_devices"):
+        transformers.Trainer(model, args, train_dataset=rows(), callbacks=[bmt.hf.BMTrainCallback()])
+
+
+@on_ranks(2)
+def test_samples_are_counted_once():
+    model = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
+    with mock.patch("hf_bmtrain.hf.speed.time.perf_counter", side_effect=[0.0, 1.0]):
+        speed = bmt.hf.callback.Speedometer(model)
+        model(**batch_of("plain", 0)).loss.backward()
+        report = speed.read()
+    speed.close()
+    assert (report["samples_per_second"], report["tokens_per_second"]) == (2, 2 * TOKENS)
+
+
+@on_ranks(4)
+def test_accelerate_loader():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
+    model, loader = accelerator.prepare(model, torch.utils.data.DataLoader(rows(), batch_size=2))
+    seen = []
+    for batch in loader:
+        model(**batch).loss.backward()
+        seen += batch["input_ids"].tolist()
+    everyone = bmt.current_world().gather_objects(seen)
+    assert everyone[0] == everyone[1] and everyone[2] == everyone[3]
+    assert sorted(everyone[0] + everyone[2]) == sorted(row["input_ids"].tolist() for row in rows())

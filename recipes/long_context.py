@@ -31,7 +31,6 @@ def main() -> None:
     bmt.init_distributed(seed=0)
     torch.set_num_threads(1)
     model = build(options)
-    limit_memory(options.memory)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
@@ -39,6 +38,8 @@ def main() -> None:
     try:
         for tokens in lengths(options.tokens):
             report(model, manager, optimizer.param_groups, tokens, options, generator)
+            if tokens == SHORTEST:  # by then libraries and optimizer have allocated what is theirs
+                limit_memory(options.memory)
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error):
             raise

@@ -16,7 +16,7 @@ import torch
 
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
-from .attention import PARTS, register
+from .attention import ROW, register
 from .choose import attentions_of, choose_blocks, trunk_of
 from .loader import share_batches
 from .rows import SharedRows
@@ -57,7 +57,7 @@ class SequenceParallel(Extension):
     def prepare(self, plan: WrapPlan) -> None:
         for block in self._blocks:
             for attention in attentions_of(block):
-                setattr(attention, PARTS, None)
+                setattr(attention, ROW, None)
                 config = attention.config
                 config._attn_implementation_internal = register(config._attn_implementation)
 

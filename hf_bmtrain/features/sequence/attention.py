@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,24 @@ from ...engine.base.torch_internals import autocast_type, disable_compiler
 from .exchange import heads_from_rows, rows_from_heads
 from .parts import Heads, Parts
 
-PARTS = "sequence_parts"
-"""The attribute of an attention module with the `Parts` of the forward. A recomputation finds the same, see replay."""
+ROW = "sequence_row"
+"""The attribute of an attention module with the `Row` of the forward. A recomputation finds the same, see replay."""
 _PREFIX = "sequence_of_"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an attention module needs to know of a row.
+
+    Attributes:
+        parts: the division of its tokens.
+        positions: the position ids of all tokens, if the block is called with them. Flash attention tells documents
+            apart by them.
+    """
+
+    parts: Parts
+    positions: torch.Tensor | None
 
 
 def is_attention(module: torch.nn.Module) -> bool:
@@ -72,10 +87,13 @@ def _attend(
         The output (rows, own tokens, query heads, d of the output), and None in place of the weights.
     """
     function = _function(inner, module)
-    parts: Parts | None = vars(module).get(PARTS)
-    if parts is None:  # a model that is not wrapped, but has the same configuration object
+    row: Row | None = vars(module).get(ROW)
+    if row is None:  # a model that is not wrapped, but has the same configuration object
         return function(_Share(module, inner), query, key, value, attention_mask, **options)
-    _check(module, inner, parts, query, key, options)
+    parts = row.parts
+    _check(module, parts, query, key, options)
+    if "position_ids" in options:
+        options["position_ids"] = row.positions
     heads = Heads(query.shape[1], key.shape[1], parts.size)
     own = heads.of_queries[parts.rank]
     division = [heads.of_queries, heads.of_keys, heads.of_keys]
@@ -117,7 +135,7 @@ def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _check(
-    module: torch.nn.Module, inner: str, parts: Parts, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]
+    module: torch.nn.Module, parts: Parts, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]
 ) -> None:
     """Raise NotImplementedError, with the reason, if the tokens of this attention cannot be exchanged for heads."""
     kind, own = type(module).__name__, len(parts.own)
@@ -135,12 +153,6 @@ def _check(
     if options.get("position_bias") is not None or options.get("output_attentions"):
         what = "a position bias" if options.get("position_bias") is not None else "output_attentions=True"
         raise NotImplementedError(f"sequence_parallel: {kind} is called with {what}, which is not supported.")
-    positions = options.get("position_ids")
-    if "flash" in inner and positions is not None and positions.shape[-1] != parts.length:
-        raise NotImplementedError(
-            f"sequence_parallel: {kind} gets the positions of its own tokens only, from which flash attention cannot "
-            "tell packed documents apart. Use attn_implementation='sdpa'."
-        )
 
 
 class _Share:
@@ -162,7 +174,7 @@ class _Share:
         value = getattr(self._module, name)
         if name == "num_key_value_groups" and self._groups is not None:
             return self._groups
-        if name == "sinks" and self._heads is not None:
+        if name == "sinks" and self._heads is not None and value is not None:
             return value[self._heads.start : self._heads.stop]
         return _Configuration(value, self._inner) if name == "config" else value
 

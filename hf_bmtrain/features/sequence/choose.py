@@ -13,6 +13,11 @@ from .attention import is_attention
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIXERS = re.compile(r"Mamba|SSM|Mixer2|Rwkv|DeltaNet|LinearAttention|LightningAttention|ShortConv|Recurrent|RetNet")
+_OTHERS = {
+    "doge": "its attention makes a mask from its own tokens",
+    "hrm_text": "its blocks are called several times, with the embeddings of all tokens added in between",
+}
+"""Why models of these types are refused, for reasons that their modules do not show."""
 _SHIFTED = {"ForCausalLMLoss"}
 _PLAIN = {"ForMaskedLMLoss", "ForTokenClassification"}
 _WAY_OUT = "Wrap this model without sequence_parallel."
@@ -43,6 +48,14 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
                 f"({type(layer).__name__}) {reason}. {_WAY_OUT}"
             )
         chosen.append(layer)
+    around = [module for module in model.modules() if any(block in chosen for block in module.modules())]
+    pooling = next((module for module in around if module not in chosen and _pools(module)), None)
+    if pooling is not None:
+        raise ValueError(
+            f"auto_wrap: sequence_parallel cannot be used with {kind}: {type(pooling).__name__} pools tokens after the "
+            f"blocks, where each rank has only its own. Build it without a pooling layer (add_pooling_layer=False). "
+            f"{_WAY_OUT}"
+        )
     if not chosen:
         raise ValueError(
             f"auto_wrap: sequence_parallel cannot be used with {kind}: none of its {len(layers)} blocks calls "
@@ -63,6 +76,12 @@ def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
             if isinstance(child, torch.nn.ModuleList) and any(item is layer for item in child):
                 return module
     return model
+
+
+def sets_shape(trunk: torch.nn.Module) -> bool:
+    """Return whether `trunk` gives the hidden states the shape of its input after the last block, as GPT-2 does."""
+    code = getattr(inspect.unwrap(type(trunk).forward), "__code__", None)
+    return code is not None and "output_shape" in code.co_varnames
 
 
 def loss_kind(model: Any) -> str | None:
@@ -94,9 +113,30 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
     others = {*(getattr(text, "layer_types", None) or ())} - _KNOWN_LAYERS
     if others:
         return f"it has layers of the kinds {sorted(others)}, whose state goes from token to token"
+    if getattr(text, "model_type", None) in _OTHERS:
+        return _OTHERS[text.model_type]
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if _scores(base):
+        return "its outputs are not one for each token"
     if getattr(model, "_is_stateful", False):
         return "it is a state-space or recurrent model, whose state goes from token to token"
     return None
+
+
+def _scores(model: Any) -> bool:
+    """Return whether `model` may compute an output, such as a score, from some of the tokens."""
+    name = type(model).__name__
+    if "For" not in name and "LMHead" not in name:  # no head
+        return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return head is None and "TokenClassification" not in name
+
+
+def _pools(module: Any) -> bool:
+    """Return whether the forward of `module` pools the tokens of a row."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    pools = code is not None and any("pool" in name for name in code.co_varnames)
+    return pools and getattr(module, "pooler", module) is not None
 
 
 def _why_not_layer(layer: torch.nn.Module, attentions: Sequence[Any]) -> str | None:

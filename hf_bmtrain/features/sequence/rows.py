@@ -7,10 +7,11 @@ others. So nothing that a model derives from the row needs to be known here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from ...engine.base.torch_internals import pytree
 from ...engine.runtime.world import current_world
-from .attention import PARTS
-from .choose import attentions_of, loss_kind
+from .attention import ROW, Row
+from .choose import attentions_of, loss_kind, sets_shape
 from .exchange import gather_tokens, mean_over_group
 from .parts import Parts
 
@@ -29,6 +30,11 @@ _IGNORED = -100
 _COUNT = "num_items_in_batch"
 _CACHES = ("cache", "past_key_values")
 """The new and the old name of a key-value cache in transformers."""
+_DIVIDED = {
+    "", "logits", "prediction_logits", "last_hidden_state", "hidden_states", "log_probs", "entropy", "is_top1",
+    "label_mask", "log_sum_sq_probs", "mean_logits",
+}  # fmt: skip
+"""The names of outputs, of transformers and TRL, of which each rank has its own tokens; "" for one without a name."""
 _ROTARY = ("position_embeddings", "freqs", "rotary", "cos", "sin")
 
 
@@ -43,9 +49,11 @@ class SharedRows:
         """Also opens the communicators of the groups. Collective."""
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
-        self._parts: Parts | None = None  # of the forward that runs
+        self._parts: Parts | None = None  # of the last forward
+        self._active: Parts | None = None  # of the forward that runs
         self._weight: Tensor | None = None  # of this rank's loss, which is a mean over its own labels
         self._as_tuple = self._in_training = False
+        self._rows = 0
         self._handles: list[Any] = []
         self.follow(model)
 
@@ -66,7 +74,9 @@ class SharedRows:
         for layer in layers:
             hook = functools.partial(self._before_layer, attentions_of(layer))
             layer.register_forward_pre_hook(hook, with_kwargs=True)
-        trunk.register_forward_hook(self._after_trunk)
+        if sets_shape(trunk):
+            layers[-1].register_forward_hook(self._after_last_layer)
+        trunk.register_forward_hook(self._after_trunk, prepend=True)  # the trunk may be the outermost module
 
     # -- before the forward ---------------------------------------------------------------------------------------
 
@@ -89,7 +99,8 @@ class SharedRows:
         parts = self._parts
         if parts is None or parts.length != length:
             parts = Parts(length, self.size, self._rank)
-        self._parts, self._in_training, self._weight = parts, torch.is_grad_enabled(), None
+        self._parts = self._active = parts
+        self._in_training, self._weight, self._rows = torch.is_grad_enabled(), None, rows
         if "use_cache" in inspect.signature(base.forward).parameters:
             given["use_cache"] = False
         self._as_tuple = given.get("return_dict", getattr(base.config, "return_dict", True)) is False
@@ -156,50 +167,73 @@ class SharedRows:
         self, attentions: Sequence[torch.nn.Module], layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict]:
         """Replace the arguments of `layer` by those for this rank's tokens. attentions: the attention modules in it."""
-        parts = self._parts
+        parts = self._active
         if parts is None:
             raise RuntimeError(
                 f"sequence_parallel: a {type(layer).__name__} was called outside the model's forward, where it is not "
                 "known which tokens of the row it gets. Call the model."
             )
-        for attention in attentions:
-            if vars(attention).get(PARTS) is not parts:
-                setattr(attention, PARTS, parts)
         names = list(inspect.signature(layer.forward).parameters)
-        rotary = [name for name in (*names, *kwargs) if any(word in name for word in _ROTARY)]
-        own = functools.partial(self._own_tokens, layer, parts, bool(rotary))
+        given = {**dict(zip(names, args)), **kwargs}
+        positions = given.get("position_ids")
+        for attention in attentions:
+            known: Row | None = vars(attention).get(ROW)
+            if known is None or known.parts is not parts or known.positions is not positions:
+                setattr(attention, ROW, Row(parts, positions))
+        own = functools.partial(self._own_tokens, layer, parts)
         args = tuple(own(name, value) for name, value in zip(names, args))
         return args, {name: own(name, value) for name, value in kwargs.items()}
 
-    def _own_tokens(self, layer: torch.nn.Module, parts: Parts, rotary: bool, name: str, value: Any) -> Any:
-        """Return an argument of a block for this rank's tokens. rotary: whether another one has the embeddings."""
+    @staticmethod
+    def _own_tokens(layer: torch.nn.Module, parts: Parts, name: str, value: Any) -> Any:
+        """Return an argument of a block for this rank's tokens."""
         if value is None or "mask" in name or name in _CACHES:
             return value
         if any(word in name for word in _ROTARY):
             return pytree.tree_map_only(Tensor, lambda each: _narrow(parts, each, -2), value)
         if not isinstance(value, Tensor):
             return value
-        if name == "position_ids":  # with embeddings they only tell documents apart, in the attention to all tokens
-            return value if rotary else _narrow(parts, value, -1)
-        if name == "hidden_states":  # a copy, so that the embeddings of all tokens are freed
-            return _narrow(parts, value, 1).clone() if value.shape[1] == parts.length else value
-        return _narrow(parts, value, 1) if value.dim() > 2 else value
+        if name == "position_ids":
+            return _narrow(parts, value, -1)
+        places = [dim for dim in range(1, value.dim()) if value.shape[dim] == parts.length]
+        if not places:
+            return value
+        if 1 not in places and len(places) > 1:
+            raise NotImplementedError(
+                f"sequence_parallel: {type(layer).__name__} is called with {name} of shape {tuple(value.shape)}, of "
+                f"which several dimensions are as long as the row ({parts.length} tokens): this is not supported."
+            )
+        own = parts.take(value, 1 if 1 in places else places[0])
+        return own.clone() if name == "hidden_states" else own  # so that the embeddings of all tokens are freed
+
+    def _after_last_layer(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
+        """Fill up this rank's tokens with zeros in place of the others, for a trunk that sets the shape of its rows."""
+        parts = self._active
+        if parts is None:
+            return output
+        before, after = parts.own.start, parts.length - parts.own.stop
+        return _first(output, lambda hidden: torch.nn.functional.pad(hidden, (0, 0, before, after)))
 
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Gather the routers' logits, from which the model computes a loss over all tokens."""
-        parts = self._parts
-        logits = output.get("router_logits") if isinstance(output, dict) else None
-        if parts is None or not logits:
+        """Take this rank's tokens, if there are others, and gather the routers' logits.
+
+        From these logits the model computes a loss over all tokens.
+        """
+        parts = self._active
+        if parts is None:
             return output
-        own = len(parts.own)
-        whole = [gather_tokens(parts, each.view(-1, own, each.shape[-1])).flatten(0, 1) for each in logits]
-        output["router_logits"] = tuple(whole)
+        output = _first(output, lambda hidden: _narrow(parts, hidden, 1))
+        logits = output.get("router_logits") if isinstance(output, dict) else None
+        if logits:
+            own = len(parts.own)
+            whole = [gather_tokens(parts, each.view(-1, own, each.shape[-1])).flatten(0, 1) for each in logits]
+            output["router_logits"] = tuple(whole)
         return output
 
     # -- after the forward ----------------------------------------------------------------------------------------
 
     def _after_forward(self, model: torch.nn.Module, args: tuple, output: Any) -> Any:
-        parts = self._parts
+        parts, self._active = self._active, None
         if parts is None or output is None:
             return output
         labelled = isinstance(output, dict) and output.get("loss") is not None
@@ -207,28 +241,45 @@ class SharedRows:
             loss = output["loss"]
             output["loss"] = mean_over_group(parts, loss if self._weight is None else loss * self._weight)
         if isinstance(output, dict):
-            if output.get("pooler_output") is not None:
-                raise NotImplementedError(
-                    f"sequence_parallel: {type(model).__name__} pools tokens after its blocks, where each rank has "
-                    "only its own. Build it without the pooling layer (add_pooling_layer=False)."
-                )
-            drops = labelled and self._in_training
-            if drops and output.get("logits") is not None:
+            if labelled and self._in_training and output.get("logits") is not None:
                 _log_once("sequence_parallel: a training forward with labels returns the loss without the logits")
-            kept = {name: value for name, value in output.items() if not (drops and name == "logits")}
-            output = type(output)(**{name: self._whole(parts, value) for name, value in kept.items()})
+                output = _without(output, "logits")
+            for name, value in [*output.items()]:
+                output[name] = self._whole(parts, name, value)
             return output.to_tuple() if self._as_tuple else output  # pyright: ignore[reportAttributeAccessIssue]
-        return self._whole(parts, output)
+        return self._whole(parts, "", output)
 
-    @staticmethod
-    def _whole(parts: Parts, value: Any) -> Any:
-        """Return an output with all tokens in place of this rank's."""
+    def _whole(self, parts: Parts, name: str, value: Any) -> Any:
+        """Return the output `name` with all tokens in place of this rank's."""
+        if name not in _DIVIDED:
+            return value
 
         def whole(tensor: Tensor) -> Tensor:
-            own = tensor.dim() > 1 and tensor.shape[1] == len(parts.own)
+            own = tuple(tensor.shape[:2]) == (self._rows, len(parts.own))
             return gather_tokens(parts, tensor) if own else tensor
 
         return pytree.tree_map_only(Tensor, whole, value)
+
+
+def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the output of a module with its first tensor, the hidden states, changed."""
+    if isinstance(output, Tensor):
+        return change(output)
+    if isinstance(output, dict):
+        name = next(iter(output))
+        output[name] = change(output[name])
+        return output
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else output
+
+
+def _without(output: Any, name: str) -> Any:
+    """Return a ModelOutput, whose entries cannot be deleted, without the entry of that name."""
+    fields = {field.name for field in dataclasses.fields(output)}
+    kept = {key: value for key, value in output.items() if key != name}
+    made = type(output)(**{key: value for key, value in kept.items() if key in fields})
+    for key, value in kept.items():
+        made[key] = value
+    return made
 
 
 def _by_name(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def without_dropout(model: Any) -> Any:
     """Ranks would draw other numbers than one process does."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

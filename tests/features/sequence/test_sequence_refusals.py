@@ -83,16 +83,22 @@ def test_rows_that_differ_in_a_group():
 
 @on_ranks(2)
 def test_pooled_outputs():
-    torch.manual_seed(0)
-    model = transformers.BertModel(copy.deepcopy(MODELS["bert"]().config))
-    bmt.auto_wrap(model, sequence_parallel=2)
-    with pytest.raises(NotImplementedError, match="pooling"):
-        model(input_ids=batch_of("plain", 0)["input_ids"])
+    config = copy.deepcopy(MODELS["bert"]().config)
+    with pytest.raises(ValueError, match="BertModel pools tokens.*add_pooling_layer=False"):
+        bmt.auto_wrap(transformers.BertModel(config), sequence_parallel=2)
+    model = bmt.auto_wrap(transformers.BertModel(config, add_pooling_layer=False), sequence_parallel=2)
+    batch = {"input_ids": batch_of("plain", 0)["input_ids"]}
+    assert model(**batch).last_hidden_state.shape[:2] == batch["input_ids"].shape
 
 
 @on_ranks(2)
-def test_labels_of_whole_rows():
+def test_outputs_that_are_not_one_for_each_token():
     config = copy.deepcopy(MODELS["llama"]().config)
-    model = bmt.auto_wrap(transformers.LlamaForSequenceClassification(config), sequence_parallel=2)
-    with pytest.raises(NotImplementedError, match="one label for each token"):
-        model(input_ids=batch_of("plain", 0)["input_ids"], labels=torch.tensor([0, 1]))
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    towers = {"text_config": {**sizes, "vocab_size": 61}, "vision_config": {**sizes, "image_size": 8, "patch_size": 4}}
+    for model in (
+        transformers.LlamaForSequenceClassification(config),
+        transformers.CLIPModel(transformers.CLIPConfig(**towers)),
+    ):
+        with pytest.raises(ValueError, match=f"{type(model).__name__}: its outputs are not one for each token"):
+            bmt.auto_wrap(model, sequence_parallel=2)

@@ -23,7 +23,7 @@ from common.command_line import at_least, positive
 
 ASK, DIGITS, LETTERS = 0, 16, 48
 """Token 0 asks; then follow 16 digits and 48 letters."""
-SHORTEST, LONGER = 64, 4
+SHORTEST, LONGER = 64, 8
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Find a needle in rows that no process could hold alone.")
     add = parser.add_argument
     add("--tokens", type=at_least(SHORTEST), default=8192, help="of the longest rows (%(default)s)")
-    add("--memory", type=positive, default=110, help="MB that training may add to a process (%(default)s)")
+    add("--memory", type=positive, default=340, help="MB that training may add to a process (%(default)s)")
     add("--steps", type=at_least(1), default=60, help="optimizer steps in rows of each length but the last two, which "
         "get a third and a tenth (%(default)s)")  # fmt: skip
     add("--lr", type=positive, default=4e-3, help="learning rate (%(default)s)")
@@ -63,7 +63,7 @@ def parse_options() -> argparse.Namespace:
 
 def build(options: argparse.Namespace) -> Any:
     config = LlamaConfig(
-        vocab_size=1 + DIGITS + LETTERS, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
+        vocab_size=1 + DIGITS + LETTERS, hidden_size=options.hidden, intermediate_size=32 * options.hidden,
         num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e7,
         max_position_embeddings=options.tokens,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def report(
 ) -> None:
     """Train in rows of `tokens` tokens, and print how many needles are found in new ones."""
     rows = max(1, min(32, 8192 // tokens))
-    share = {options.tokens: 10, options.tokens // LONGER: 3}.get(tokens, 1)
+    share = 1 if tokens < 2048 else 6 if tokens < options.tokens else 20
     started, steps, loss = time.perf_counter(), max(2, options.steps // share), 0.0
     for _ in range(steps):
         ids, labels = draw(rows, tokens, generator)

@@ -17,7 +17,6 @@ from sequence_models import check
 from zoo_families import FAMILIES
 from zoo_models import loss_of
 
-
 ROUNDED = {"gemma4_unified", "diffusion_gemma_text"}
 """Families that are compared in float64: in float32 they round more than is allowed."""
 

@@ -80,6 +80,12 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
         if problem is None and isinstance(error, RuntimeError) and _is_of_torch_collective(trace):
             problem = watch.find_cause(_CAUSE_SECONDS)
         first = watch.raised_before()
+        if first is not None and first[1].ended.startswith(
+            "ended"
+        ):  # because of a problem, which may be a third rank's
+            cause = problem or first[1].problem or ""
+            if cause.startswith("rank "):
+                first, problem = None, cause
         raised = traceback.format_exception_only(kind, error)[0].strip()
         summary = problem or raised
         at = f" at {line}" if (line := line_of(trace)) else ""

@@ -295,14 +295,12 @@ class Watch(Monitor):
         return None
 
     def _all_waited(self, ranks: dict[int, Status]) -> bool:
-        """Return whether every rank has waited for some time.
+        """Return whether, when the oldest of the statuses was written, all ranks had already waited for some time.
 
-        Otherwise, one may have come just now, or it has been stopped since it wrote its status.
+        Otherwise, one may have come just now, or it has gone on and been stopped before it could write that.
         """
-        now, oldest = time.time(), 2.5 * SECONDS
-        return all(
-            now - status.written < oldest and now - status.waits_since >= self._delay / 2 for status in ranks.values()
-        )
+        oldest = min(status.written for status in ranks.values())
+        return oldest - max(status.waits_since for status in ranks.values()) >= max(self._delay / 2, 2 * SECONDS)
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
         """Return whether a rank waits for others and can itself still take part in operations."""

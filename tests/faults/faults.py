@@ -122,6 +122,7 @@ class Run:
         self._sizes: dict[Path, int] = {}
         self._grown: list[tuple[float, Path, int]] = []  # when, which file, to what size
         self._first = ""  # the first line about the fault
+        self._launcher_told: float | None = None  # when torchrun said which rank has failed
 
     def __call__(self) -> Outcome:
         before = shared_memory()
@@ -211,6 +212,9 @@ class Run:
             if size > self._sizes.get(path, 0):
                 self._sizes[path] = size
                 self._grown.append((now, path, size))
+        launcher = self.folder / "launcher.log"
+        if self._launcher_told is None and launcher.exists() and "failed (exitcode" in launcher.read_text("utf-8"):
+            self._launcher_told = now
 
     def _fault_time(self) -> float | None:
         with contextlib.suppress(OSError, ValueError):
@@ -252,7 +256,8 @@ class Run:
         if outcome.root == self._case.rank:
             said.add("rank")
         if outcome.named is None and said == {*patterns}:  # by torchrun
-            outcome.named = outcome.ended
+            told = self._launcher_told
+            outcome.named = outcome.ended if told is None or fault is None else max(0.0, told - fault)
         outcome.said = "".join(sorted(name[0] for name in said))
         short = [pattern for name, pattern in patterns.items() if name != "place"]
         outcome.told = [rank for rank in ranks if all(pattern.search(texts[rank]) for pattern in short)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_bmtrain.faults.process import _report_exceptions
+from hf_bmtrain.faults.status import Status
 
 KILLED = "rank 1 was last seen at train.py:7 (main); its process has ended without an exception"
 
@@ -26,10 +27,13 @@ def raises() -> None:
 
 @pytest.fixture
 def told(capsys):
-    """What rank 0 prints when a function raises, if its watch finds the cause `problem`."""
+    """What rank 0 prints when a function raises, if its watch finds the cause `problem`.
 
-    def told(function, problem: str | None) -> str:
-        watch = mock.Mock(problem=None, status=SimpleNamespace(blamed=[]), **{"raised_before.return_value": None})
+    first: another rank that has ended before, and its status.
+    """
+
+    def told(function, problem: str | None, first: tuple[int, Status] | None = None) -> str:
+        watch = mock.Mock(problem=None, status=SimpleNamespace(blamed=[]), **{"raised_before.return_value": first})
         watch.find_cause.return_value = problem
         undo = _report_exceptions(watch, 0)
         try:
@@ -48,6 +52,15 @@ def test_a_collective_of_torch_that_fails_names_the_rank_that_was_killed(told):
     assert line.startswith("rank 0 ends at") and line.endswith(
         f"(gathers, from line {LINE}) (RuntimeError: Connection closed by peer): {KILLED}"
     )
+
+
+def test_a_rank_that_ends_before_because_another_was_killed_is_not_blamed(told):
+    ended = Status(ended=f"ended at train.py:9 (main): {KILLED}", problem=KILLED)
+    for problem in (None, KILLED):
+        (line,) = told(gathers, problem, (2, ended)).splitlines()
+        assert line.endswith(f": {KILLED}") and "rank 2" not in line
+    (line,) = told(gathers, None, (2, Status(ended="raised ValueError: no"))).splitlines()
+    assert line.endswith("because rank 2 failed first: see its output.")
 
 
 def test_an_error_of_the_program_itself_is_printed_in_full(told):

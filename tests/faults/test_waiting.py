@@ -105,7 +105,7 @@ def test_ranks_that_all_wait_are_reported_once_the_last_has_waited(said, since, 
 def test_a_status_from_before_a_stop_is_not_taken_for_one_of_now(said):
     waiting = Waiting(Status(place="save.py:3 (main)", waits="'save'", waits_since=1e9))
     waiting.read = waiting.watch._board.read = lambda rank: waiting.others[1].to_text()  # not written again
-    waiting.others[1].written = 1e9 + 4
+    waiting.others[1].written = 1e9 + 3.5
     assert said(waiting, 8) == []
     (line,) = said(waiting, 10)
     assert "rank 1 was last seen at save.py:3 (main); it has been silent for 6 s" in line

@@ -180,9 +180,9 @@ class StateTensors(NamedTuple):
         """Return views of elements start:stop."""
         master = None if self.master is None else self.master[start:stop]
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[start:stop]
-        moments = isinstance(self.exp_avg, Moments)
-        exp_avg = self.exp_avg.part(start, stop) if moments else self.exp_avg[start:stop]
-        return StateTensors(master, exp_avg, exp_avg_sq)
+        if isinstance(self.exp_avg, Moments):
+            return StateTensors(master, self.exp_avg.part(start, stop), exp_avg_sq)
+        return StateTensors(master, self.exp_avg[start:stop], exp_avg_sq)
 
 
 _HOST = torch.device("cpu")

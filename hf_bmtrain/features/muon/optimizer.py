@@ -161,7 +161,7 @@ class MuonOptimizer(AdamOptimizer):
         return True
 
     def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
-        """As AdamOptimizer, but runs of matrices get one moment, and float32 masters: residuals need a second one."""
+        """As AdamOptimizer, but runs of matrices get one moment, and float32 masters, which torch can update."""
         muon = {p for group in self.param_groups if group["muon"] for p in group["params"]}
         others = iter(super()._allocate([run for run in runs if run.parameters[0] not in muon]))
         return [_momentum(run) if run.parameters[0] in muon else next(others) for run in runs]
@@ -198,6 +198,7 @@ class MuonOptimizer(AdamOptimizer):
     def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
         """Update the momentum of this rank's elements of a matrix, and return their update, 1-D bfloat16."""
         state, part = self._states[matrix.run], self._part(matrix)
+        assert isinstance(state.exp_avg, torch.Tensor)
         group, momentum = self._group_of[matrix.parameter], state.exp_avg[part]
         gradient = state.run.gradient()[part].float()
         divisor, skip = getattr(self, "grad_scale", None), self._skip

@@ -59,7 +59,7 @@ def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
     for start in range(0, state.run.weights.numel(), PIECE):
         part = slice(start, start + PIECE)
         master, v = state.master.part(part, device).read()
-        assert v is not None
+        assert v is not None and isinstance(state.exp_avg, torch.Tensor)
         m = state.exp_avg[part].to(device).float()
         direction = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)
         before = (master + lr * direction) / (1 - lr * weight_decay)

@@ -95,5 +95,5 @@ class DeviceUpdate:
 def _copy(targets: StateTensors, sources: StateTensors) -> None:
     """Queue copies of state tensors from `sources` to `targets`, between host and device, on the current stream."""
     for target, source in zip(targets, sources):
-        if target is not None and source is not None:
+        if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
             target.copy_(source, non_blocking=True)

@@ -53,7 +53,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             more, in parts of about 30 MiB, and one small all-reduce follows.
         decoupled: whether the weight decay is decoupled from the gradient (AdamW). False adds it to the gradient (L2).
         exp_avg_dtype: the dtype of the first moment, float32 or bfloat16.
-        state_bits: 32. 8, which AdamOptimizer takes, is refused: the chunks that are copied have no blocks.
+        state_bits: 32; the 8 bits of AdamOptimizer are refused.
 
     Raises:
         RuntimeError: in the first step, if the host memory is insufficient for the state.

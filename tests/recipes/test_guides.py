@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from evidence import families
 from processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,3 +73,7 @@ def test_links_lead_somewhere():
                 target = (page.parent / path).resolve() if path else page
                 assert target.exists(), f"{page.name}: {link}"
                 assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_the_evidence_has_the_table_of_families():
+    assert f"<!-- families -->\n{families()}\n" in (ROOT / "recipes" / "guides" / "evidence.md").read_text("utf-8")

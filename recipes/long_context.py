@@ -52,9 +52,8 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Find a needle in rows that no process could hold alone.")
     add = parser.add_argument
     add("--tokens", type=at_least(SHORTEST), default=8192, help="of the longest rows (%(default)s)")
-    add("--memory", type=positive, default=340, help="MB that training may add to a process (%(default)s)")
-    add("--steps", type=at_least(1), default=60, help="optimizer steps in rows of each length but the last two, which "
-        "get a third and a tenth (%(default)s)")  # fmt: skip
+    add("--memory", type=positive, default=90, help="MB that training may add to a process (%(default)s)")
+    add("--steps", type=at_least(1), default=60, help="optimizer steps in short rows; fewer in long ones (%(default)s)")
     add("--lr", type=positive, default=4e-3, help="learning rate (%(default)s)")
     add("--hidden", type=at_least(16), default=64, help="width (%(default)s)")
     add("--layers", type=at_least(1), default=2, help="(%(default)s)")
@@ -63,7 +62,7 @@ def parse_options() -> argparse.Namespace:
 
 def build(options: argparse.Namespace) -> Any:
     config = LlamaConfig(
-        vocab_size=1 + DIGITS + LETTERS, hidden_size=options.hidden, intermediate_size=32 * options.hidden,
+        vocab_size=1 + DIGITS + LETTERS, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
         num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e7,
         max_position_embeddings=options.tokens,
     )  # fmt: skip
@@ -97,7 +96,7 @@ def report(
     model: Any, manager: Any, groups: Any, tokens: int, options: argparse.Namespace, generator: torch.Generator
 ) -> None:
     """Train in rows of `tokens` tokens, and print how many needles are found in new ones."""
-    rows = max(1, min(32, 8192 // tokens))
+    rows = max(1, 2048 // tokens)
     share = 1 if tokens < 2048 else 6 if tokens < options.tokens else 20
     started, steps, loss = time.perf_counter(), max(2, options.steps // share), 0.0
     for _ in range(steps):

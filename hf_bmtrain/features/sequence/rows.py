@@ -132,13 +132,13 @@ class SharedRows:
             given["shift_labels"] = parts.take(targets, 1).contiguous()
         count = given.pop(_COUNT, None)
         count = targets.ne(_IGNORED).sum() if count is None else count
-        given["labels"] = own = parts.take(labels, 1).contiguous()
+        given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
             given[_COUNT] = count / parts.size  # so that the rank's part of the loss is multiplied by the group's size
             return
         present = own.ne(_IGNORED).sum()
         self._weight = present * parts.size / count
-        # A mean over no labels would be nan; this one gets the weight 0
+        # A mean over no labels would be nan. Instead it is over one label, and gets the weight 0.
         own[0, 0] = torch.where(present == 0, 0, own[0, 0])
 
     def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:

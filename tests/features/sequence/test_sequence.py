@@ -1,4 +1,13 @@
-"""Rows that several ranks share: loss and every gradient are those of a plain process."""
+"""Rows that several ranks share: loss and every gradient are those of a plain process.
+
+What other implementations got wrong, and the test that would have found it: windows and chunks ignored (mistral,
+gemma3; the zoo's llama4), an attribute for them that models do not set (qwen2, qwen3), documents that attend to each
+other (packed), position ids that the user has to pass (all), lengths and heads that the group does not divide, 3-D
+position ids (the zoo's qwen2_5_vl), ZeRO stages (test_levels), ranks that compute whole rows after all
+(test_a_rank_computes_its_own_tokens_alone), other models of the process captured (test_models_in_one_process), a loss
+that is counted several times (test_sequence_trainer). State-space models, linear attention and encoder-decoders,
+whose losses or states were wrong, are refused (test_sequence_refusals).
+"""
 
 import pytest
 import torch
@@ -89,6 +98,20 @@ def test_loss_from_outputs():
 @on_ranks(2)
 def test_levels(level, recompute):
     check("llama-9-heads", 2, zero_level=level, use_checkpoint=recompute)
+
+
+@on_ranks(2)
+def test_compiled_blocks():
+    check("llama", 2, compile="aot_eager")
+
+
+@on_ranks(2)
+def test_labels_of_the_caller_stay_as_they_are():
+    model = bmt.auto_wrap(MODELS["bert"](), sequence_parallel=2)
+    batch = batch_of("answers", 0, rows=1)
+    before = batch["labels"].clone()
+    model(**batch).loss.backward()
+    assert torch.equal(batch["labels"], before)
 
 
 @on_ranks(2)

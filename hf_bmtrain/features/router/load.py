@@ -25,7 +25,7 @@ class RouterLoad(Observer):
     def __init__(self, model: torch.nn.Module) -> None:
         world = current_world()
         self._model = weakref.ref(model)
-        self._counters = _counters_of(model, world)
+        self._switch, self._counters = _counters_of(model, world)
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._forwards = 0
         self._handles: list[Any] = []
@@ -40,10 +40,10 @@ class RouterLoad(Observer):
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model is self._model():
-            next(iter(self._counters.values())).switch.fill_(model.training and torch.is_grad_enabled())
+            self._switch.fill_(model.training and torch.is_grad_enabled())
 
     def _end_forward(self, model: torch.nn.Module, args: tuple, outputs: Any) -> None:
-        next(iter(self._counters.values())).switch.zero_()
+        self._switch.zero_()
         loss = outputs.get("aux_loss") if isinstance(outputs, dict) else None
         if isinstance(loss, torch.Tensor) and model.training and torch.is_grad_enabled():
             self._loss += loss.detach()
@@ -59,7 +59,7 @@ class RouterLoad(Observer):
             aux_loss: the mean of the auxiliary loss of the model's outputs, before it is multiplied by its coefficient.
                 Missing if the model returns none.
 
-            Nothing if no token was counted.
+            Nothing if a layer counted no token.
         """
         if not self._counters:
             return {}
@@ -105,10 +105,10 @@ class TokenCounter:
                 return
 
 
-def _counters_of(model: torch.nn.Module, world: World) -> dict[str, TokenCounter]:
-    """Return the TokenCounter of each module of experts in `model`, by the module's name. Add those that are missing.
+def _counters_of(model: torch.nn.Module, world: World) -> tuple[torch.Tensor, dict[str, TokenCounter]]:
+    """Return the switch of the model's TokenCounters, and these by the names of their modules. Add missing ones.
 
-    Experts that count themselves, without a (tokens, k) tensor of experts' numbers, are left out.
+    Experts that do not use transformers' interface, such as Llama 4's, are left out.
     """
     counters: dict[str, TokenCounter] = {}
     missing = []
@@ -124,4 +124,4 @@ def _counters_of(model: torch.nn.Module, world: World) -> dict[str, TokenCounter
     for name, module in missing:
         counters[name] = TokenCounter(module.num_experts, switch)
         module.register_forward_pre_hook(counters[name], with_kwargs=True)
-    return counters
+    return switch, counters

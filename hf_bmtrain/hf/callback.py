@@ -19,8 +19,10 @@ from ..features.auto_wrap import auto_wrap
 from ..features.router import RouterLoad
 from .arguments import agree_on_arguments, check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .bad_numbers import BadNumbers
+from .calling_trainer import calling_trainer
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
 from .mean_loss import follow_mean_loss
+from .router_loss import average_router_loss
 from .shared_rows import follow_shared_rows
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
@@ -53,15 +55,19 @@ class BMTrainCallback(TrainerCallback):
     Args:
         save_on_sigterm: when any rank receives SIGTERM, save a checkpoint at the end of the step and exit all ranks
             with status 143. For this, the ranks exchange a message after every step, which takes about a millisecond.
+        average_router_loss: whether the routers' auxiliary loss of a mixture of experts counts with its coefficient,
+            averaged over micro-batches and ranks. Without this, Trainer counts it once for each micro-batch and rank.
 
     Example::
 
         trainer = Trainer(model=bmt.auto_wrap(model), args=args, train_dataset=data, callbacks=[BMTrainCallback()])
     """
 
-    def __init__(self, save_on_sigterm: bool = False) -> None:
+    def __init__(self, save_on_sigterm: bool = False, average_router_loss: bool = True) -> None:
         expect_flag("save_on_sigterm", save_on_sigterm)
+        expect_flag("average_router_loss", average_router_loss)
         self._save_on_sigterm = save_on_sigterm
+        self._average_router_loss = average_router_loss
         self._termination: Termination | None = None
         self._terminating = False
         self._weights: StagedWeights | None = None
@@ -96,10 +102,18 @@ class BMTrainCallback(TrainerCallback):
             check_arguments(args, model)
             self._weights = StagedWeights(model)
             follow_shared_rows(model, args)
-            follow_mean_loss(model, args)
+            self._follow_losses(model)
             # Trainer's total_flos calls `num_parameters`, which would count only this rank's elements.
             if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)
+
+    def _follow_losses(self, model: Any) -> None:
+        """Let the losses of `model` enter as in one process; only a Trainer changes them."""
+        if (trainer := calling_trainer()) is None:
+            return
+        follow_mean_loss(model, trainer)
+        if self._average_router_loss:
+            average_router_loss(model, trainer)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import Any
 
 import torch
+import transformers
 
 from ..engine.runtime.world import current_world
+from .loss_hooks import hook_loss, ignores_count
 
 _log = logging.getLogger("hf_bmtrain")
-_COUNT = "num_items_in_batch"
-_LOSSES = {"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss"}
 
 
-def follow_mean_loss(model: Any, args: Any) -> None:
+def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> None:
     """Make Trainer's loss of `model` on several ranks the mean over all ranks' labels, as in one process.
 
     With `average_tokens_across_devices`, the default, Trainer multiplies the loss by the number of ranks for every
@@ -23,17 +22,14 @@ def follow_mean_loss(model: Any, args: Any) -> None:
     that computes a mean, as BERT does, ignores that number. A hook multiplies its loss by this rank's share of all
     labels beforehand.
     """
-    world = current_world()
-    if world.size == 1 or not args.average_tokens_across_devices or not _ignores_count(model):
+    world, args = current_world(), trainer.args
+    if world.size == 1 or not args.average_tokens_across_devices or not ignores_count(model):
         return
 
-    def weigh(module: Any, inputs: tuple, given: dict[str, Any], outputs: Any) -> None:
-        if given.get(_COUNT) is None or not args.average_tokens_across_devices:
-            return
-        if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
-            outputs["loss"] = outputs["loss"] * _share(given["labels"], outputs["loss"])
+    def weigh(module: Any, given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * _share(given["labels"], loss) if args.average_tokens_across_devices else loss
 
-    model.register_forward_hook(weigh, with_kwargs=True)
+    hook_loss(model, trainer, weigh)
     if world.rank == 0:
         _log.info(
             "the loss of %s is a mean over labels: averaged over all ranks, and not multiplied by their number as "
@@ -48,13 +44,3 @@ def _share(labels: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     everyone = mine.clone()
     world.reduce.all_reduce(everyone).wait()
     return (mine / everyone).to(loss.dtype)[0]
-
-
-def _ignores_count(model: Any) -> bool:
-    """Return whether the forward of `model` computes its loss itself, by a mean of torch's."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
-    if code is None:
-        return False
-    names = {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}
-    return bool(names & _LOSSES) and "loss_function" not in names and _COUNT not in names

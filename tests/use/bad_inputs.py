@@ -201,7 +201,7 @@ def calls() -> Iterator[Call]:
         bias="nothing none", class_weight="nothing none", chunk_bytes="size huge",
         **{k: v for k, v in LOSS.items() if k != "inplace"},
     )  # fmt: skip
-    yield call("hf.BMTrainCallback", save_on_sigterm="flag")
+    yield call("hf.BMTrainCallback", save_on_sigterm="flag", average_router_loss="flag")
     yield call(
         "hf.from_pretrained", lambda: {"auto_class": AutoModel(), "name_or_path": tiny()}, auto_class="nothing",
         name_or_path="path none", zero_level="choice none", use_checkpoint="choice true", compile="flag text",

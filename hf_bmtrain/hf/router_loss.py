@@ -1,0 +1,58 @@
+"""The auxiliary loss of a mixture's routers, which Trainer would count for each micro-batch and each rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+
+from ..engine.runtime.world import current_world
+from .loss_hooks import base_of, hook_loss, ignores_count, names_in_forward
+
+_log = logging.getLogger("hf_bmtrain")
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
+    """Make the routers' auxiliary loss of `model` its coefficient times the mean over micro-batches and ranks.
+
+    A mixture of experts adds `router_aux_loss_coef * aux_loss` to a cross entropy that is divided by
+    `num_items_in_batch`, the labels of all micro-batches and ranks. Trainer adds up the losses of the micro-batches and
+    multiplies them by the number of ranks. For the cross entropy this is right, but the auxiliary loss is a mean
+    already: it would count once for each micro-batch and rank. A hook divides it beforehand.
+
+    Args:
+        model: the sharded model, with or without PEFT's adapters.
+        trainer: the Trainer that trains it.
+    """
+    names = names_in_forward(model)
+    name = next((name for name in _COEFFICIENTS if name in names), None)
+    if name is None or ignores_count(model):
+        return
+    base, args, told = base_of(model), trainer.args, False
+
+    def divide(module: Any, given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
+        nonlocal told
+        auxiliary = outputs.get("aux_loss")
+        times = trainer.current_gradient_accumulation_steps if module.training else 1
+        times *= current_world().size if args.average_tokens_across_devices else 1
+        if times == 1 or not isinstance(auxiliary, torch.Tensor):
+            return loss
+        coefficient = _value(base, name)
+        if not told and current_world().rank == 0:
+            _log.info(
+                "the routers' auxiliary loss of %s counts with its coefficient, %g, averaged over micro-batches and "
+                "ranks; Trainer without BMTrainCallback counts it %d times. average_router_loss=False keeps that",
+                type(base).__name__, coefficient, times,
+            )  # fmt: skip
+        told = True
+        return loss - (1 - 1 / times) * coefficient * auxiliary.to(loss.device)
+
+    hook_loss(model, trainer, divide)
+
+
+def _value(model: Any, name: str) -> float:
+    """Return the coefficient that the forward of `model` uses: an attribute, or a field of its configuration."""
+    return getattr(model if hasattr(model, name) else model.config.get_text_config(), name)

@@ -1,0 +1,149 @@
+"""The routers' auxiliary loss under Trainer: its coefficient times the mean over micro-batches and ranks."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import transformers
+
+import hf_bmtrain as bmt
+import jobs
+from cases import full, in_full
+from zoo_families import FAMILIES
+
+COEFFICIENT = 0.5  # so large that a wrong factor shows
+ROWS = 12
+LEARNING_RATE = 0.1
+
+
+def build(name):
+    """A model of the family whose forward adds the auxiliary loss, with the coefficient of this file."""
+    if name == "peft":
+        import peft
+
+        adapters = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(1)
+        return peft.get_peft_model(build("mixtral"), adapters)
+    model = FAMILIES[name].build()
+    text = model.config.get_text_config()
+    for owner in (model, model.config, text):
+        for field in ("router_aux_loss_coef", "aux_loss_coef"):
+            if hasattr(owner, field):
+                setattr(owner, field, COEFFICIENT)
+    text.output_router_logits = True
+    return model
+
+
+def plain_steps(name, rows, accumulation):
+    """Losses and weights of plain torch: the cross entropy of all tokens, the mean of the auxiliary losses."""
+    model = build(name)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    batches = list(torch.utils.data.DataLoader(jobs.Rows(ROWS), rows))
+    losses = []
+    for start in range(0, len(batches), accumulation):
+        parts = batches[start : start + accumulation]
+        count = sum(part["labels"][:, 1:].ne(-100).sum() for part in parts)
+        total = 0.0
+        for part in parts:
+            outputs = model(**part, num_items_in_batch=count)
+            assert outputs.aux_loss > 0
+            loss = outputs.loss - (1 - 1 / len(parts)) * COEFFICIENT * outputs.aux_loss
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, model.state_dict()
+
+
+def trained(folder, name, rows, accumulation, callback=None, wrapped=True):
+    """What a run of one epoch logs, its weights, and the log lines on rank 0."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("hf_bmtrain")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    model = build(name)
+    model = bmt.auto_wrap(model) if wrapped else model
+    steps = -(-ROWS // (rows * bmt.world_size() * accumulation))
+    args = jobs.arguments(
+        folder, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, max_steps=steps,
+        train_sampling_strategy="sequential", optim="sgd", learning_rate=LEARNING_RATE,
+    )  # fmt: skip
+    callbacks = [callback or bmt.hf.BMTrainCallback()] if wrapped else []
+    trainer = transformers.Trainer(model, args=args, train_dataset=jobs.Rows(ROWS), callbacks=callbacks)
+    trainer.train()
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+    return [loss for (loss,) in jobs.losses(trainer.state.log_history)], jobs.weights(model), lines
+
+
+def check_same(ours, plain):
+    assert ours[0] == pytest.approx(plain[0], rel=1e-5)
+    for name, value in plain[1].items():
+        torch.testing.assert_close(ours[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral",
+        *in_full(
+            "peft", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "gpt_oss", "dbrx", "jetmoe", "jamba", "minimax",
+            "minimax_m2", "qwen3_5_moe", "laguna", "mellum",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("size", "accumulation"), [(2, 2), pytest.param(1, 2, marks=full)])
+def test_as_one_process(world, tmp_path, name, size, accumulation):
+    if name != "peft" and FAMILIES[name].missing:
+        pytest.skip("not in this version of transformers")
+    plain = plain_steps(name, 2, size * accumulation)  # 12 rows: on two ranks the last accumulation is short
+    results = world(size)(trained, str(tmp_path), name, 2, accumulation)
+    for ours in results:
+        check_same(ours, plain)
+    assert sum(f"counts it {size * accumulation} times" in line for line in results[0][2]) == 1
+
+
+def kept(folder):
+    ours = trained(folder, "mixtral", 2, 2, callback=bmt.hf.BMTrainCallback(average_router_loss=False))
+    return ours, trained(folder, "mixtral", 2, 2, wrapped=False)
+
+
+@full
+def test_the_switch_keeps_what_trainer_does(world, tmp_path):
+    for ours, ddp in world(2)(kept, str(tmp_path)):
+        check_same(ours, ddp)
+        assert not any("auxiliary" in line for line in ours[2])
+
+
+def evaluated_and_trained_again(folder):
+    """A second Trainer of the same model, with a callback of its own, does not divide once more."""
+    model = bmt.auto_wrap(build("mixtral"))
+    plain = copy.deepcopy(build("mixtral")).eval()
+    args = jobs.arguments(folder, per_device_eval_batch_size=2)
+    found = []
+    for _ in range(2):
+        trainer = transformers.Trainer(
+            model, args=args, eval_dataset=jobs.Rows(ROWS), callbacks=[bmt.hf.BMTrainCallback()]
+        )
+        found.append(trainer.evaluate()["eval_loss"])
+    batches = list(torch.utils.data.DataLoader(jobs.Rows(ROWS), 2))
+    expected = 0.0
+    for start in range(0, len(batches), bmt.world_size()):
+        parts = batches[start : start + bmt.world_size()]
+        count = sum(part["labels"][:, 1:].ne(-100).sum() for part in parts)
+        outputs = [plain(**part, num_items_in_batch=count) for part in parts]
+        auxiliary = sum(output.aux_loss for output in outputs) * COEFFICIENT
+        expected += (sum(output.loss for output in outputs) - auxiliary + auxiliary / len(parts)).item()
+    return found, expected * bmt.world_size() / len(batches)
+
+
+@full
+@pytest.mark.parametrize("size", [1, 2])
+def test_evaluation_and_a_second_trainer(world, tmp_path, size):
+    found, expected = world(size)(evaluated_and_trained_again, str(tmp_path))[0]
+    assert found == [pytest.approx(expected, rel=1e-5)] * 2

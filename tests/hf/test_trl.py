@@ -1,5 +1,7 @@
 """TRL's trainers, unmodified, around a sharded model with adapters: against themselves around a plain one."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -286,6 +288,22 @@ def test_like_as_many_processes(world, tmp_path, size, kind, how, truth, method)
     names = ("reward", "kl", "completions/mean_length") if kind is grpo else ("entropy", "mean_token_accuracy")
     for ours, plainly in zip(world(size)(train_sharded, kind, how, str(tmp_path / "ours"), None, method), expected):
         check_same(ours, plainly, "grad_norm", *names)
+
+
+CONTINUOUS = [
+    name for name in trl.GRPOConfig.__dataclass_fields__ if re.fullmatch("use_.*(paged|continuous_batching)", name)
+]
+
+
+@on_ranks(2)
+def test_continuous_batching_is_refused(folder):
+    names = [*filter(re.compile("use_.*(paged|continuous_batching)").fullmatch, trl.GRPOConfig.__dataclass_fields__)]
+    assert names
+    for name in names:
+        with pytest.raises(ValueError, match="=True does not work with several ranks"):
+            make_trainer(grpo, after, folder, size=2, given={name: True})
+    with pytest.raises(RuntimeError, match=r"Continuous batching .* Use generate\(\)"):
+        bmt.auto_wrap(build("llama")).generate_batch([[3, 4]], max_new_tokens=2)
 
 
 @on_ranks(2, full=(1,))

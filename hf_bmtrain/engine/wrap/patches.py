@@ -14,6 +14,7 @@ import torch
 from ..blocks.block import weak_method
 from ..blocks.block_state import BlockState
 from ..blocks.recompute import ALWAYS, NEVER
+from ..runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
 _OPTIONS = {"every_n_layers": 1, "offload": False}
@@ -73,7 +74,7 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
     Turns off layer-drop, which skips random layers, different ones on each rank: `layerdrop` is set to 0, and the mark
     `_is_fsdp_managed_module` makes transformers call every layer of models that read the rate of layer-drop from their
     configuration. The mark, and synced_gpus=True in `generate`, also make generation go on until every rank has
-    finished.
+    finished. Generation with continuous batching, which cannot be kept together, raises an error on several ranks.
     """
     dropping = [module for module in model.modules() if _drops_layers(module)]
     for module in dropping:
@@ -96,6 +97,16 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
             synced = inspect.signature(generate).parameters.get("synced_gpus")
             if synced is not None and synced.default is False:
                 module.generate = functools.partial(weak_method(generate), synced_gpus=True)  # pyright: ignore
+        if hasattr(module, "init_continuous_batching") and current_world().size > 1:
+            module.init_continuous_batching = _refuse_continuous_batching  # pyright: ignore[reportArgumentType]
+
+
+def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
+    raise RuntimeError(
+        "Continuous batching (generate_batch, init_continuous_batching) does not work with a model that is sharded "
+        "over several ranks: each rank would run the layers as often as its own requests need, and wait for the others "
+        "in between. Use generate(), which keeps the ranks together."
+    )
 
 
 def _drops_layers(module: torch.nn.Module) -> bool:

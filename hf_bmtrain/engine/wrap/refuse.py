@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import torch
 
@@ -24,12 +25,8 @@ def admit(model: torch.nn.Module) -> None:
         raise ValueError(
             f"auto_wrap: the model is wrapped in {kind}, and both would reduce its gradients: pass its `.module`."
         )
-    compiled = [name for name, module in model.named_modules() if getattr(module, "_compiled_call_impl", None)]
-    if compiled or hasattr(model, "_orig_mod"):
-        raise ValueError(
-            f"auto_wrap: {f'{compiled[0]!r}' if compiled else kind} is compiled already: pass the model before "
-            "compilation (torch.compile keeps it in `._orig_mod`), then call `layer.compile()` on the layers."
-        )
+    if hasattr(model, "_orig_mod"):
+        _refuse_compiled(kind)
     if any(
         type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "_get_fsdp_state")
         for module in model.modules()
@@ -40,6 +37,24 @@ def admit(model: torch.nn.Module) -> None:
         raise ValueError(
             "auto_wrap: this model is wrapped already, and no parameter was added to it since: call auto_wrap once."
         )
+
+
+def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError if one of `blocks`, or a module that contains some, is compiled with its `__call__`.
+
+    The all-gathers of a block would be compiled with it. Modules inside blocks, and those beside them, may be compiled.
+    """
+    blocks = {*blocks}
+    for name, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) and not blocks.isdisjoint(module.modules()):
+            _refuse_compiled(repr(name) if name else type(model).__name__)
+
+
+def _refuse_compiled(name: str) -> NoReturn:
+    raise ValueError(
+        f"auto_wrap: {name} is compiled already: pass the model before compilation (torch.compile keeps it in "
+        "`._orig_mod`), then call `layer.compile()` on the layers."
+    )
 
 
 def _admit_modules(model: torch.nn.Module) -> None:

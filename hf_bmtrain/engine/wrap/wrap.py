@@ -19,7 +19,7 @@ from .extension import Extension, WrapPlan, kind_of
 from .find import Chain, choose_chains
 from .model_hook import install_hook, keep_cache_out
 from .patches import keep_ranks_together, refuse_resizing, route_recomputation
-from .refuse import admit, admit_parameters, holds_additions
+from .refuse import admit, admit_compiled, admit_parameters, holds_additions
 from .root_params import name_buffers, place_buffers, root_places, shard_root, shared_parameters
 
 _log = logging.getLogger("hf_bmtrain")
@@ -100,6 +100,7 @@ def _choose_chains(
         admit_parameters(model, recognized)
         if not late:
             found = choose_chains(model, blocks)
+            admit_compiled(model, (block for chain in found[0] for block in chain))
             chains.extend(found[0])
             lists.extend(found[1])
 

@@ -324,6 +324,8 @@ def refusals():
     compiled = torch.compile(Tower())
     layer_compiled = Tower()
     layer_compiled.layers[1].compile()
+    whole_compiled = Tower()
+    whole_compiled.compile()
     lazy = Tower()
     lazy.head = nn.LazyLinear(2)
     with torch.device("meta"):
@@ -334,6 +336,7 @@ def refusals():
         (nn.DataParallel(Tower()), "wrapped in DataParallel"),
         (compiled, "OptimizedModule is compiled already"),
         (layer_compiled, "'layers.1' is compiled already"),
+        (whole_compiled, "Tower is compiled already"),
         (lazy, "'head.weight' has no shape yet"),
         (meta, "meta device"),
         (with_parameter(Quantized(torch.ones(3))), "'layers.1.odd' is a Quantized"),

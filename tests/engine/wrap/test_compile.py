@@ -28,6 +28,19 @@ def test_a_recompilation_is_seen():
         train(model, "llama", length=lambda step: 7 if step < 2 else 9)
 
 
+@on_ranks(2, full=(1,))
+def test_modules_compiled_before_wrapping():
+    """Beside blocks and inside them."""
+    torch._dynamo.reset()
+    compiled, plain = (build("llama").train() for _ in range(2))
+    inner = compiled.model
+    for module in (compiled.lm_head, inner.embed_tokens, inner.norm, inner.rotary_emb, inner.layers[1].mlp):
+        module.compile(backend="aot_eager")
+    losses = train(bmt.auto_wrap(compiled), "llama")
+    torch.testing.assert_close(losses, train(bmt.auto_wrap(plain), "llama"), rtol=2e-6, atol=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 5
+
+
 @full
 @on_ranks(2)
 def test_the_whole_model():

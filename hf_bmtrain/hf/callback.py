@@ -21,9 +21,11 @@ from .arguments import agree_on_arguments, check_arguments, check_model, check_o
 from .bad_numbers import BadNumbers
 from .calling_trainer import calling_trainer
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
+from .loss_hooks import claim_hooks
 from .mean_loss import follow_mean_loss
 from .router_loss import average_router_loss
 from .shared_rows import follow_shared_rows
+from .short_batch import follow_short_batch
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
 from .termination import Termination
@@ -85,6 +87,7 @@ class BMTrainCallback(TrainerCallback):
         if holds_additions(model):  # adapters that the trainer itself added (TRL's peft_config=)
             auto_wrap(model)
         self._adopt(args, model)
+        self._follow_losses(model)
         world, problem = current_world(), None
         world.barrier("Trainer(...)")
         if world.rank == 0:
@@ -102,16 +105,17 @@ class BMTrainCallback(TrainerCallback):
             check_arguments(args, model)
             self._weights = StagedWeights(model)
             follow_shared_rows(model, args)
-            self._follow_losses(model)
             # Trainer's total_flos calls `num_parameters`, which would count only this rank's elements.
             if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)
 
     def _follow_losses(self, model: Any) -> None:
-        """Let the losses of `model` enter as in one process; only a Trainer changes them."""
-        if (trainer := calling_trainer()) is None:
+        """Let the losses of `model` count as in one process, in training and in evaluation."""
+        trainer = calling_trainer()
+        if trainer is None or not claim_hooks(model, trainer):
             return
-        follow_mean_loss(model, trainer)
+        follow_mean_loss(model, trainer.args)
+        follow_short_batch(trainer)
         if self._average_router_loss:
             average_router_loss(model, trainer)
 
@@ -119,6 +123,7 @@ class BMTrainCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         self._adopt(args, model)
+        self._follow_losses(model)
         self._close()
         agree_on_arguments(args)
         check_optimizer(_inner(optimizer))

@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 import torch
-import transformers
-
-from .calling_trainer import calling_trainer
 
 COUNT = "num_items_in_batch"
-_LOSSES = {"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss"}
+_HOOKS = "_bmt_loss_hooks"
+"""Attribute of a model: a weak reference to the Trainer that its hooks are for, and their handles."""
+_LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^criterion$")
+"""What functions, classes and attributes are called that compute a loss."""
 
 
-def hook_loss(model: Any, trainer: transformers.Trainer, correct: Callable[..., torch.Tensor]) -> None:
-    """Replace the loss that `model` returns to `trainer`, if it was given `num_items_in_batch`.
+def claim_hooks(model: Any, trainer: object) -> bool:
+    """Return whether `trainer` has yet to add its hooks to `model`; if so, those of another Trainer are removed."""
+    owner, handles = vars(model).get(_HOOKS, (None, []))
+    if owner is not None and owner() is trainer:
+        return False
+    for handle in handles:
+        handle.remove()
+    vars(model)[_HOOKS] = weakref.ref(trainer), []
+    return True
+
+
+def hook_loss(
+    model: Any,
+    correct: Callable[[dict[str, Any], Any, torch.Tensor], torch.Tensor],
+    around: tuple[Callable[[], None], Callable[[], None]] | None = None,
+) -> None:
+    """Replace the loss that `model` returns where it was given `num_items_in_batch`, as Trainer gives it.
 
     Args:
-        model: the sharded model.
-        trainer: the Trainer that trains it. Losses for another Trainer of the same model are left as they are.
-        correct: called with the model, its keyword arguments, its outputs and the loss; returns the new loss.
+        model: the sharded model, after `claim_hooks`.
+        correct: called with the forward's keyword arguments, its outputs and the loss; returns the new loss.
+        around: called before and after such a forward, also if it raises.
     """
-    owner = weakref.ref(trainer)
 
-    def replace(module: Any, inputs: tuple, given: dict[str, Any], outputs: Any) -> None:
-        if given.get(COUNT) is None or not isinstance(outputs, dict) or calling_trainer() is not owner():
+    def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
+        if around is not None and given.get(COUNT) is not None:
+            around[0]()
+
+    def after(module: Any, inputs: tuple, given: dict[str, Any], outputs: Any) -> None:
+        if given.get(COUNT) is None:
             return
-        if isinstance(loss := outputs.get("loss"), torch.Tensor):
-            outputs["loss"] = correct(module, given, outputs, loss)
+        if around is not None:
+            around[1]()
+        if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
+            outputs["loss"] = correct(given, outputs, outputs["loss"])
 
-    model.register_forward_hook(replace, with_kwargs=True)
+    vars(model)[_HOOKS][1].extend(
+        [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+    )
 
 
 def base_of(model: Any) -> Any:
@@ -41,15 +67,36 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def chooses_loss(model: Any) -> bool:
+    """Return whether `model` computes its loss by the `loss_function` of a model of transformers."""
+    return "loss_function" in names_in_forward(model) and isinstance(
+        getattr(type(base_of(model)), "loss_function", None), property
+    )
+
+
 def ignores_count(model: Any) -> bool:
-    """Return whether the forward of `model` computes its loss itself, by a mean of torch's."""
+    """Return whether the forward of `model` computes a loss itself, without dividing it by `num_items_in_batch`."""
     names = names_in_forward(model)
-    return bool(names & _LOSSES) and "loss_function" not in names and COUNT not in names
+    if chooses_loss(model) or COUNT in names:
+        return False
+    parts = {type(child).__name__ for child in base_of(model).children()}
+    return any(map(_LOSS.search, names | parts))
 
 
 def names_in_forward(model: Any) -> set[str]:
-    """Return the names and the texts that occur in the forward of `model`; none if it is not written in Python."""
-    code = getattr(inspect.unwrap(type(base_of(model)).forward), "__code__", None)
+    """Return the names and texts in the forward of `model`, and in those of base classes that it calls by super()."""
+    found: set[str] = set()
+    for cls in type(base_of(model)).__mro__:
+        names = names_in(vars(cls).get("forward"))
+        found |= names
+        if names and "super" not in names:
+            break
+    return found
+
+
+def names_in(function: Any) -> set[str]:
+    """Return the names and texts in a function, without its decorators; none if it is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
     if not isinstance(code, CodeType):
         return set()
     return {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}

@@ -2,45 +2,95 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 
 from ..engine.runtime.world import current_world
-from .loss_hooks import hook_loss, ignores_count
+from .loss_hooks import COUNT, base_of, chooses_loss, hook_loss, ignores_count, names_in
 
 _log = logging.getLogger("hf_bmtrain")
+_OF_ROWS = re.compile("CTC|RNNT|TDT")
+"""Names of losses that are a mean over rows, each with many labels."""
 
 
-def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> None:
+def follow_mean_loss(model: Any, args: Any) -> None:
     """Make Trainer's loss of `model` on several ranks the mean over all ranks' labels, as in one process.
 
     With `average_tokens_across_devices`, the default, Trainer multiplies the loss by the number of ranks for every
-    model whose forward takes keyword arguments, because the model is to divide a sum by `num_items_in_batch`. A model
-    that computes a mean, as BERT does, ignores that number. A hook multiplies its loss by this rank's share of all
-    labels beforehand.
+    model whose forward takes keyword arguments, because the model is to divide a sum by `num_items_in_batch`. Many
+    models ignore that number and compute a mean: BERT does so itself, others do not pass the number to their
+    `loss_function`, and some of these functions do not use it. A hook multiplies such a loss by this rank's share of
+    all labels beforehand.
     """
-    world, args = current_world(), trainer.args
-    if world.size == 1 or not args.average_tokens_across_devices or not ignores_count(model):
+    world = current_world()
+    if world.size == 1 or not args.average_tokens_across_devices:
+        return
+    base, told = base_of(model), False
+    ignores, calls = ignores_count(model), _Calls(base) if chooses_loss(model) else None
+    if not ignores and calls is None:
         return
 
-    def weigh(module: Any, given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss * _share(given["labels"], loss) if args.average_tokens_across_devices else loss
+    def weigh(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
+        nonlocal told
+        if calls is not None and not calls.ignored or not args.average_tokens_across_devices:
+            return loss
+        name = "" if calls is None else calls.name
+        if "CTC" in name and base.config.ctc_loss_reduction == "sum":  # a sum needs what Trainer does
+            return loss
+        if not told and world.rank == 0:
+            _log.info(
+                "the loss of %s is a mean over labels: averaged over all ranks, and not multiplied by their number as "
+                "Trainer does with average_tokens_across_devices=True", type(base).__name__,
+            )  # fmt: skip
+        told = True
+        return loss * _share(given["labels"], loss, bool(_OF_ROWS.search(name)))
 
-    hook_loss(model, trainer, weigh)
-    if world.rank == 0:
-        _log.info(
-            "the loss of %s is a mean over labels: averaged over all ranks, and not multiplied by their number as "
-            "Trainer does with average_tokens_across_devices=True", type(model).__name__,
-        )  # fmt: skip
+    hook_loss(model, weigh, None if calls is None else (calls.begin, calls.end))
 
 
-def _share(labels: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """Return this rank's share of the labels of all ranks, those that are ignored left out. Collective."""
+class _Calls:
+    """Sees the calls of `loss_function` of a model of transformers, during a forward."""
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+        self._own: list[Any] = []
+        self.ignored, self.name = False, ""
+
+    def begin(self) -> None:
+        """Let the next calls go through this object."""
+        function = self._base.loss_function
+        self._own = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
+        self.ignored, self.name = False, ""
+        self._base.loss_function = functools.partial(self._call, function)
+
+    def end(self) -> None:
+        """Put back the model's own."""
+        vars(self._base).pop("_loss_function", None)
+        for function in self._own:
+            self._base.loss_function = function
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = function(*args, **kwargs)
+        names = names_in(function)
+        self.name = getattr(function, "__name__", "")
+        if kwargs.get(COUNT) is None or not names & {COUNT, "fixed_cross_entropy"}:
+            self.ignored = True
+        else:  # transformers' loss of classes is a mean for two kinds of problems
+            kind = getattr(self._base.config, "problem_type", None)
+            self.ignored = "MSELoss" in names and kind in ("regression", "multi_label_classification")
+        return loss
+
+
+def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Tensor:
+    """Return this rank's share of the rows or labels of all ranks; ignored labels are left out. Collective."""
     world = current_world()
-    mine = labels.ne(-100).sum(dtype=torch.float64).reshape(1).to(loss.device)
+    counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
+    mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
     everyone = mine.clone()
     world.reduce.all_reduce(everyone).wait()
     return (mine / everyone).to(loss.dtype)[0]

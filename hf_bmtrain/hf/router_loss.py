@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -32,13 +33,16 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
     if name is None or ignores_count(model):
         return
     base, args, told = base_of(model), trainer.args, False
+    owner = weakref.ref(trainer)  # a model that lives longer does not keep the trainer and its optimizer
 
-    def divide(module: Any, given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
+    def divide(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
         nonlocal told
-        auxiliary = outputs.get("aux_loss")
-        times = trainer.current_gradient_accumulation_steps if module.training else 1
+        trainer, auxiliary = owner(), outputs.get("aux_loss")
+        if trainer is None or not isinstance(auxiliary, torch.Tensor):
+            return loss
+        times = trainer.current_gradient_accumulation_steps if model.training else 1
         times *= current_world().size if args.average_tokens_across_devices else 1
-        if times == 1 or not isinstance(auxiliary, torch.Tensor):
+        if times == 1:
             return loss
         coefficient = _value(base, name)
         if not told and current_world().rank == 0:
@@ -50,7 +54,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
         told = True
         return loss - (1 - 1 / times) * coefficient * auxiliary.to(loss.device)
 
-    hook_loss(model, trainer, divide)
+    hook_loss(model, divide)
 
 
 def _value(model: Any, name: str) -> float:

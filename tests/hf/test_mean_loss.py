@@ -5,28 +5,78 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from cases import in_full
+from cases import by_default, in_full
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+
+
+class CallsSuper(transformers.BertForSequenceClassification):
+    def forward(self, input_ids, labels=None, **kwargs):
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+class Bare(torch.nn.Module):
+    """Not of transformers; its loss is a function of torch's."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        layers = [torch.nn.Linear(config.hidden_size, config.hidden_size) for _ in range(2)]
+        self.layers = torch.nn.ModuleList(layers)
+        self.head = torch.nn.Linear(config.hidden_size, 2)
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        logits = self.head(hidden.mean(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 KINDS = {
     "classes": transformers.BertForSequenceClassification,
     "masked words": transformers.BertForMaskedLM,
     "tokens": transformers.BertForTokenClassification,
     "divides by itself": transformers.LlamaForCausalLM,
+    "loss is an attribute": transformers.DistilBertForMaskedLM,
+    "calls super": CallsSuper,
+    "bare": Bare,
+    "passes no number": transformers.LlamaForSequenceClassification,
+    "numbers": transformers.ViTForImageClassification,
+    "rows": transformers.Wav2Vec2ForCTC,
 }
+IMAGES = {"image_size": 8, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SOUND = {
+    "vocab_size": 12, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40,
+    "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0, "final_dropout": 0.0,
+    "ctc_loss_reduction": "mean", "ctc_zero_infinity": True,
+}  # fmt: skip
 
 
 def rows(kind):
     """Rows with different numbers of labels, for those that have one for each token."""
     made = []
     for number in range(16):
+        generator = torch.Generator().manual_seed(number)
+        if kind == "numbers":
+            image = torch.randn(3, 8, 8, generator=generator)
+            made.append({"pixel_values": image, "labels": torch.tensor(number / 10)})
+            continue
+        if kind == "rows":
+            labels = torch.randint(1, 12, (4,), generator=generator)
+            labels[number % 3 + 1 :] = -100
+            made.append({"input_values": torch.randn(400, generator=generator), "labels": labels})
+            continue
         ids = (torch.arange(8) * (number + 1)) % 64
         labels = ids % 2
         labels[: number % 5] = -100
-        made.append({"input_ids": ids, "labels": number % 2 if kind == "classes" else labels})
+        one = kind in ("classes", "calls super", "bare", "passes no number")
+        made.append({"input_ids": ids, "labels": number % 2 if one else labels})
     return made
 
 
@@ -35,6 +85,15 @@ def train(folder, kind, accumulation, size, wrapped):
     llama = kind == "divides by itself"
     small = {name: value for name, value in SIZES.items() if not llama or "dropout" not in name}
     config = transformers.LlamaConfig(**small) if llama else transformers.BertConfig(**small)
+    if kind == "passes no number":
+        config = transformers.LlamaConfig(**{n: v for n, v in SIZES.items() if "dropout" not in n}, pad_token_id=63)
+    if kind == "numbers":
+        config = transformers.ViTConfig(**IMAGES, num_labels=1)
+    if kind == "rows":
+        config = transformers.Wav2Vec2Config(**SOUND)
+    if kind == "loss is an attribute":
+        config = transformers.DistilBertConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=64, dropout=0.0)
+        config.attention_dropout = 0.0
     model = KINDS[kind](config)
     model = bmt.auto_wrap(model) if wrapped else model
     args = transformers.TrainingArguments(
@@ -53,7 +112,7 @@ def train_sharded(folder, kind, accumulation):
 
 
 @pytest.mark.parametrize("accumulation", [1, *in_full(2)])
-@pytest.mark.parametrize("kind", ["masked words", *in_full("classes", "tokens", "divides by itself")])
+@pytest.mark.parametrize("kind", by_default(KINDS, "masked words"))
 def test_as_one_process(world, tmp_path, kind, accumulation):
     expected = train(str(tmp_path / "plain"), kind, accumulation, 1, False)
     for ours in world(2)(train_sharded, str(tmp_path / "ours"), kind, accumulation):

@@ -1,0 +1,103 @@
+"""The loss of the last evaluation batch, if it has too few rows for all ranks and Trainer repeats some to fill it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import find_batch_size
+
+from ..engine.runtime.world import World, current_world
+
+_log = logging.getLogger("hf_bmtrain")
+_IGNORED = -100
+
+
+def follow_short_batch(trainer: transformers.Trainer) -> None:
+    """Make the evaluation loss of `trainer` on several ranks that of one process, also after a short last batch.
+
+    To let all ranks take the same number of steps, Accelerate fills the last batch with rows of the first one. Trainer
+    drops their predictions, but a rank's loss is a mean over its rows, repeated ones included. `prediction_step` of
+    `trainer` is replaced: after such a batch it computes the loss once more, of the rows that are left.
+    """
+    world = current_world()
+    if world.size == 1 or "prediction_step" in vars(trainer):
+        return
+    plain, told = trainer.prediction_step, False
+
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        nonlocal told
+        loss, logits, labels = plain(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        left = _rows_left(trainer)
+        if loss is None or left is None or left == world.size * (find_batch_size(inputs) or 0):
+            return loss, logits, labels
+        right = _loss_of_rows(trainer, model, inputs, left, world) if left > 0 else None
+        if right is not None:
+            return right.to(loss.dtype), logits, labels
+        if not told and world.rank == 0:
+            _log.warning(
+                "the last evaluation batch has %s rows for %d ranks: Accelerate fills it with rows of the first one, "
+                "and their losses enter the evaluation loss, because %s. To avoid it, evaluate a multiple of "
+                "per_device_eval_batch_size times the number of ranks",
+                left if left > 0 else "perhaps too few", world.size,
+                f"{type(trainer).__name__} computes losses in its own way" if left > 0 else "the dataset has no length",
+            )  # fmt: skip
+        told = True
+        return loss, logits, labels
+
+    trainer.prediction_step = prediction_step  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _rows_left(trainer: transformers.Trainer) -> int | None:
+    """Return how many rows all ranks' last evaluation batch has without repeated ones, -1 if that is unknown.
+
+    Returns None for other batches, for a last one that is full, and if Accelerate has not divided the rows.
+    """
+    loader: Any = trainer.accelerator.gradient_state.active_dataloader
+    if loader is None or loader is not trainer.callback_handler.eval_dataloader:
+        return None
+    return loader.remainder if loader.end_of_dataloader and loader.remainder != 0 else None
+
+
+def _loss_of_rows(
+    trainer: transformers.Trainer, model: Any, inputs: Any, left: int, world: World
+) -> torch.Tensor | None:
+    """Return the loss of the first `left` rows of all ranks' `inputs`, None if it cannot be computed. Collective."""
+    rows = find_batch_size(inputs)
+    mine = min(max(left - world.rank * (rows or 0), 0), rows or 0)
+    short = _first_rows(inputs, rows, max(mine, 1)) if _computes_loss(trainer) else None
+    if not all(world.gather_objects(short is not None)):
+        return None
+    assert short is not None
+    if mine == 0:  # the forward is collective, but none of this rank's labels may count
+        short.update({name: torch.full_like(short[name], _IGNORED) for name in trainer.label_names if name in short})
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        prepared = trainer._prepare_inputs(short)
+        count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
+        loss = trainer.compute_loss(model, prepared, num_items_in_batch=count)
+    counted = count is not None and trainer.args.average_tokens_across_devices  # the loss of all ranks is their mean
+    share = 1 / world.size if counted else mine / left
+    total = loss.detach().double().mean().reshape(1) * share if mine else torch.zeros(1, dtype=torch.float64)
+    total = total.to(loss.device)
+    world.reduce.all_reduce(total).wait()
+    return total[0]
+
+
+def _computes_loss(trainer: transformers.Trainer) -> bool:
+    """Return whether `trainer` computes its loss as Trainer does: another method might use other ranks' rows."""
+    methods = (type(trainer).compute_loss, type(trainer).prediction_step)
+    return all(method.__module__.split(".")[0] == "transformers" for method in methods)
+
+
+def _first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | None:
+    """Return the first `kept` of the rows of `inputs`, None if not every tensor or list in it has that many rows."""
+    found = {}
+    for name, value in inputs.items():
+        if isinstance(value, (torch.Tensor, list, tuple)):
+            if isinstance(value, torch.Tensor) and value.ndim == 0 or len(value) != rows:
+                return None
+            value = value[:kept]
+        found[name] = value
+    return found

@@ -98,7 +98,7 @@ def init_distributed(
     monitor = watch or Monitor()
     found = open_backend(rank, size, device, timedelta(seconds=timeout), gather, init_method, facts, monitor)
     inside = ForwardDepth()
-    schedule = Schedule(found.shards, found.blocks, found.outside, inside)
+    schedule = Schedule(found.shards, found.blocks, found.outside, inside, found.control)
     world = World(
         rank, size, local_rank, device, found.gather, found.reduce, found.shards, found.control, monitor, inside,
         schedule, LayerFeatures(), zero_level, loss_scale_factor, loss_scale_steps, found.open_group, poison,

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..engine.comm.collective_log import Excerpt
+from ..engine.comm.collective_log import Excerpt, describe
 
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", sysconfig.get_paths()["stdlib"], _PACKAGE)
@@ -164,6 +164,8 @@ def _waited_for(frame: FrameType, path: str) -> str:
     name = frame.f_code.co_name
     if name == "barrier" and "occasion" in frame.f_code.co_varnames:
         return repr(frame.f_locals.get("occasion"))
+    if name == "smallest" and "entry" in frame.f_locals:
+        return describe(frame.f_locals["entry"], {}, {})
     label = getattr(frame.f_locals.get("self"), "label", None) if name == "wait" else None
     if label is not None:
         return str(label).partition(": ")[2]

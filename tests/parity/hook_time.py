@@ -106,7 +106,7 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
     reduction = CollectiveReduction(lane, device)
     control = ObjectComm(1, timedelta(seconds=1))
     gather, inside = CollectiveGather(lane), ForwardDepth()
-    schedule = Schedule(gather, reduction, reduction, inside)
+    schedule = Schedule(gather, reduction, reduction, inside, control)
     pretended = world.World(
         0,
         2,

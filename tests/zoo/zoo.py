@@ -106,7 +106,7 @@ To compare your own model, use [check_parity](faults.md#wrong-numbers-check_pari
 
 `python tests zoo` wrote this page: {ranks} ranks with ZeRO-3 and recomputation against one process of plain PyTorch, in
 float32 on a CPU ({versions}). Each model is small and random. It makes two steps of SGD on batches that
-differ between ranks, with dropout if the family has it by default, and without layer-drop. In every row `state_dict`
+differ between ranks, with dropout if the family has it by default. In every row `state_dict`
 has the plain model's keys, weights and buffers after training are the plain model's, and `save_pretrained` followed by
 `from_pretrained` gives what it gives for the plain model.
 

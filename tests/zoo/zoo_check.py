@@ -46,7 +46,7 @@ def measure(name: str) -> Row:
     blocks = tuple(len(dict.fromkeys(blocks)) for blocks in find_block_lists(model))
     bmt.auto_wrap(model, zero_level=3, use_checkpoint=True)
     twin = Twin(family, family.build(), bmt.world_size(), LEARNING_RATE) if bmt.rank() == 0 else None
-    loss, gradient = _train(family, model, twin)
+    loss, gradient = train_beside(family, model, twin)
     state = model.state_dict()
     if twin is not None:
         _compare_states(state, twin.model.state_dict(), rtol=1e-4)
@@ -55,11 +55,12 @@ def measure(name: str) -> Row:
     return Row(blocks, loss, gradient, outputs)
 
 
-def _train(family: Family, model: Any, twin: Twin | None) -> tuple[float, float]:
+def train_beside(family: Family, model: Any, twin: Twin | None, steps: int = STEPS) -> tuple[float, float]:
+    """The largest errors of losses and of gradients over some steps. Collective; rank 0 has the twin and compares."""
     rank, size = bmt.rank(), bmt.world_size()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     worst = (0.0, 0.0)
-    for step in range(STEPS):
+    for step in range(steps):
         mine = compute_loss(family, model, step * size + rank)
         mine.backward()
         losses = bmt.gather_result(mine.detach().view(1))

@@ -15,9 +15,6 @@ class Twin:
 
     def __init__(self, family: Family, model: Any, size: int, learning_rate: float) -> None:
         self.family, self.model = family, model
-        for module in self.model.modules():
-            if getattr(module, "layerdrop", 0):
-                module.layerdrop = 0.0  # as auto_wrap does
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate)
         self._buffers = [self._read_buffers() for _ in range(size)]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..base.torch_internals import functorch_transforms_active
+from ..base.torch_internals import functorch_transforms_active, pytree
 from ..tensors.backward import double_backward
 from .containers import ATOMS, exchange, tensors_in
 
@@ -146,6 +146,22 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 
     torch.autograd.graph.register_multi_grad_hook(found, reached, mode="any")
     return outputs, True
+
+
+def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> Any:
+    """Return `outputs` with floating-point tensors whose backward calls `before(token)`, and does nothing else.
+
+    For outputs that depend on no parameter that requires a gradient: their backward would raise an error.
+    """
+    found = [
+        leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    if not found:
+        return outputs
+    anchor = torch.zeros((), device=found[0].device, requires_grad=True)
+    _, *entered = _apply(_EnterBackward, before, token, anchor, *found)
+    table = {id(tensor): behind for tensor, behind in zip(found, entered)}
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: table.get(id(tensor), tensor), outputs)
 
 
 def _enter_containers(

@@ -27,7 +27,8 @@ class BlockState:
     stays unsharded until another block starts. When a block starts, its neighbour is prefetched.
 
     When the block's gradients are reduced depends only on `pending`, and on whether the running backward has reached
-    the block. Both are the same on every rank, whereas different ranks may have gradients for different parameters.
+    the block. Both are the same on every rank, unless the model is uneven (see `Negotiation`), whereas different ranks
+    may have gradients for different parameters.
 
     Attributes:
         schedule: the schedule of the world.
@@ -192,10 +193,10 @@ class BlockState:
         """
         self.schedule.open_block(self, neighbour)
         for buffer in self.buffers:
-            buffer.gather()
+            self.schedule.gather(buffer)
         if neighbour is not None:
             for buffer in neighbour.buffers:
-                buffer.gather()
+                self.schedule.gather(buffer)
         for buffer in self.buffers:
             buffer.wait()
         for parameters, name, full, local in self.slots:

@@ -18,7 +18,7 @@ from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, find_slots
 from ..sharding.state_dict import shard_on_load
-from .autograd import uncached_autocast, watch_backward
+from .autograd import anchor_backward, uncached_autocast, watch_backward
 from .schedule import ForwardPass, Schedule
 from .sharded_module import ShardedModule, extend_class
 
@@ -51,6 +51,7 @@ class DistributedModule(ShardedModule):
     """
 
     _schedule: Schedule
+    _uneven = False  # whether ranks may enter different blocks of the model
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -78,7 +79,7 @@ class DistributedModule(ShardedModule):
         if schedule.in_backward:  # a checkpoint around this module recomputes it
             with uncached_autocast() or nullcontext(), schedule.inside, self._watch_own():
                 return function(*args, **kwargs)
-        with uncached_autocast() or nullcontext(), schedule.forward() as forward_pass:
+        with uncached_autocast() or nullcontext(), schedule.forward(self._uneven) as forward_pass:
             try:
                 with self._watch_own():
                     outputs = _without_views(function(*args, **kwargs), forward_pass)
@@ -88,9 +89,13 @@ class DistributedModule(ShardedModule):
                 forward_pass.reshard()
                 raise
         if torch.is_grad_enabled():
-            outputs, differentiable = watch_backward(forward_pass.before_backward, forward_pass.end(), outputs)
+            token = forward_pass.end()
+            outputs, differentiable = watch_backward(forward_pass.before_backward, token, outputs)
             if differentiable:
                 return outputs
+            if self._uneven and any(parameter.requires_grad for parameter in self.parameters()):
+                # Only other ranks train a part of the model in this step. Their backward needs this rank's.
+                return anchor_backward(forward_pass.before_backward, token, outputs)
         forward_pass.reshard()
         return outputs
 

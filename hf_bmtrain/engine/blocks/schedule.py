@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,9 +13,12 @@ import torch
 
 from ..base.torch_internals import call_after_backward, current_graph_task
 from ..comm.communicator import Gather
+from ..comm.object_comm import ObjectComm
 from ..comm.reduce import Reduction
+from ..sharding.buffer import ShardedBuffer
 from ..sharding.gradient import GradientBuffer
 from ..sharding.on_demand import OnDemandGather
+from .negotiation import BACKWARD, EVALUATION, FORWARD, Negotiation
 from .observer import Kind, Observer, ObserverHandle, Observers
 
 if TYPE_CHECKING:
@@ -28,7 +31,13 @@ class BackwardParticipant(Protocol):
     """A block, or a buffer of root parameters, that takes part in a backward and must be told when it ends.
 
     The schedule calls the participants of a backward at its end, in the same order on every rank.
+
+    Attributes:
+        buffers: the buffers whose gradients it may reduce.
     """
+
+    @property
+    def buffers(self) -> Sequence[ShardedBuffer]: ...
 
     def finish_backward(self) -> None:
         """Start the reductions that are still missing, and reshard. Collective."""
@@ -47,11 +56,19 @@ class ForwardPass:
         readers: a dict whose keys are the OnDemandGathers of the buffers of root parameters that the forward read. The
             values are True during the forward; `end` sets each to the `unwatched` of its OnDemandGather.
         blocks: the blocks with a differentiable output in this forward.
+        negotiation: by which the ranks agree on each collective, if they may enter different blocks; otherwise None.
+        entry: the entry of these agreements in the collective log.
     """
 
-    def __init__(self, enter: Callable[[ForwardPass], None]) -> None:
-        """enter: called with this forward pass when a backward reaches the outputs of the forward."""
-        self._enter = enter
+    def __init__(self, enter: Callable[[ForwardPass], None], negotiation: Negotiation | None) -> None:
+        """Begin a forward pass.
+
+        Args:
+            enter: called with this forward pass when a backward reaches the outputs of the forward.
+            negotiation: see the attribute.
+        """
+        self._enter, self.negotiation = enter, negotiation
+        self.entry = FORWARD if torch.is_grad_enabled() else EVALUATION
         self.readers: dict[OnDemandGather, bool] = {}
         self.blocks: set[Any] = set()
 
@@ -89,7 +106,10 @@ class ForwardPass:
                 "step or by loading weights, so the gradients would be wrong. Run forward again."
             )
         self._enter(self)
-        for reader, unwatched in self.readers.items():
+        readers = list(self.readers.items())
+        if (negotiation := self.negotiation) is not None:  # ranks may have read them in different orders
+            readers.sort(key=lambda pair: negotiation.gather_order(pair[0].buffers))
+        for reader, unwatched in readers:
             reader.prepare_backward(unwatched)
 
 
@@ -114,11 +134,15 @@ class Schedule:
         outside: the reduction of the gradients of root parameters.
         inside: the context of a layer's own forward, be it the first one or a recomputation.
         observers: the observers of this world.
+        negotiation: by which the ranks agree on each collective of uneven models, whose blocks not all ranks enter.
         backwards: the number of backwards that have ended.
     """
 
-    def __init__(self, shards: Gather, blocks: Reduction, outside: Reduction, inside: ForwardDepth) -> None:
+    def __init__(
+        self, shards: Gather, blocks: Reduction, outside: Reduction, inside: ForwardDepth, control: ObjectComm
+    ) -> None:
         self.shards, self.blocks, self.outside, self.inside = shards, blocks, outside, inside
+        self.negotiation = Negotiation(control, self._start)
         self.observers = Observers()
         self.backwards = 0
         self._pass: ForwardPass | None = None
@@ -198,13 +222,21 @@ class Schedule:
         return self._calibrates or self.in_backward
 
     @contextmanager
-    def forward(self) -> Iterator[ForwardPass]:
-        """Run the outermost forward of a model inside this context, which yields its ForwardPass."""
+    def forward(self, uneven: bool) -> Iterator[ForwardPass]:
+        """Run the outermost forward of a model inside this context, which yields its ForwardPass.
+
+        uneven: whether the ranks may enter different blocks of the model. They all end the context together then.
+        """
         self.discard_failed_backward()
-        outer, self._pass = self._pass, ForwardPass(self._enter_pass)
+        if uneven:
+            self.shards.publish()
+        begun = ForwardPass(self._enter_pass, self.negotiation if uneven else None)
+        outer, self._pass = self._pass, begun
         try:
             with self.inside:
-                yield self._pass
+                yield begun
+                if uneven:
+                    self.negotiation.finish(begun.entry)
         finally:
             self._pass = outer
 
@@ -215,7 +247,7 @@ class Schedule:
         At the end of the context, buffers of root parameters that only the rehearsal has read are resharded.
         """
         outer = {} if self._pass is None else self._pass.readers
-        with self.forward() as own:
+        with self.forward(self._pass is not None and self._pass.negotiation is not None) as own:
             self._calibrates = True
             try:
                 yield
@@ -233,6 +265,27 @@ class Schedule:
         """Register that `block` has a differentiable output in the running forward pass."""
         if self._pass is not None:
             self._pass.blocks.add(block)
+
+    def gather(self, buffer: ShardedBuffer) -> None:
+        """Start the all-gather of `buffer`, unless it is unsharded.
+
+        Collective. If the forward or backward is negotiated, ranks may call it for different buffers.
+        """
+        entry = self.negotiated
+        if entry is None:
+            buffer.gather()
+            return
+        self.negotiation.before_gather(buffer, entry)
+        with torch.enable_grad():  # the grad mode is in the log, and ranks may differ in it inside a pass
+            buffer.gather()
+
+    @property
+    def negotiated(self) -> int | None:
+        """The entry of the agreements in the collective log if each collective is negotiated now, otherwise None."""
+        if self._passes:
+            uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
+            return BACKWARD if uneven else None
+        return None if self._pass is None or self._pass.negotiation is None else self._pass.entry
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
         """Reshard the blocks that are unsharded, except `block`, which starts now, and `prefetched`.
@@ -294,15 +347,22 @@ class Schedule:
     def _end_backward(self, task: int) -> None:
         """End the backward of graph task `task`: finish all reductions and set every `.grad`. Collective."""
         self.open_block(None, None)
-        members, passes = self._members.pop(task), self._passes.pop(task, [])
+        members = self._members.pop(task)
+        uneven = any(each.negotiation is not None for each in self._passes.get(task, ()))
+        ordered = list(members)
+        if uneven:  # ranks may have added them in different orders
+            ordered.sort(key=lambda member: self.negotiation.reduction_order(member.buffers))
         try:
-            for member in members:
+            for member in ordered:
                 member.finish_backward()
+            if uneven:
+                self.negotiation.finish(BACKWARD)
             self._receive(ahead=0)
             self._decide()
         except BaseException:
-            self._members[task], self._passes[task] = members, passes  # for `discard_failed_backward`
+            self._members[task] = members  # for `discard_failed_backward`
             raise
+        self._passes.pop(task, None)
         self.wait_for_readers()  # so that the optimizer may write the shards
         self.backwards += 1
         for observer in self.observers.end_backward:
@@ -344,9 +404,16 @@ class Schedule:
     def send(self, gradients: list[GradientBuffer]) -> None:
         """Start to average `gradients`, those of one block, over the ranks. Collective.
 
-        First waits for earlier reductions, like `make_room`. Later calls wait for all of `gradients` or for none.
+        First waits for earlier reductions, like `make_room`. Later calls wait for all of `gradients` or for none. Of an
+        uneven model, first takes part in what other ranks need.
         """
-        self._receive(self.blocks.ahead)
+        if self.negotiated is not None:
+            self.negotiation.before_reduction(gradients)
+        self._start(gradients)
+
+    def _start(self, gradients: list[GradientBuffer]) -> None:
+        # If negotiated, nothing is left to `make_room`, which not all ranks call: gradient hooks may be collective.
+        self._receive(self.blocks.ahead if self.negotiated is None else 0)
         for gradient in gradients:
             if gradient.is_pending:
                 self._receive(ahead=0)

@@ -147,7 +147,7 @@ def _begins_without_dict(cls: Any) -> bool:
 
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
-_ADDED = ("_schedule", "_bmt", "_is_fsdp_managed_module")
+_ADDED = ("_schedule", "_bmt", "_uneven", "_is_fsdp_managed_module")
 """Attributes that sharding sets on instances, besides hooks and methods."""
 
 

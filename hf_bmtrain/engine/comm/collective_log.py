@@ -26,7 +26,7 @@ WORDS = 1 + _RING
 UNKNOWN = "an exchange between the ranks"
 """The description of an exchange of objects whose occasion this rank does not know."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
-_UNEVEN = ("all-to-all",)
+_OF_PARTS = ("all-to-all",)
 """Collectives whose numbers of elements differ between ranks, so that entries do not have them."""
 _OF_BUFFERS = (
     "gather of", "gather without gradients of", "preparing the all-gather of", "reduction of the gradient of",
@@ -36,7 +36,10 @@ _OF_VALUES = (
     "step with learning rate", "step with weight_decay", "step with momentum", "step with betas",
     "step with another option", "clipping to the norm", "clipping by the norm of order",
 )  # fmt: skip
-_KINDS = (*_OF_ELEMENTS, *_UNEVEN, *_OF_BUFFERS, *_OF_VALUES, "exchange", "decision for")
+_OF_PASSES = (
+    "next operation of a forward", "next operation of a forward without gradients", "next operation of a backward",
+)  # fmt: skip
+_KINDS = (*_OF_ELEMENTS, *_OF_PARTS, *_OF_BUFFERS, *_OF_VALUES, *_OF_PASSES, "exchange", "decision for")
 _POSITIONS = {kind: position for position, kind in enumerate(_KINDS)}
 _FACTOR, _MASK = 1000003, (1 << 48) - 1
 _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
@@ -47,8 +50,9 @@ def code(kind: str, number: int) -> int:
 
     Args:
         kind: what the operation is, one of `_KINDS`.
-        number: for a collective on a tensor the number of elements, 0 for an all-to-all; for an operation on a flat
-            buffer the buffer's number; for an exchange of objects or a decision the number that stands for its text.
+        number: for a collective on a tensor the number of elements; for an operation on a flat buffer the buffer's
+            number; for an exchange of objects or a decision the number that stands for its text; for an all-to-all, and
+            for one of `_OF_PASSES`, 0.
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
@@ -93,10 +97,12 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
     kind, number = kind_and_number(entry)
     if kind in _OF_ELEMENTS:
         return f"{kind} of {number} elements"
-    if kind in _UNEVEN:
+    if kind in _OF_PARTS:
         return kind
     if kind in _OF_BUFFERS:
         return f"{kind} {names.get(number, f'buffer {number}')}"
+    if kind in _OF_PASSES:
+        return f"the {kind}"
     if kind in _OF_VALUES:
         return f"{kind} {np.uint32(number).view(np.float32)}"
     if number not in occasions:

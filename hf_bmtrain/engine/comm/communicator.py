@@ -133,6 +133,12 @@ class Gather(Protocol):
         """
         ...
 
+    def publish(self) -> None:
+        """Make the present values of all shards readable, so that no gather by peer copies needs a collective for it.
+
+        Collective. Does nothing by default.
+        """
+
     def is_collective(self, shard: torch.Tensor) -> bool:
         """Return whether `gather` of this shard is collective. True by default."""
         return True

@@ -19,8 +19,8 @@ _LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this pack
 class ObjectComm:
     """Collectives over picklable Python objects, and texts in a store that all ranks can read.
 
-    `gather`, `broadcast_object`, `barrier` and `any` are collective; the other methods are not. With one rank all of
-    them return at once.
+    `gather`, `broadcast_object`, `barrier`, `any` and `smallest` are collective; the other methods are not. With one
+    rank all of them return at once.
 
     Attributes:
         size: the number of ranks.
@@ -37,7 +37,7 @@ class ObjectComm:
         self.occasions: dict[int, str] = {}
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER) if size > 1 else None
         self._store: Any = default_store() if size > 1 else None
-        self._last: Any = None  # the operation of the last call of `any`
+        self._last: Any = None  # the last operation of `any` or `smallest`
 
     def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
         """Return the values that all ranks pass, in rank order. Collective.
@@ -89,11 +89,26 @@ class ObjectComm:
         """
         if self._group is None:
             return flag
-        self.collective_log.note(code("exchange", self._number(occasion)))
-        flags = torch.tensor([float(flag)], device="cpu")
-        self._last = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return not self._smallest(not flag, code("exchange", self._number(occasion)), seconds)
+
+    def smallest(self, number: int, entry: int) -> int:
+        """Return the smallest of the numbers that the ranks pass. Collective.
+
+        Args:
+            number: this rank's number, which fits in 64 bits.
+            entry: the entry in the log, from `collective_log.code`.
+
+        Raises:
+            RuntimeError: as `barrier`.
+        """
+        return number if self._group is None else self._smallest(number, entry, None)
+
+    def _smallest(self, number: int, entry: int, seconds: float | None) -> int:
+        self.collective_log.note(entry)
+        least = torch.tensor([number], dtype=torch.int64, device="cpu")
+        self._last = dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group, async_op=True)
         wait_for(self._last, self.collective_log, self.timeout + PATIENCE if seconds is None else seconds)
-        return bool(flags.item())
+        return int(least.item())
 
     def note_decision(self, text: str) -> None:
         """Note in the log what this rank has decided, so that it is compared with the other ranks' decisions.

@@ -163,6 +163,9 @@ class PeerGather(Gather):
     def is_collective(self, shard: torch.Tensor) -> bool:
         return not hasattr(shard, "shared")
 
+    def publish(self) -> None:
+        self._publish()
+
     def _publish(self) -> None:
         """Make the copies that follow wait until every rank has completed its writes to shards. Collective."""
         living = [(shared, shard) for shared in self._shared.values() if (shard := shared.shard()) is not None]

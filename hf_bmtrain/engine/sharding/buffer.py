@@ -168,6 +168,28 @@ class ShardedBuffer:
                 raise
         self._state = State.GATHERING
 
+    @property
+    def needs_collective(self) -> bool:
+        """Whether `gather` would now issue a collective, or might."""
+        if self._alone or (self._state is not State.SHARDED and self._filled_version == self.shard._version):
+            return False
+        return self.storage.prepares or (self._target is not None and self._gather.is_collective(self._source))
+
+    def take_part(self) -> None:
+        """Take part in an all-gather that other ranks need, without using what arrives. Collective.
+
+        If the buffer is unsharded already, the shards arrive in other memory.
+        """
+        if self._state is State.SHARDED or self._filled_version != self.shard._version:
+            self.gather()
+            self.reshard()
+            return
+        if self.storage.prepares:
+            self.storage.before_gather()
+        if self._target is not None:
+            self._note_gather()
+            self._gather.gather(torch.empty_like(self._target.tensor), self._source, self._cut).wait()
+
     def _note_gather(self) -> None:
         """Record the all-gather in the collective log.
 

@@ -56,6 +56,11 @@ class OnDemandGather:
         return gather
 
     @property
+    def buffers(self) -> tuple[ShardedBuffer]:
+        """The buffer alone, as a participant of a backward."""
+        return (self._buffer,)
+
+    @property
     def version(self) -> int:
         """The version of the buffer's shard."""
         return self._buffer.version
@@ -83,7 +88,7 @@ class OnDemandGather:
             return sharded
         self._schedule.add_reader(self)
         self._buffer.gradient.free_if_unused()
-        self._buffer.gather()
+        self._schedule.gather(self._buffer)
         self._buffer.wait()
         self.unwatched |= not self._watched
         own, index = self._parameters.setdefault(reader, {}), sharded.index
@@ -148,7 +153,7 @@ class OnDemandGather:
                 "runs: do not read saved tensors (grad_fn._saved_...) outside it."
             )
         self._schedule.join_backward(self)
-        self._buffer.gather()
+        self._schedule.gather(self._buffer)
         self._buffer.wait()
         self._saved.discard(saved)
         return saved.view
@@ -161,7 +166,7 @@ class OnDemandGather:
         self._schedule.join_backward(self)
         self.unwatched = unwatched
         if unwatched or self._saved:
-            self._buffer.gather()
+            self._schedule.gather(self._buffer)
         if unwatched:
             self._buffer.wait()  # no later call waits: backward reads these views without unpacking them
 

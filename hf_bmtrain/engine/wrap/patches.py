@@ -69,28 +69,16 @@ def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwarg
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-    """Make all ranks call the same blocks, since the collectives of every block need all ranks.
+    """Make generation go on until every rank has finished, since all ranks take part in the all-gathers of every block.
 
-    Turns off layer-drop, which skips random layers, different ones on each rank: `layerdrop` is set to 0, and the mark
-    `_is_fsdp_managed_module` makes transformers call every layer of models that read the rate of layer-drop from their
-    configuration. The mark, and synced_gpus=True in `generate`, also make generation go on until every rank has
-    finished. Generation with continuous batching, which cannot be kept together, raises an error on several ranks.
+    The mark `_is_fsdp_managed_module`, and synced_gpus=True in `generate`, do that. Modules that drop layers at random
+    are not marked: transformers would call every layer of theirs. Generation with continuous batching, which cannot be
+    kept together, raises an error on several ranks.
     """
-    dropping = [module for module in model.modules() if _drops_layers(module)]
-    for module in dropping:
-        if hasattr(module, "layerdrop"):
-            module.layerdrop = 0.0  # pyright: ignore
-    if dropping:
-        names = ", ".join(sorted({type(module).__name__ for module in dropping}))
-        _log.warning(
-            "hf_bmtrain turned off layer-drop in %s: every rank would skip different blocks at random, and the "
-            "all-gathers of the others would hang. Set layerdrop to 0 in the configuration to make this explicit.",
-            names,
-        )
     # Modules inside blocks are not marked, because torch.compile would compile them as modules of FSDP.
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
-        if module not in inside:
+        if module not in inside and not drops_layers(module):
             module._is_fsdp_managed_module = True  # pyright: ignore[reportArgumentType]
         generate: Any = getattr(module, "generate", None)
         if callable(generate):
@@ -109,7 +97,7 @@ def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
     )
 
 
-def _drops_layers(module: torch.nn.Module) -> bool:
+def drops_layers(module: torch.nn.Module) -> bool:
     """Return whether `module` drops layers at random.
 
     It does if its attribute `layerdrop` is not 0, or if its forward reads such a rate, other than 0, from its `config`.

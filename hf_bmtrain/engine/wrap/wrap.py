@@ -21,6 +21,7 @@ from .model_hook import install_hook, keep_cache_out
 from .patches import keep_ranks_together, refuse_resizing, route_recomputation
 from .refuse import admit, admit_compiled, admit_parameters, holds_additions
 from .root_params import name_buffers, place_buffers, root_places, shard_root, shared_parameters
+from .uneven import follow_additions, negotiate_if_uneven
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -69,6 +70,7 @@ def wrap(
         _patch(plan, model.modules())
         follow_accelerator(model, world.device)
         refuse_resizing(model)
+        negotiate_if_uneven(plan, chains)
     for each in extensions:
         each.connect(plan)
     if not late:
@@ -173,6 +175,7 @@ def _shard_additions(plan: WrapPlan) -> None:
     fresh = [module for module in plan.root if not isinstance(module, DistributedModule)]
     shard_root(world, left, fresh)
     _patch(plan, fresh)
+    follow_additions(plan)
     _log.info("rank %d: sharded %d new parameters in blocks and %d outside blocks", world.rank, count, len(left))
 
 

@@ -43,6 +43,7 @@ class MemoryPlanner(Observer):
             the memory that `activations` leaves.
     """
 
+    buffers = ()  # it takes part in backwards, without buffers of its own
     position = 10  # resident buffers are resharded before other observers may need the memory
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:

@@ -14,7 +14,7 @@ import torch
 from ...engine.base.torch_internals import pytree, top_saved_tensors_hooks
 from ...engine.blocks.recompute import Recompute
 from ...engine.sharding.buffer import ShardedBuffer
-from .meter import MeasuredInputs, Meter, Reading, SavedBytes, Shapes, agree, shapes_of
+from .meter import MeasuredInputs, Meter, Reading, SavedBytes, Shapes, agree, combine, shapes_of
 from .plan import make_plan
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ class Activations:
     A forward on inputs larger than measured is recomputed, and the rest of its pass is measured. After that, and when a
     pass begins with less free memory than the plan was made for, a rank makes a new plan alone, of the blocks that it
     recomputes, because that choice changes no collective. The choice of the blocks that stay unsharded until their
-    backward does change collectives, so all ranks make it together, once.
+    backward does change collectives, so all ranks make it together, once. Only of an uneven model each rank makes that
+    plan alone too: ranks may have entered different blocks, and they negotiate each collective anyway.
 
     Attributes:
         measuring: whether this pass is measured from here on.
@@ -276,14 +277,16 @@ class Activations:
         return free - self._forward, free - self._backward
 
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
-        """Make the first plan, the same on every rank, and return True. Collective.
+        """Make the first plan, and return True. Unless the model is uneven, it is the same on every rank. Collective.
 
         Return False, without a plan, if no rank's optimizer has stepped: then the optimizer's state is not allocated
         yet. blocks: the policies of the measured blocks.
         """
         world, free = self._planner.world, self._read_free()
         sizes = tuple(block.nbytes for block in blocks)
-        agreed = agree(world, Reading(self._meter.has_stepped(_buffers(blocks)), self._rooms(free), sizes))
+        mine = Reading(self._meter.has_stepped(_buffers(blocks)), self._rooms(free), sizes)
+        # Ranks that may enter different blocks have measured different ones, and may also gather differently.
+        agreed = agree(world, mine) if self._schedule.negotiated is None else combine([mine])
         if agreed is None:
             return False
         rooms, activations = agreed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -184,7 +184,11 @@ def agree(world: World, mine: Reading) -> tuple[list[int], list[int]] | None:
         world: the ranks.
         mine: this rank's measurements.
     """
-    readings: list[Reading] = world.gather_objects(mine)
+    return combine(world.gather_objects(mine))
+
+
+def combine(readings: Sequence[Reading]) -> tuple[list[int], list[int]] | None:
+    """Return what `agree` returns, from the readings of all ranks that make a plan together."""
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):
         return None

@@ -1,0 +1,64 @@
+"""Vision–language families on ranks of which some have no image in a step, against one process of plain torch."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from cases import in_full
+from log_lines import log_lines
+from zoo_check import LEARNING_RATE, train_beside
+from zoo_families import FAMILIES
+from zoo_models import Batch, Family, causal
+from zoo_twin import Twin
+
+NAMES = [
+    "vipllava", "paligemma", "aya_vision", "gemma3 vision", "mistral3", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm",
+    "internvl", "llava",
+]  # fmt: skip
+WITH_IMAGE = {0, 3, 7}
+"""The batches with images: of two ranks, one has an image in three steps, and none in another one."""
+
+
+def sometimes(family: Family) -> Family:
+    """The same family; only the batches of `WITH_IMAGE` have images."""
+
+    def batch(generator: torch.Generator, number: int) -> Batch:
+        if number in WITH_IMAGE:
+            return family.batch(generator, number)
+        text = causal(generator, number)
+        return text | ({"token_type_ids": torch.zeros_like(text["input_ids"])} if "gemma" in family.name else {})
+
+    return dataclasses.replace(family, batch=batch)
+
+
+def errors(name: str, options: dict) -> tuple[float, float, list[str]]:
+    family = sometimes(FAMILIES[name])
+    with log_lines(logging.INFO) as lines:
+        model = bmt.auto_wrap(family.build(), **options)
+    twin = Twin(family, family.build(), bmt.world_size(), LEARNING_RATE) if bmt.rank() == 0 else None
+    return *train_beside(family, model, twin, steps=4), [line for line in lines if "different parts" in line]
+
+
+@pytest.mark.parametrize("options", [{}, *in_full({"use_checkpoint": False, "zero_level": 2})], ids=len)
+@pytest.mark.parametrize("name", ["qwen2_vl", *in_full(*NAMES)])
+def test_ranks_without_image(world, name, options):
+    if FAMILIES[name].missing:
+        pytest.skip(f"this transformers has no {FAMILIES[name].missing}")
+    loss, gradient, lines = world(2)(errors, name, options)[0]
+    assert loss <= 1
+    assert gradient <= 1
+    assert lines
+
+
+def wrapped(name: str) -> list[str]:
+    with log_lines(logging.INFO) as lines:
+        bmt.auto_wrap(FAMILIES[name].build())
+    return [line for line in lines if "different parts" in line]
+
+
+@pytest.mark.parametrize("name", ["t5", *in_full("bart", "swin", "llama", "whisper", "mixtral")])
+def test_models_of_one_configuration_are_even(world, name):
+    assert world(2)(wrapped, name) == [[], []]

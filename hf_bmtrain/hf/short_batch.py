@@ -10,6 +10,7 @@ import transformers
 from accelerate.utils import find_batch_size
 
 from ..engine.runtime.world import World, current_world
+from ..features.sequence import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 _IGNORED = -100
@@ -31,7 +32,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         nonlocal told
         loss, logits, labels = plain(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         left = _rows_left(trainer)
-        if loss is None or left is None or left == world.size * (find_batch_size(inputs) or 0):
+        groups = world.size // ranks_per_row(trainer.model)
+        if loss is None or left is None or left == groups * (find_batch_size(inputs) or 0):
             return loss, logits, labels
         right = _loss_of_rows(trainer, model, inputs, left, world) if left > 0 else None
         if right is not None:
@@ -65,8 +67,8 @@ def _loss_of_rows(
     trainer: transformers.Trainer, model: Any, inputs: Any, left: int, world: World
 ) -> torch.Tensor | None:
     """Return the loss of the first `left` rows of all ranks' `inputs`, None if it cannot be computed. Collective."""
-    rows = find_batch_size(inputs)
-    mine = min(max(left - world.rank * (rows or 0), 0), rows or 0)
+    rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # ranks that share rows have the same ones
+    mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)
     short = _first_rows(inputs, rows, max(mine, 1)) if _computes_loss(trainer) else None
     if not all(world.gather_objects(short is not None)):
         return None
@@ -78,7 +80,7 @@ def _loss_of_rows(
         count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
         loss = trainer.compute_loss(model, prepared, num_items_in_batch=count)
     counted = count is not None and trainer.args.average_tokens_across_devices  # the loss of all ranks is their mean
-    share = 1 / world.size if counted else mine / left
+    share = 1 / world.size if counted else mine / left / shared
     total = loss.detach().double().mean().reshape(1) * share if mine else torch.zeros(1, dtype=torch.float64)
     total = total.to(loss.device)
     world.reduce.all_reduce(total).wait()

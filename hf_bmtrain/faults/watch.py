@@ -440,17 +440,21 @@ class Watch(Monitor):
         while any(status and status.written < begun for status in ranks.values()) and time.monotonic() < end:
             time.sleep(0.1)  # until the other ranks have published the line that they are at now
             ranks = {rank: self._read(rank) for rank in ranks}
-        at = {rank: (self.status if status is None else status).place for rank, status in ranks.items()}
-        at[self._rank] = self.status.place
-        seen = {rank: ", last seen at" if place == repr(EXIT) else " at" for rank, place in places.items()}
-        doing = "; ".join(
-            f"rank {rank}: {place}{f'{seen[rank]} {at[rank]}' if at[rank] else ''}"
-            for rank, place in sorted(places.items())
-        )
+        found = {rank: self.status if status is None else status for rank, status in ranks.items()}
+        found[self._rank] = self.status
+        doing = "; ".join(f"rank {rank}: {place}{_seen(place, found[rank])}" for rank, place in sorted(places.items()))
         summary = "the ranks issued different operations, which would deadlock or exchange the wrong data"
         if all(map(_is_decision, places.values())):
             summary = "the ranks differ in a decision, after which they would wait for each other for ever"
         return f"{summary}. {what}. {doing}. {_advice(list(places.values()))}"
+
+
+def _seen(place: str, status: Status) -> str:
+    """Return where a rank that issued `place`, an entry of a log in words, was last seen; "" if that is not known."""
+    if place != repr(EXIT):
+        return f" at {status.place}" if status.place else ""
+    line = f", last seen at {status.place}" if status.place else ""
+    return f"{line} (it {status.ended})" if status.ended else line
 
 
 def _is_decision(place: str) -> bool:

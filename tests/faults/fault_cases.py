@@ -89,7 +89,7 @@ CASES = [
     Case("raise_backward", RAISED, "backward"),
     Case("raise_optimizer", RAISED, "step"),
     Case("raise_loader", RAISED, "loader"),
-    Case("unwritable_folder", r"NotADirectoryError|Not a directory|FileExistsError|is a file", "save"),
+    Case("unwritable_folder", r"lacks the folder|NotADirectoryError|Not a directory|FileExistsError|is a file", "save"),
     Case("raise_save", RAISED, "save"),
     Case("raise_add", RAISED, "save"),
     Case("raise_callback", RAISED, "callback"),

@@ -116,7 +116,7 @@ class ObjectComm:
         Every rank must call this at the same point, but it does not wait for them. It takes about a microsecond.
 
         Args:
-            text: what was decided for, for messages. There should be few different texts.
+            text: what this rank has decided for, in words that messages show. There should be few different texts.
 
         Raises:
             RuntimeError: another rank of this host has decided something else, or the monitor has found a problem. If

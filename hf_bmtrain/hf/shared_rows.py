@@ -50,6 +50,8 @@ def follow_shared_rows(model: Any, args: Any) -> None:
             f"average_tokens_across_devices=False does not work with sequence_parallel={size}: the ranks of a group "
             "have different tokens of one row, which must count alike. Leave this argument out."
         )
+    if args.torch_compile:
+        raise ValueError(f"torch_compile=True does not work with sequence_parallel={size}: leave it out.")
     share_batches(size, ranks)
     shared = _SharedRows(tp_size=size, dp_shard_size=ranks // size, dp_replicate_size=1, cp_size=1, sp_size=1)
     shared.device_mesh = AcceleratorState().device_mesh

@@ -52,6 +52,11 @@ class SequenceParallel(Extension):
             raise ValueError(
                 f"auto_wrap: sequence_parallel={self._size} must divide the number of ranks, {plan.world.size}."
             )
+        if plan.compiled:
+            raise ValueError(
+                "auto_wrap: compile cannot be combined with sequence_parallel, because attention exchanges tokens "
+                "between ranks: leave compile out."
+            )
         self._blocks = choose_blocks(plan.model, plan.layers)
 
     def prepare(self, plan: WrapPlan) -> None:

@@ -88,8 +88,8 @@ def loss_kind(model: Any) -> str | None:
     """Return how `model` computes its loss from labels.
 
     Returns:
-        "shifted": by transformers' loss for causal language models, which accepts labels that are shifted already.
-        "plain": by transformers' loss with one label for each token. "mean": by a mean of torch's over the labels.
+        "shifted": by transformers' loss for causal models, which accepts labels that are shifted already.
+        "plain": by transformers' loss, of labels that are not shifted. "mean": by a mean of torch's over such labels.
         None: in another way.
     """
     forward = inspect.unwrap(type(model).forward)
@@ -102,8 +102,8 @@ def loss_kind(model: Any) -> str | None:
         takes_more = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
         known = "shifted" if function in _SHIFTED else "plain" if function in _PLAIN else None
         return known if takes_more else None
-    shifts = any("shift" in name for name in names)
-    return "mean" if "CrossEntropyLoss" in names and not shifts else None
+    unshifted = any(each in type(model).__name__ for each in ("MaskedLM", "TokenClassification"))
+    return "mean" if "CrossEntropyLoss" in names and unshifted else None
 
 
 def _why_not(model: Any, config: Any, text: Any) -> str | None:

@@ -195,16 +195,18 @@ class SharedRows:
             return value
         if name == "position_ids":
             return _narrow(parts, value, -1)
-        places = [dim for dim in range(1, value.dim()) if value.shape[dim] == parts.length]
-        if not places:
+        if value.dim() > 1 and value.shape[1] == parts.length:
+            own = parts.take(value, 1)
+            return own.clone() if name == "hidden_states" else own  # so that the embeddings of all tokens are freed
+        places = [dim for dim in range(2, value.dim()) if value.shape[dim] == parts.length]
+        if not places or value.shape[1] == len(parts.own):  # not the tokens, but of this rank's tokens already
             return value
-        if 1 not in places and len(places) > 1:
+        if len(places) > 1:
             raise NotImplementedError(
                 f"sequence_parallel: {type(layer).__name__} is called with {name} of shape {tuple(value.shape)}, of "
                 f"which several dimensions are as long as the row ({parts.length} tokens): this is not supported."
             )
-        own = parts.take(value, 1 if 1 in places else places[0])
-        return own.clone() if name == "hidden_states" else own  # so that the embeddings of all tokens are freed
+        return parts.take(value, places[0])
 
     def _after_last_layer(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
         """Fill up this rank's tokens with zeros in place of the others, for a trunk that sets the shape of its rows."""

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default
+from cases import by_default, in_full
 from ranks import on_ranks
-from sequence_models import MODELS, TOKENS, VOCABULARY, batch_of, check, compare_gradients, whole_loss
+from sequence_models import MODELS, TOKENS, VOCABULARY, WIDTH, batch_of, causal, check, compare_gradients, whole_loss
 
 UNLIKE = ("llama-9-heads", "mistral", "gemma2", "gpt-oss", "mixtral-router-loss", "modern-bert", "bert", "gpt2")
 
@@ -38,6 +38,14 @@ def test_groups_beside_each_other(name):
 @on_ranks(3)
 def test_lengths_that_the_group_does_not_divide(tokens):
     check("mistral", 3, tokens=tokens)
+
+
+@pytest.mark.parametrize("tokens", [WIDTH, *in_full(2 * WIDTH)])
+@on_ranks(2)
+def test_rows_as_long_as_the_model_is_wide(tokens):
+    """Where the sizes of tensors do not tell which dimension has the tokens."""
+    long = {"max_position_embeddings": 2 * WIDTH}
+    check(causal("Llama", **long), 2, tokens=tokens, rows=1)
 
 
 @on_ranks(4)
@@ -98,11 +106,6 @@ def test_loss_from_outputs():
 @on_ranks(2)
 def test_levels(level, recompute):
     check("llama-9-heads", 2, zero_level=level, use_checkpoint=recompute)
-
-
-@on_ranks(2)
-def test_compiled_blocks():
-    check("llama", 2, compile="aot_eager")
 
 
 @on_ranks(2)

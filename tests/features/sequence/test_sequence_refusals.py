@@ -56,6 +56,12 @@ def test_number_of_ranks():
 
 
 @on_ranks(2)
+def test_compiled_blocks():
+    with pytest.raises(ValueError, match="compile cannot be combined with sequence_parallel"):
+        bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2, compile=True)
+
+
+@on_ranks(2)
 def test_calls():
     model = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
     batch = batch_of("plain", 0)

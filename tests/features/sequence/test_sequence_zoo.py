@@ -16,14 +16,15 @@ jetmoe, modernbert_decoder, phi3, apertus, aria text, beam, bitnet, cwm, emu3 te
 granite_swa, hunyuan_v1_dense, hyperclovax, jais2, ministral3, mllama text, moshi text, vaultgemma, axk1,
 glm4_moe_lite, mistral4, cohere2_moe, flex_olmo, granitemoe_swa, hunyuan_v1_moe, ernie4_5_moe, exaone_moe, hy_v3,
 kolibri1, laguna, mellum, minimax_m2, minimax_m3_vl text, solar_open, afmoe, mimo_v2_flash, dots1, fuyu, minicpm3,
-youtu, bert, roberta, roberta_prelayernorm, xlm_roberta, xlm_roberta_xl, camembert, ernie, eurobert, layoutlm,
+youtu, bert, roberta, roberta_prelayernorm, xlm_roberta, xlm_roberta_xl, camembert, ernie, eurobert,
 data2vec_text, nomic_bert, electra, albert, modernbert, mobilebert, esm, xmod, splinter, vipllava, paligemma,
 aya_vision, gemma3 vision, mistral3, qwen2_vl, qwen2_5_vl, idefics3, smolvlm, internvl, llava, blip_2, instructblip,
 roc_bert, gte, jina_embeddings_v3, bert-generation, blt_patcher, cosmos3_edge_text, gradium_phonon_tts,
 granite4_vision_text, granite_docling_text, molmo2_text, muse_glimmer_text, muse_spark_text, openai_privacy_filter,
 pocket_tts, qwen3_omni_moe_text, qwen3_vl_moe_text, embedding_gemma2, csm, kosmos_2_5_text_model,
 kosmos_2_text_model, kyutai_speech_to_text, nemotron3_diarization_audio, mllama, ultrabert, esmc, glm4v_moe_text,
-glm4v_text, glm_image_text, glm_ocr_text, paddleocr_vl_text, qwen2_5_omni_text, qwen2_5_omni_talker, step3p5,
+glm4v_text, glm_image_text, glm_ocr_text, paddleocr_vl_text, qwen2_5_omni_text, step3p5,
+qwen3_omni_moe_talker_code_predictor,
 hunyuan_vl_text, cohere_compass_text, deepseek_ocr2_text, diffusion_gemma_text, layoutlmv3, neomme, gemma4_text,
 dia_encoder, voxtral_realtime_text
 """.replace("\n", " ")

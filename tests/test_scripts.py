@@ -13,19 +13,12 @@ from cases import full
 TESTS = Path(__file__).resolve().parent
 SCRIPTS = runpy.run_path(str(TESTS / "__main__.py"))
 NAMES = [
-<<<<<<< HEAD
-    "bad_inputs", "bmtrain_suite", "build_site", "checkpoint_speed", "convergence", "docstrings", "evidence", "faults",
-    "float8_curves", "float8_signal", "gpt2_memory", "hook_time", "identical", "kill_points", "load_memory",
-    "lora_memory", "memory_contract", "model_center_suite", "noisy", "notebook", "parity", "peer_reduction",
-    "plain_boolq", "plan_memory", "programs", "state_memory", "step_path", "stress", "torch_functions", "trainer_cost",
-    "trainer_matrix", "trainer_resume", "upstream_cases", "usages", "zoo", "zoo_bf16",
-=======
-    "bad_inputs", "bmtrain_suite", "checkpoint_speed", "docstrings", "faults", "float8_curves", "float8_signal",
-    "gpt2_memory", "hook_time", "identical", "kill_points", "load_memory", "lora_memory", "memory_contract",
-    "model_center_suite", "noisy", "parity", "peer_reduction", "plain_boolq", "plan_memory", "programs", "sequence_zoo",
-    "state_memory", "step_path", "stress", "torch_functions", "trainer_cost", "trainer_matrix", "trainer_resume", "upstream_cases",
-    "usages", "zoo", "zoo_bf16",
->>>>>>> 6bdc2a8 (The list of scripts has sequence_zoo)
+    "adam8_curve", "bad_inputs", "bmtrain_suite", "build_site", "checkpoint_speed", "convergence", "docstrings",
+    "evidence", "faults", "float8_curves", "float8_signal", "gpt2_memory", "hook_time", "identical", "kill_points",
+    "load_memory", "lora_memory", "memory_contract", "model_center_suite", "muon_curve", "noisy", "notebook", "parity",
+    "peer_reduction", "plain_boolq", "plan_memory", "programs", "sequence_zoo", "state_memory", "step_path", "stress",
+    "torch_functions", "trainer_cost", "trainer_matrix", "trainer_resume", "upstream_cases", "usages", "zoo",
+    "zoo_bf16",
 ]  # fmt: skip
 
 

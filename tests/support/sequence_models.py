@@ -29,9 +29,9 @@ def causal(name: str, **given: Any) -> Callable[[], Any]:
     """What builds the `ForCausalLM` model of that name in transformers."""
 
     def build() -> Any:
-        config = getattr(transformers, f"{name}Config")(**(_SIZES | given))
+        kind = getattr(transformers, f"{name}ForCausalLM")
         torch.manual_seed(5)
-        return getattr(transformers, f"{name}ForCausalLM")(config)
+        return kind(kind.config_class(**(_SIZES | given)))
 
     return build
 

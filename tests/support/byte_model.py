@@ -61,4 +61,5 @@ def curve(
         schedule.step()
         if step % every == 0:
             found.append(held_out_loss(model))
+            bmt.print_rank(f"  step {step}: {found[-1]:.4f}")
     return found

@@ -67,7 +67,7 @@ class SharedRows:
         ]
         for module in model.modules():
             if callable(getattr(module, "generate", None)):
-                module.generate = _refuse_generate  # pyright: ignore[reportAttributeAccessIssue]
+                module.generate = _refuse_generate  # pyright: ignore[reportArgumentType]
 
     def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
         """Register what happens before each of `layers` and after `trunk`, the module that calls them."""

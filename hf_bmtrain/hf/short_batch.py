@@ -78,7 +78,7 @@ def _loss_of_rows(
     with torch.no_grad(), trainer.compute_loss_context_manager():
         prepared = trainer._prepare_inputs(short)
         count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
-        loss = trainer.compute_loss(model, prepared, num_items_in_batch=count)
+        loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
     counted = count is not None and trainer.args.average_tokens_across_devices  # the loss of all ranks is their mean
     share = 1 / world.size if counted else mine / left / shared
     total = loss.detach().double().mean().reshape(1) * share if mine else torch.zeros(1, dtype=torch.float64)

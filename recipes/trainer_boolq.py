@@ -78,8 +78,8 @@ def training_arguments(options: argparse.Namespace, warmup: int) -> TrainingArgu
         lr_scheduler_type="linear",
         warmup_steps=warmup,
         max_grad_norm=MAX_GRAD_NORM,
-        # BERT's loss is a mean over its rows and does not depend on other ranks' tokens. By default Trainer would
-        # multiply it by the number of ranks.
+        # BERT's loss is a mean over its rows and does not depend on other ranks' tokens. By default Trainer
+        # multiplies it by the number of ranks, which BMTrainCallback corrects; here it is turned off instead.
         average_tokens_across_devices=False,
         fp16=options.dtype == "float16",
         use_cpu=bmt.current_world().device.type == "cpu",

@@ -67,7 +67,7 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 
 
 def was_trained(name: str, parameter: Any) -> bool:
-    """Return whether a parameter is trainable or has been since `auto_wrap`: PEFT freezes adapters not in use."""
+    """Return whether a parameter is trainable, or was at any time since `auto_wrap`: PEFT freezes inactive adapters."""
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
 

@@ -151,7 +151,7 @@ def remove(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder that is not a checkpoint. If that fails, log it; the next save tries again."""
+    """Delete a staging folder. If that fails, log a warning; the next save tries again."""
     try:
         shutil.rmtree(folder)
     except OSError as error:

@@ -26,7 +26,7 @@ _TASKS = {
         os.path.join("torch", "serialization.py"), f"packages{os.sep}safetensors{os.sep}",
         f"packages{os.sep}huggingface_hub{os.sep}", os.path.join(_PACKAGE, "checkpoint"),
     ),
-    "compiling": (  # not all files of torch.compile: code that it has compiled runs in some of them
+    "compiling": (  # only these files of torch.compile: others also run when compiled code is called
         os.path.join("torch", "_dynamo", "convert_frame.py"), os.path.join("torch", "_inductor", "compile_fx.py"),
         os.path.join("triton", "compiler"),
     ),

@@ -24,7 +24,7 @@ from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_we
 from .loss_hooks import claim_hooks
 from .mean_loss import follow_mean_loss
 from .router_loss import average_router_loss
-from .shared_rows import follow_shared_rows
+from .shared_rows import follow_shared_rows, gather_rows_once
 from .short_batch import follow_short_batch
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
@@ -116,6 +116,7 @@ class BMTrainCallback(TrainerCallback):
             return
         follow_mean_loss(model, trainer.args)
         follow_short_batch(trainer)
+        gather_rows_once(trainer)
         if self._average_router_loss:
             average_router_loss(model, trainer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import weakref
@@ -13,19 +14,20 @@ import torch
 
 COUNT = "num_items_in_batch"
 _HOOKS = "_bmt_loss_hooks"
-"""Attribute of a model: a weak reference to the Trainer that its hooks are for, and their handles."""
+"""Attribute of a model without PEFT's wrapper: a weak reference to the Trainer of its hooks, and their handles."""
 _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^criterion$")
 """What functions, classes and attributes are called that compute a loss."""
 
 
 def claim_hooks(model: Any, trainer: object) -> bool:
     """Return whether `trainer` has yet to add its hooks to `model`; if so, those of another Trainer are removed."""
-    owner, handles = vars(model).get(_HOOKS, (None, []))
+    record = vars(base_of(model))  # so that Trainers of the model with and without adapters find each other's hooks
+    owner, handles = record.get(_HOOKS, (None, []))
     if owner is not None and owner() is trainer:
         return False
     for handle in handles:
         handle.remove()
-    vars(model)[_HOOKS] = weakref.ref(trainer), []
+    record[_HOOKS] = weakref.ref(trainer), []
     return True
 
 
@@ -42,21 +44,27 @@ def hook_loss(
         around: called before and after such a forward, also if it raises.
     """
 
+    asked = False  # by the caller: a later hook may add the number of labels, for rows that ranks share
+
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
-        if around is not None and given.get(COUNT) is not None:
+        nonlocal asked
+        asked = given.get(COUNT) is not None
+        if around is not None and asked:
             around[0]()
 
     def after(module: Any, inputs: tuple, given: dict[str, Any], outputs: Any) -> None:
-        if given.get(COUNT) is None:
+        if not asked:
             return
         if around is not None:
             around[1]()
+        if given.get(COUNT) is None:
+            return
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             outputs["loss"] = correct(given, outputs, outputs["loss"])
 
-    vars(model)[_HOOKS][1].extend(
+    vars(base_of(model))[_HOOKS][1].extend(
         [
-            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             model.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
     )
@@ -96,6 +104,8 @@ def names_in_forward(model: Any) -> set[str]:
 
 def names_in(function: Any) -> set[str]:
     """Return the names and texts in a function, without its decorators; none if it is not written in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
     if not isinstance(code, CodeType):
         return set()

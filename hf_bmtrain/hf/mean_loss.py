@@ -66,7 +66,8 @@ class _Calls:
         function = self._base.loss_function
         self._own = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
         self.ignored, self.name = False, ""
-        self._base.loss_function = functools.partial(self._call, function)
+        seen = functools.partial(self._call, function)
+        self._base.loss_function = functools.update_wrapper(seen, function)  # others recognize it by its name
 
     def end(self) -> None:
         """Put back the model's own."""
@@ -92,5 +93,7 @@ def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Ten
     counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
     mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
     everyone = mine.clone()
+    if (entry := world.schedule.negotiated) is not None:  # another rank may still need this rank for its blocks
+        world.schedule.negotiation.finish(entry)
     world.reduce.all_reduce(everyone).wait()
     return (mine / everyone).to(loss.dtype)[0]

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from ..engine.runtime.world import current_world
+from ..features.sequence import ranks_per_row
 from .loss_hooks import base_of, hook_loss, ignores_count, names_in_forward
 
 _log = logging.getLogger("hf_bmtrain")
@@ -41,7 +42,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
         if trainer is None or not isinstance(auxiliary, torch.Tensor):
             return loss
         times = trainer.current_gradient_accumulation_steps if model.training else 1
-        times *= current_world().size if args.average_tokens_across_devices else 1
+        times *= current_world().size // ranks_per_row(model) if args.average_tokens_across_devices else 1
         if times == 1:
             return loss
         coefficient = _value(base, name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
+from accelerate.utils import recursively_apply
 from transformers import Trainer
 
 from ..engine.runtime.world import current_world
@@ -44,11 +47,19 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     """
     size, ranks = ranks_per_row(model), current_world().size
     if size == 1:
+        state = AcceleratorState()
+        if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # of an earlier Trainer's model
+            state.parallelism_config, state.device_mesh = ParallelismConfig(), None
         return
     if not args.average_tokens_across_devices:
         raise ValueError(
             f"average_tokens_across_devices=False does not work with sequence_parallel={size}: the ranks of a group "
             "have different tokens of one row, which must count alike. Leave this argument out."
+        )
+    if args.eval_use_gather_object:
+        raise ValueError(
+            f"eval_use_gather_object=True does not work with sequence_parallel={size}: it would gather each row {size} "
+            "times. Leave this argument out."
         )
     if args.torch_compile:
         raise ValueError(f"torch_compile=True does not work with sequence_parallel={size}: leave it out.")
@@ -58,3 +69,28 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     AcceleratorState().parallelism_config = shared
     if "parallelism_config" not in Trainer.get_tp_size.__code__.co_consts:  # older ones ask the model instead
         model._tp_size = size
+
+
+def gather_rows_once(trainer: Trainer) -> None:
+    """Make evaluations of `trainer` gather each row once, from the first of the ranks that share it.
+
+    Accelerate then cuts off the rows with which it has filled the last batch: it knows how many rows are left, and
+    would otherwise count copies.
+    """
+    size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
+    if size == 1 or "gather_for_metrics" in vars(accelerator):
+        return
+    gather, cut = accelerator.gather, accelerator.gather_for_metrics
+
+    def first_of_groups(gathered: torch.Tensor) -> torch.Tensor:
+        return gathered.unflatten(0, (ranks // size, size, len(gathered) // ranks))[:, 0].flatten(0, 1)
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        accelerator.gather = lambda tensors: recursively_apply(first_of_groups, gather(tensors))
+        try:
+            return cut(input_data, use_gather_object)
+        finally:
+            del accelerator.gather
+
+    accelerator.gather_for_metrics = gather_for_metrics
+    trainer.gather_function = functools.partial(gather_for_metrics, use_gather_object=False)

@@ -44,7 +44,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
                 "and their losses enter the evaluation loss, because %s. To avoid it, evaluate a multiple of "
                 "per_device_eval_batch_size times the number of ranks",
                 left if left > 0 else "perhaps too few", world.size,
-                f"{type(trainer).__name__} computes losses in its own way" if left > 0 else "the dataset has no length",
+                f"{type(trainer).__name__}, or its model, computes losses in its own way" if left > 0
+                else "the dataset has no length",
             )  # fmt: skip
         told = True
         return loss, logits, labels
@@ -58,7 +59,7 @@ def _rows_left(trainer: transformers.Trainer) -> int | None:
     Returns None for other batches, for a last one that is full, and if Accelerate has not divided the rows.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
-    if loader is None or loader is not trainer.callback_handler.eval_dataloader:
+    if loader is None or loader is not trainer.callback_handler.eval_dataloader or loader._drop_last:
         return None
     return loader.remainder if loader.end_of_dataloader and loader.remainder != 0 else None
 
@@ -74,7 +75,8 @@ def _loss_of_rows(
         return None
     assert short is not None
     if mine == 0:  # the forward is collective, but none of this rank's labels may count
-        short.update({name: torch.full_like(short[name], _IGNORED) for name in trainer.label_names if name in short})
+        labels = [name for name in trainer.label_names if isinstance(short.get(name), torch.Tensor)]
+        short.update({name: torch.full_like(short[name], _IGNORED) for name in labels})
     with torch.no_grad(), trainer.compute_loss_context_manager():
         prepared = trainer._prepare_inputs(short)
         count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
@@ -89,6 +91,8 @@ def _loss_of_rows(
 
 def _computes_loss(trainer: transformers.Trainer) -> bool:
     """Return whether `trainer` computes its loss as Trainer does: another method might use other ranks' rows."""
+    if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
+        return False  # segmentation, where a label of -100 is out of range
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     return all(method.__module__.split(".")[0] == "transformers" for method in methods)
 

@@ -80,6 +80,31 @@ def rows(kind):
     return made
 
 
+def train_with_dropped_layers(folder):
+    torch.manual_seed(0)
+    model = bmt.auto_wrap(transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SOUND | {"layerdrop": 0.5})))
+    args = transformers.TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=2, max_steps=8, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, optim="sgd", seed=1 + bmt.rank(), data_seed=0,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, args=args, train_dataset=rows("rows"), callbacks=[bmt.hf.BMTrainCallback()])
+    trainer.add_callback(_OwnSeed())
+    trainer.train()
+    return trainer.state.global_step
+
+
+class _OwnSeed(transformers.TrainerCallback):
+    """Gives each rank random numbers of its own, as ranks have after different amounts of dropout."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        torch.manual_seed(100 * bmt.rank() + state.global_step)
+
+
+def test_ranks_that_drop_different_layers(world, tmp_path):
+    """The rank that drops its last layer must not wait for the others' labels before they have computed theirs."""
+    assert world(2)(train_with_dropped_layers, str(tmp_path)) == [8, 8]
+
+
 def train(folder, kind, accumulation, size, wrapped):
     torch.manual_seed(0)
     llama = kind == "divides by itself"

@@ -28,7 +28,7 @@ _END = 6 * _SPACE
 
 
 class _Requests(NamedTuple):
-    """The requests for the operations on one buffer."""
+    """The numbers of the requests for one buffer: its all-gather in a forward or a backward, and its reduction."""
 
     forward: int
     backward: int

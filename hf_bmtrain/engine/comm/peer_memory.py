@@ -47,7 +47,7 @@ class PeerMemory(Protocol):
         """
 
     def unmap(self, source: Any) -> None:
-        """Undo `map`. source: what it returned."""
+        """Undo `map`. source: the value that `map` returned."""
 
     def free(self, handle: Any) -> None:
         """Free memory that `allocate` made in this process, after every other process has unmapped it."""

@@ -338,12 +338,13 @@ class AdamOptimizer(torch.optim.Optimizer):
     def state_dict(self, gather: bool = False) -> dict:
         """Return this rank's state, as torch's AdamW does, with a float32 "master" for half-precision weights.
 
-        The tensors are the optimizer's own, which the next step changes. Only masters and exp_avg_sq that are computed
-        from residuals are new.
+        The tensors are the optimizer's own, which the next step changes, except masters and moments that are computed
+        from residuals or 8-bit codes: these are new tensors in host memory.
 
         Args:
             gather: whether to return the full state instead, copied to host memory on rank 0; other ranks get no
-                tensors. Any number of ranks can load it: every rank passes it to `load_state_dict`. Collective then.
+                tensors. Any number of ranks can load it: every rank passes it to `load_state_dict`. With True, the
+                call is collective.
         """
         expect_flag("gather", gather)
         if gather:

@@ -102,7 +102,8 @@ def shard_places(
         world: the ranks that share the buffers.
         places: (module, name, parameter) of each slot.
         reduction: averages the gradients over the ranks.
-        kind_of: returns a parameter's storage kind; None for the parameter's own `storage_kind`, or else PLAIN.
+        kind_of: returns a parameter's storage kind. If it returns None, the parameter's own `storage_kind` is used, or
+            PLAIN if it has none.
         separate: ids of parameters that share no buffer with parameters outside this set.
 
     Returns:

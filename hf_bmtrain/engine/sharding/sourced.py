@@ -72,7 +72,7 @@ class SourcedParameter(torch.nn.Parameter):
         ]
         if len(shares) < 2 or self.shape != other.shape:
             return False
-        count = min(map(len, shares))  # a divided share may end in zeros of padding
+        count = min(map(len, shares))  # a divided share may be padded with zeros at its end
         return torch.equal(shares[0][:count], shares[1][:count])
 
     @torch.no_grad()

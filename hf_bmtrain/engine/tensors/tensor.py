@@ -605,8 +605,8 @@ class _Call:
                     if not isinstance(each, ShardBase) and each.dim() == 1 and each.shape == piece.shape:
                         raise RuntimeError(
                             f"{self.name}: a tensor of {len(each)} elements, as many as this rank stores, is combined "
-                            f"with the full parameter of shape {tuple(piece.full_shape)}. Create it with the shape "
-                            f"parameter.full_shape. ({error})"
+                            f"with the full parameter of shape {tuple(piece.full_shape)}. Create the "
+                            f"former tensor with shape `parameter.full_shape`. ({error})"
                         ) from error
 
     def _write_back(self, target: Any, full: torch.Tensor) -> None:

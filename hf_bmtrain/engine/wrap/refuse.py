@@ -52,8 +52,8 @@ def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) ->
 
 def _refuse_compiled(name: str) -> NoReturn:
     raise ValueError(
-        f"auto_wrap: {name} is compiled already: pass the model before compilation (torch.compile keeps it in "
-        "`._orig_mod`), then call `layer.compile()` on the layers."
+        f"auto_wrap: {name} is compiled already: pass the model that is not compiled (torch.compile keeps it "
+        "in `._orig_mod`), and compile its blocks by auto_wrap(compile=True)."
     )
 
 

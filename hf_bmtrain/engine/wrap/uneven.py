@@ -63,7 +63,8 @@ def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
     dropping = [type(module).__name__ for module in plan.root if drops_layers(module)]
     if dropping:
         return f"{dropping[0]} drops layers at random"
-    found = (getattr(module, "config", None) for module in plan.root)
+    # PEFT gives a model without a configuration a dict.
+    found = (each for module in plan.root if not isinstance(each := getattr(module, "config", None), dict))
     configs = dict.fromkeys(type(config).__name__ for config in found if config is not None)
     if len(configs) > 1:
         return f"its modules have several configurations ({', '.join(configs)})"

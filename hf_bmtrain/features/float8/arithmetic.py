@@ -169,7 +169,7 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
     Args:
         x: (n,), a flat tensor.
         pieces: the k ranges of x, one per weight.
-        bits: (k,) int32, for each weight the largest value that `measure_pieces` found on any rank.
+        bits: (k,) int32, for each weight the maximum over the ranks of what `measure_pieces` wrote.
         out: (n,) uint8, the output. Elements outside the ranges are not written.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)

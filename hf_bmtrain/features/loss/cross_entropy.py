@@ -65,7 +65,7 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
         clusters: whether the device has thread block clusters; without them a row has one block.
         shared_limit: the most bytes of shared memory that a block may have.
     """
-    row_bytes += 16  # a row that does not begin on 16 bytes touches one vector more
+    row_bytes += 16  # a row that is not aligned to 16 bytes spans one more vector
     cluster = next((c for c in (1, 2, 4, 8) if row_bytes <= c * SHARE), 8) if clusters else 1
     share = -(-row_bytes // (16 * cluster))  # vectors
     stage = min(share, (shared_limit - SCRATCH) // 16)

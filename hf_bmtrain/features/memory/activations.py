@@ -148,9 +148,10 @@ class Activations:
 
     A forward on inputs larger than measured is recomputed, and the rest of its pass is measured. After that, and when a
     pass begins with less free memory than the plan was made for, a rank makes a new plan alone, of the blocks that it
-    recomputes, because that choice changes no collective. The choice of the blocks that stay unsharded until their
-    backward does change collectives, so all ranks make it together, once. Only of an uneven model each rank makes that
-    plan alone too: ranks may have entered different blocks, and they negotiate each collective anyway.
+    recomputes, because that choice changes no collective. (sequence_parallel, with which it would, refuses "auto".) The
+    choice of the blocks that stay unsharded until their backward does change collectives, so all ranks make it
+    together, once. Only of an uneven model each rank makes that plan alone too: ranks may have entered different
+    blocks, and they negotiate each collective anyway.
 
     Attributes:
         measuring: whether this pass is measured from here on.
@@ -169,7 +170,7 @@ class Activations:
         self._forward = self._backward = 0  # the two peaks, in bytes above what was allocated as the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
-        self._stale = True  # whether a pass was measured since the last plan, or there is none
+        self._stale = True  # whether there is no plan yet, or a pass was measured since the last one
         self._left = 0
         self.measuring = False
 
@@ -237,7 +238,7 @@ class Activations:
         self._schedule.join_backward(self._planner)
 
     def _take_peak(self, recomputed: bool) -> None:
-        """Do what `mark` describes. recomputed: whether recomputed activations of a block are alive from now on."""
+        """Record and reset the peak, as `mark` does. recomputed: whether recomputed activations are alive from now."""
         taken = self._meter.taken()
         if self._recomputed:
             self._backward = max(self._backward, taken)

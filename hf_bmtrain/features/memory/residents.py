@@ -84,7 +84,7 @@ class Residents:
         self._seen: list[tuple[int, Shapes]] = []  # number and input shapes of each measured forward of this pass
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # the most bytes taken since a measurement began; None if none is running
-        self._free = 0  # since a measurement began, the fewest bytes that were free as a pass began
+        self._free = 0  # the fewest bytes that were free at the start of a pass since a measurement began
         self._spare = 0  # bytes by which free memory may fall below `_free` before a new plan is made
         self._policies: list[Any] = []  # the blocks' recompute policies when the measurement began
 

@@ -61,7 +61,7 @@ def refuse_quantized(model: torch.nn.Module, why: str) -> None:
 
 
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Return a text for each quantized weight, by name, that says how it is quantized and must be equal on all ranks.
+    """Return a description of how each weight is quantized, by name. The descriptions must be equal on all ranks.
 
     Call `admit_quantized` first.
     """

@@ -36,7 +36,7 @@ class Replay:
         self._attributes: Attributes | None = None
 
     def _present_attributes(self) -> Attributes:
-        """Return a copy of the layer's attributes; if they have not changed since the last copy, that one."""
+        """Return a copy of the layer's attributes: the last copy, if they have not changed since."""
         if self._attributes is None or not self._attributes.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
         return self._attributes

@@ -36,6 +36,7 @@ class SequenceParallel(Extension):
 
     def __init__(self, options: Options) -> None:
         self._size = options.sequence_parallel
+        self._recompute = options.use_checkpoint
         self._blocks: list[torch.nn.Module] = []
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
@@ -56,6 +57,12 @@ class SequenceParallel(Extension):
             raise ValueError(
                 "auto_wrap: compile cannot be combined with sequence_parallel, because attention exchanges tokens "
                 "between ranks: leave compile out."
+            )
+        if self._recompute == "auto":
+            raise ValueError(
+                'auto_wrap: use_checkpoint="auto" cannot be combined with sequence_parallel, because each rank may '
+                "choose by itself which blocks it recomputes, and a recomputation exchanges tokens with other ranks: "
+                "pass True or False."
             )
         self._blocks = choose_blocks(plan.model, plan.layers)
 

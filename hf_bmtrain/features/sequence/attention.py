@@ -137,7 +137,7 @@ def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
 def _check(
     module: torch.nn.Module, parts: Parts, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]
 ) -> None:
-    """Raise NotImplementedError, with the reason, if the tokens of this attention cannot be exchanged for heads."""
+    """Raise NotImplementedError, with the reason, if sequence parallelism does not support this attention call."""
     kind, own = type(module).__name__, len(parts.own)
     if query.shape[2] != own or key.shape[2] != own:
         raise NotImplementedError(
@@ -147,8 +147,8 @@ def _check(
         )
     if query.shape[1] % key.shape[1]:
         raise NotImplementedError(
-            f"sequence_parallel: {kind} has {query.shape[1]} query heads and {key.shape[1]} key-value heads, which do "
-            "not form equal groups."
+            f"sequence_parallel: {kind} has {query.shape[1]} query heads and {key.shape[1]} key-value heads: "
+            "the first number must be a multiple of the second."
         )
     if options.get("position_bias") is not None or options.get("output_attentions"):
         what = "a position bias" if options.get("position_bias") is not None else "output_attentions=True"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...engine.wrap.patches import drops_layers
 from .attention import is_attention
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -110,6 +111,9 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
     """Return why no block of `model` can share rows, or None. text: the configuration of its text layers."""
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, whose cross-attention joins two sequences"
+    dropping = next((type(module).__name__ for module in model.modules() if drops_layers(module)), None)
+    if dropping is not None:
+        return f"{dropping} drops layers at random, on each rank others; set its layerdrop to 0"
     others = {*(getattr(text, "layer_types", None) or ())} - _KNOWN_LAYERS
     if others:
         return f"it has layers of the kinds {sorted(others)}, whose state goes from token to token"

@@ -9,6 +9,8 @@ that is counted several times (test_sequence_trainer). State-space models, linea
 whose losses or states were wrong, are refused (test_sequence_refusals).
 """
 
+import importlib
+
 import pytest
 import torch
 
@@ -156,9 +158,13 @@ def test_models_in_one_process():
             assert each(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+
+
+@needs_peft
 @on_ranks(2)
 def test_adapters():
-    peft = pytest.importorskip("peft")
+    peft = importlib.import_module("peft")
 
     def prepare(model):
         torch.manual_seed(7)
@@ -171,9 +177,10 @@ def test_adapters():
     check("llama", 2, "packed", prepare=prepare)
 
 
+@needs_peft
 @on_ranks(2)
 def test_adapters_that_are_added_after_wrapping():
-    peft = pytest.importorskip("peft")
+    peft = importlib.import_module("peft")
     model = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
     plain = MODELS["llama"]()
     adapted = []

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from cases import by_default
+from cases import by_default, full
 from ranks import on_ranks
 from sequence_models import MODELS, TOKENS, VOCABULARY, batch_of
 
@@ -52,6 +52,17 @@ def train_plainly(name, steps, norm):
 @pytest.mark.parametrize("accumulation", by_default([1, 2], 2))
 @on_ranks(4, full=(2,))
 def test_trainer(folder, name, accumulation):
+    compare_training(folder, name, accumulation)
+
+
+@full
+@on_ranks(2)
+def test_router_loss_counts_once(folder):
+    """With one group and micro-batch: the auxiliary loss of several is not that of all of their rows."""
+    compare_training(folder, "mixtral-router-loss", 1)
+
+
+def compare_training(folder, name, accumulation):
     model = bmt.auto_wrap(MODELS[name](), sequence_parallel=2)
     if name == "llama":
         assert bmt.hf.fuse_causal_loss(model)
@@ -86,24 +97,26 @@ def same(one, other):
     return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
-@on_ranks(2)
+@on_ranks(4, full=(2,))
 def test_evaluation(folder):
-    model, plain = bmt.auto_wrap(MODELS["qwen3"](), sequence_parallel=2), MODELS["qwen3"]()
-    args = transformers.TrainingArguments(folder, per_device_eval_batch_size=3, report_to="none", use_cpu=True)
+    """The last batch is short: Accelerate fills it with rows of the first one, which must not count."""
+    model, plain = bmt.auto_wrap(MODELS["qwen3"](), sequence_parallel=2), MODELS["qwen3"]().eval()
+    args = transformers.TrainingArguments(folder, per_device_eval_batch_size=2, report_to="none", use_cpu=True)
     trainer = transformers.Trainer(
-        model, args, eval_dataset=rows(6), callbacks=[bmt.hf.BMTrainCallback()],
-        compute_metrics=lambda found: {"logits": float(abs(found.predictions).mean())},
+        model, args, eval_dataset=rows(5), callbacks=[bmt.hf.BMTrainCallback()],
+        compute_metrics=lambda found: {"logits": float(abs(found.predictions).mean()), "rows": len(found.predictions)},
     )  # fmt: skip
-    metrics = trainer.evaluate()
-    batches = [
-        {k: torch.stack([row[k] for row in rows(6)[at : at + 3]]) for k in ("input_ids", "labels")} for at in (0, 3)
-    ]
-    with torch.no_grad():
-        outputs = [plain.eval()(**batch) for batch in batches]
-    losses = [output.loss.item() for output in outputs]
-    assert metrics["eval_loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)
-    size = torch.stack([output.logits.abs().mean() for output in outputs]).mean().item()
-    assert metrics["eval_logits"] == pytest.approx(size, rel=1e-4)
+    metrics, found = trainer.evaluate(), trainer.predict(rows(5))
+    size, losses, logits = bmt.world_size(), [], []  # rows of all groups in a batch: 2 of each
+    for batch in (rows(5)[at : at + size] for at in range(0, 5, size)):
+        with torch.no_grad():
+            output = plain(**{key: torch.stack([row[key] for row in batch]) for key in ("input_ids", "labels")})
+        losses.append(len(batch) * output.loss.item())
+        logits.append(output.logits)
+    assert metrics["eval_rows"] == len(found.predictions) == 5
+    assert metrics["eval_loss"] == pytest.approx(sum(losses) / 5, rel=1e-4)
+    assert metrics["eval_logits"] == pytest.approx(torch.cat(logits).abs().mean().item(), rel=1e-4)
+    torch.testing.assert_close(torch.from_numpy(found.predictions), torch.cat(logits), rtol=1e-3, atol=1e-4)
 
 
 @on_ranks(2)

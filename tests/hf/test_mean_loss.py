@@ -1,5 +1,7 @@
 """Losses that are means over labels: several ranks train as one process does, without an argument to be set."""
 
+import importlib.util
+
 import pytest
 import torch
 import transformers
@@ -103,6 +105,35 @@ class _OwnSeed(transformers.TrainerCallback):
 def test_ranks_that_drop_different_layers(world, tmp_path):
     """The rank that drops its last layer must not wait for the others' labels before they have computed theirs."""
     assert world(2)(train_with_dropped_layers, str(tmp_path)) == [8, 8]
+
+
+def train_after_another_trainer(folder):
+    """The logged loss of a model with adapters, after a Trainer of the model without them."""
+    peft = importlib.import_module("peft")
+    torch.manual_seed(0)
+    small = {name: value for name, value in SIZES.items() if "dropout" not in name}
+    model = bmt.auto_wrap(transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)))
+    args = transformers.TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=2, max_steps=1, logging_steps=1, use_cpu=True, report_to=[],
+        save_strategy="no", disable_tqdm=True, optim="sgd", train_sampling_strategy="sequential",
+    )  # fmt: skip
+    data = rows("divides by itself")
+    first = transformers.Trainer(model, args=args, eval_dataset=data, callbacks=[bmt.hf.BMTrainCallback()])
+    first.evaluate()
+    adapted = bmt.auto_wrap(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])))
+    second = transformers.Trainer(adapted, args=args, train_dataset=data, callbacks=[bmt.hf.BMTrainCallback()])
+    second.train()
+    taken = data[: 2 * bmt.world_size()]
+    with torch.no_grad():
+        joined = {key: torch.stack([row[key] for row in taken]) for key in taken[0]}
+        truth = adapted(**joined).loss.item()  # adapters begin as zeros, and one small step changes little
+    return second.state.log_history[0]["loss"], truth
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_hooks_of_another_trainer_do_not_act(world, tmp_path):
+    for logged, truth in world(2)(train_after_another_trainer, str(tmp_path)):
+        assert logged == pytest.approx(truth, rel=1e-2)
 
 
 def train(folder, kind, accumulation, size, wrapped):

@@ -345,7 +345,7 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path, suffix):
             assert process.stdout is not None
             process.stdout.readline()
             deadline = time.monotonic() + 20
-            while not list(tmp_path.glob("*.tmp")) and time.monotonic() < deadline:
+            while not list(tmp_path.glob("*.tmp/lock")) and time.monotonic() < deadline:
                 pass  # kill in the middle of a write
             process.send_signal(signal.SIGKILL)
         interrupted += len(list(tmp_path.glob("*.tmp"))) > 0
@@ -358,6 +358,15 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path, suffix):
     assert interrupted, "no kill met a write"
     store.write_atomically({"weight": torch.ones(1)}, path)
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_folder_whose_process_was_killed_before_it_made_the_lock(tmp_path):
+    path, new, old = (tmp_path / name for name in ("model.pt", "model.pt.01234567.tmp", "model.pt.89abcdef.tmp"))
+    for folder in (new, old):
+        folder.mkdir()
+    os.utime(old, (time.time() - 3600,) * 2)
+    store.write_atomically({"weight": torch.ones(1)}, path)
+    assert sorted(os.listdir(tmp_path)) == [path.name, new.name], "another process may be about to lock the new one"
 
 
 @full

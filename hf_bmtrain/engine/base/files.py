@@ -9,11 +9,14 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _LOCK = "lock"
+_SECONDS_TO_LOCK = 600.0
+"""The age of a temporary folder without a lock file after which its process is taken to have been killed."""
 
 
 @contextmanager
@@ -79,6 +82,10 @@ def _is_abandoned(folder: Path) -> bool:
     try:
         with open(folder / _LOCK, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # a process creates the lock right after the folder, unless it is killed in between
+        with contextlib.suppress(OSError):
+            return time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK
+        return False
     except OSError:
         return False
     return True

@@ -21,11 +21,11 @@ from .arguments import agree_on_arguments, check_arguments, check_model, check_o
 from .bad_numbers import BadNumbers
 from .calling_trainer import calling_trainer
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
-from .loss_hooks import claim_hooks
-from .mean_loss import follow_mean_loss
-from .router_loss import average_router_loss
+from .losses.hooks import claim_hooks
+from .losses.mean import follow_mean_loss
+from .losses.router import average_router_loss
+from .losses.short_batch import follow_short_batch
 from .shared_rows import follow_shared_rows, gather_rows_once
-from .short_batch import follow_short_batch
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
 from .termination import Termination

@@ -86,7 +86,7 @@ def gather_rows_once(trainer: Trainer) -> None:
         return gathered.unflatten(0, (ranks // size, size, len(gathered) // ranks))[:, 0].flatten(0, 1)
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        accelerator.gather = lambda tensors: recursively_apply(first_of_groups, gather(tensors))
+        accelerator.gather = lambda tensor: recursively_apply(first_of_groups, gather(tensor))
         try:
             return cut(input_data, use_gather_object)
         finally:

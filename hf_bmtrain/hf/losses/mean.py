@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..engine.runtime.world import current_world
-from .loss_hooks import COUNT, base_of, chooses_loss, hook_loss, ignores_count, names_in
+from ...engine.runtime.world import current_world
+from .hooks import COUNT, base_of, chooses_loss, hook_loss, ignores_count, names_in
 
 _log = logging.getLogger("hf_bmtrain")
 _OF_ROWS = re.compile("CTC|RNNT|TDT")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import transformers
 
-from ..engine.runtime.world import current_world
-from ..features.sequence import ranks_per_row
-from .loss_hooks import base_of, hook_loss, ignores_count, names_in_forward
+from ...engine.runtime.world import current_world
+from ...features.sequence import ranks_per_row
+from .hooks import base_of, hook_loss, ignores_count, names_in_forward
 
 _log = logging.getLogger("hf_bmtrain")
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")

@@ -9,8 +9,8 @@ import torch
 import transformers
 from accelerate.utils import find_batch_size
 
-from ..engine.runtime.world import World, current_world
-from ..features.sequence import ranks_per_row
+from ...engine.runtime.world import World, current_world
+from ...features.sequence import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 _IGNORED = -100

@@ -14,10 +14,39 @@ STYLE: dict[Any, object] = {"svg.fonttype": "none", "svg.hashsalt": "recorded", 
 
 
 def plot_recorded(file: Path) -> None:
-    """Draw the recorded steps into `file`, a .svg or .png."""
+    """Draw the recorded steps into `file`, a .svg or .png, and how they scale into a file beside it."""
     recorded = json.loads(DATA.read_text("utf-8"))
     title = f"One training step on {recorded['machine']}, {recorded['date']}"
     plot_groups(recorded["groups"], title, file, (1500, 135))
+    plot_scaling(recorded["scaling"], file.with_stem(f"{file.stem}_scaling"))
+
+
+def plot_scaling(recorded: dict, file: Path) -> None:
+    """Draw tokens per second against GPUs into `file`; a dashed line is that of one GPU, multiplied."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+        for engine, steps in recorded["ms"].items():
+            gpus = sorted(map(int, steps))
+            tokens = [count * recorded["tokens"] / steps[str(count)] for count in gpus]  # thousands a second
+            axes.plot(gpus, tokens, "o-", color=COLORS[engine], label=engine)
+            axes.plot(gpus, [tokens[0] * count / gpus[0] for count in gpus], ":", color=COLORS[engine], linewidth=1)
+            for count, value in zip(gpus, tokens):
+                axes.annotate(f"{value:.1f}", (count, value), textcoords="offset points", xytext=(4, -11), fontsize=8)
+        axes.set_xticks(gpus)
+        axes.set_ylim(0)
+        axes.set_xlabel("GPUs")
+        axes.set_ylabel("thousand tokens per second")
+        axes.set_title(f"{recorded['job']}\n{recorded['machine']}, {recorded['date']}", fontsize=9)
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, facecolor="white", metadata={"Date": None} if file.suffix == ".svg" else None)
+        pyplot.close(figure)
 
 
 def plot_groups(groups: list[dict], title: str, file: Path, limits: tuple[float, float] | None = None) -> None:

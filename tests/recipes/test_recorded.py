@@ -8,7 +8,8 @@ from small_job import PYTHON, ROOT, run
 from bench.recorded import DATA
 from cases import full
 
-GROUPS = json.loads(DATA.read_text("utf-8"))["groups"]
+RECORDED = json.loads(DATA.read_text("utf-8"))
+GROUPS, SCALING = RECORDED["groups"], RECORDED["scaling"]
 
 
 def section(title: str) -> str:
@@ -30,6 +31,13 @@ def test_each_number_stands_in_its_section():
             assert f"| {name}" in rows[0] and f"| {cell['peak_GB']} |" in rows[0], cell
 
 
+def test_each_number_of_the_scaling_stands_in_its_section():
+    text = section(SCALING["section"])
+    for gpus, ours in SCALING["ms"]["hf_bmtrain"].items():
+        tokens = f"{1000 * SCALING['tokens'] / ours:,.0f}"[:4]
+        assert re.search(rf"\| {gpus} \| {ours} \| {tokens}\d+ \| {SCALING['ms']['FSDP2'][gpus]} \|", text), gpus
+
+
 @full
 def test_the_chart_is_drawn(tmp_path):
     done = run(PYTHON, ROOT / "recipes" / "benchmark.py", "--plot-recorded", tmp_path / "results.svg")
@@ -39,3 +47,6 @@ def test_the_chart_is_drawn(tmp_path):
         assert group["job"] in drawn
         for cell in group["cells"]:
             assert f"{cell['peak_GB']:.1f} GB" in drawn and f"{cell['ms']:.0f} ms" in drawn
+    scaling = (tmp_path / "results_scaling.svg").read_text()
+    for steps in SCALING["ms"].values():
+        assert all(f"{int(gpus) * SCALING['tokens'] / ms:.1f}" in scaling for gpus, ms in steps.items())

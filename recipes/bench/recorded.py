@@ -22,7 +22,7 @@ def plot_recorded(file: Path) -> None:
 
 
 def plot_scaling(recorded: dict, file: Path) -> None:
-    """Draw tokens per second against GPUs into `file`; a dashed line is that of one GPU, multiplied."""
+    """Draw tokens per second against GPUs into `file`; a dotted line is that of one GPU, multiplied."""
     import matplotlib
 
     matplotlib.use("Agg")

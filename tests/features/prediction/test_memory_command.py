@@ -43,7 +43,9 @@ def test_a_table_is_printed(config, options, capsys):
 def test_a_quantized_base_takes_less(config, capsys):
     """Weights of 4 bits where they had 16; unpacked ones are whole as before."""
     rows = {}
-    wide = transformers.LlamaConfig.from_pretrained(config, hidden_size=1024, intermediate_size=4096)
+    wide = transformers.LlamaConfig.from_pretrained(
+        config, hidden_size=1024, intermediate_size=4096, max_position_embeddings=2048
+    )
     wide.save_pretrained(f"{config}/wide")
     for options in ([], ["--quantize", "nf4"]):
         run(f"{config}/wide", "--length", "128", "--lora", "4", "--gpus", "2", "--memory", "4", *options)
@@ -59,12 +61,17 @@ def test_a_quantized_base_takes_less(config, capsys):
 
 @full
 def test_the_state_of_each_optimizer(config, capsys):
-    """8-bit state takes 4.06 bytes per element where the usual one takes 10, and Muon's of matrices 8."""
+    """8-bit state takes 4.06 bytes per element where the usual one takes 10, and Muon's of matrices 8.
+
+    Rows are long enough that the peak is in the backward: in its step Muon also has the matrices that ranks exchange.
+    """
     states = {}
-    wide = transformers.LlamaConfig.from_pretrained(config, hidden_size=1024, intermediate_size=4096)
+    wide = transformers.LlamaConfig.from_pretrained(
+        config, hidden_size=1024, intermediate_size=4096, max_position_embeddings=2048
+    )
     wide.save_pretrained(f"{config}/wide")
     for optimizer in ("adam", "adam8", "muon"):
-        run(f"{config}/wide", "--length", "128", "--gpus", "2", "--memory", "4", "--optimizer", optimizer)
+        run(f"{config}/wide", "--length", "2048", "--gpus", "2", "--memory", "4", "--optimizer", optimizer)
         lines = capsys.readouterr().out.splitlines()
         (states[optimizer],) = (float(line.split()[-2]) for line in lines if line.startswith("optimizer state"))
     assert states["adam8"] == pytest.approx(0.406 * states["adam"], abs=0.011)

@@ -75,10 +75,11 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
     are not marked: transformers would call every layer of theirs. Generation with continuous batching, which cannot be
     kept together, raises an error on several ranks.
     """
-    # Modules inside blocks are not marked, because torch.compile would compile them as modules of FSDP.
-    inside = {module for block in blocks for module in block.modules()}
+    # Not marked are modules in blocks and compiled ones: torch.compile would compile marked ones as modules of FSDP.
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    unmarked = {module for each in (*blocks, *compiled) for module in each.modules()}
     for module in model.modules():
-        if module not in inside and not drops_layers(module):
+        if module not in unmarked and not drops_layers(module):
             module._is_fsdp_managed_module = True  # pyright: ignore[reportArgumentType]
         generate: Any = getattr(module, "generate", None)
         if callable(generate):

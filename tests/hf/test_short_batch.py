@@ -134,6 +134,6 @@ def test_a_loss_of_ones_own_is_told_of(world, tmp_path):
     results = world(2)(evaluated, str(tmp_path), "llama", 9, True, None, OwnLoss)
     assert [len(lines) for *_, lines in results] == [1, 0]
     assert "the last evaluation batch has 1 rows for 2 ranks" in results[0][-1][0]
-    assert "OwnLoss computes losses in its own way" in results[0][-1][0]
+    assert "OwnLoss, or its model, computes losses in its own way" in results[0][-1][0]
     results = world(2)(evaluated, str(tmp_path), "llama", 8, True, None, OwnLoss)
     assert [len(lines) for *_, lines in results] == [0, 0]

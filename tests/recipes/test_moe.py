@@ -44,6 +44,15 @@ def test_two_processes_follow_one(tmp_path):
 
 
 @full
+def test_two_processes_follow_one_with_trained_routers(tmp_path):
+    """The auxiliary loss counts once; it is that of each rank's rows, so that later steps drift apart a little."""
+    one, two = (train(tmp_path / name, how, *TINY) for name, how in (("1", PYTHON), ("2", TWO_RANKS)))
+    losses = [[step["loss"] for step in each["steps"]] for each in (one, two)]
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=5e-5)
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
+@full
 def test_the_default_learns_to_answer(tmp_path):
     metrics = train(tmp_path, PYTHON)
     assert all(step["router/aux_loss"] > 1 for step in metrics["router"])

@@ -4,5 +4,5 @@ A layer's forward may change buffers (running means), attributes (counters), ran
 arguments (a key-value cache). A recomputation must see the old state, and must not change the present one.
 
 `replay` does so for a block, around the first forward and each recomputation. `snapshot` copies and restores the state,
-and is also used to repeat the forward of a whole model; `generators` reads and sets random generators.
+and is also used to repeat the forward of a whole model.
 """

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ...engine.base.torch_internals import optimize_scripts
-from .generators import Generators, generators_of
-from .snapshot import Attributes, Buffers, Contents, Snapshot
+from .snapshot import Attributes, Buffers, Contents, Generators, Snapshot, generators_of
 
 
 class Replay:

@@ -1,7 +1,12 @@
-"""Snapshot: a copy of the state that a forward may change, for restoring it later."""
+"""Snapshot: a copy of the state that a forward may change, for restoring it later.
+
+Its four parts are buffers, attributes, containers in the arguments, and random generators.
+"""
 
 from __future__ import annotations
 
+import random
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +17,6 @@ from typing import Any
 import torch
 
 from ...engine.blocks.containers import ATOMS, containers_of, items_of
-from .generators import Generators, generators_of
 
 _STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "float8_state", "config", "forward"}
 """Attributes that a forward does not change: those that every module has, this library's own, and `config`."""
@@ -252,3 +256,80 @@ def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
     for name in _own(attributes).keys() - own.keys():
         del attributes[name]
     attributes.update(own)
+
+
+# -- random generators other than torch's default ones: Python's, NumPy's, and attributes of modules ------------------
+
+
+def generators_of(layer: torch.nn.Module) -> list[Any]:
+    """Return the global generators of Python and NumPy, and the generators among the attributes of the layer's modules.
+
+    Returns an empty list while torch.compile traces the layer, because it cannot trace how their states are read.
+    """
+    if torch.compiler.is_compiling():
+        return []
+    numpy = _numpy_random()
+    own = (value for module in layer.modules() for value in vars(module).values())
+    return [random, *([] if numpy is None else [numpy]), *(value for value in own if _access(value) is not None)]
+
+
+class Generators:
+    """The states of some random generators at the time when this object is created."""
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._states = [(generator, _read(generator)) for generator in generators]
+
+    def moved(self) -> list[Any]:
+        """Return the generators whose state has changed since this object was created."""
+        return [generator for generator, state in self._states if not _equal(state, _read(generator))]
+
+    def restore(self) -> Generators:
+        """Set the generators back to the saved states. Returns the states that they had just before."""
+        present = Generators(generator for generator, _ in self._states)
+        for generator, state in self._states:
+            access = _access(generator)
+            assert access is not None
+            access[1](state)
+        return present
+
+
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return two functions that get and set the state of `generator`; None if it is not a random generator."""
+    if isinstance(generator, random.Random) or generator is random:
+        return generator.getstate, generator.setstate
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    numpy = _numpy_random()
+    if numpy is None:
+        return None
+    if isinstance(generator, numpy.RandomState) or generator is numpy:
+        return generator.get_state, generator.set_state
+    if isinstance(generator, numpy.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None
+
+
+def _numpy_random() -> Any:
+    """Return numpy.random, or None if NumPy has not been imported. (NumPy imports this submodule on first use.)"""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
+
+
+def _read(generator: Any) -> Any:
+    """Return the state of a generator: a tensor, or nested dicts and tuples."""
+    access = _access(generator)
+    assert access is not None
+    return access[0]()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two states of one generator are equal."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return all(map(_equal, a, b))
+    same = a == b
+    return bool(same if isinstance(same, bool) else same.all())

@@ -24,8 +24,7 @@ from .checkpoint.save_state import save_state
 from .checkpoint.store import load, save
 from .checkpoint.torch_dcp import DCPState
 from .config import config
-from .engine.blocks.block import CheckpointBlock
-from .engine.blocks.block_list import PipelineTransformerBlockList, TransformerBlockList
+from .engine.blocks.block import CheckpointBlock, PipelineTransformerBlockList, TransformerBlockList
 from .engine.blocks.distributed_module import (
     DistributedModule,
     ParameterInitializer,

@@ -11,8 +11,7 @@ import torch
 
 from ..checkpoint.materialize import fill_from
 from ..engine.base.arguments import expect_flag, expect_kind, expect_module, expect_path
-from ..engine.blocks.block import CheckpointBlock
-from ..engine.blocks.block_list import TransformerBlockList
+from ..engine.blocks.block import CheckpointBlock, TransformerBlockList
 from ..engine.blocks.block_state import BlockState
 from ..engine.blocks.distributed_module import DistributedModule
 from ..engine.blocks.recompute import Recompute

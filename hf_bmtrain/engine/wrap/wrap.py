@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..blocks.block import CheckpointBlock, enlarge, extend
-from ..blocks.block_list import TransformerBlockList
+from ..blocks.block import CheckpointBlock, TransformerBlockList, enlarge, extend
 from ..blocks.distributed_module import DistributedModule
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter

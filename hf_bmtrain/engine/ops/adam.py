@@ -44,31 +44,39 @@ def variant(
     Raises:
         ValueError: the combination is not supported.
     """
+    pairs = (*macros(grad, weight, master, coupled), ("EXP_AVG", C_NAMES[exp_avg]))
+    return Variant("adam", tuple(sorted(pairs)))
+
+
+def macros(
+    grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool
+) -> tuple[tuple[str, str], ...]:
+    """Return the macros of a CUDA source for a combination of dtypes; arguments and errors are those of `variant`."""
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
     if master == torch.int16 and weight != torch.bfloat16:
         raise ValueError(f"16-bit masters (residuals) need bfloat16 weights, got {weight}")
-    return Variant(
-        "adam",
-        (
-            ("COUPLED", "true" if coupled else "false"),
-            ("EXP_AVG", C_NAMES[exp_avg]),
-            ("GRAD", C_NAMES[grad]),
-            ("MASTER", {torch.float32: "float", torch.int16: "short"}[master]),
-            ("WEIGHT", C_NAMES[weight] if weight else "none"),
-        ),
+    return (
+        ("COUPLED", "true" if coupled else "false"),
+        ("GRAD", C_NAMES[grad]),
+        ("MASTER", {torch.float32: "float", torch.int16: "short"}[master]),
+        ("WEIGHT", C_NAMES[weight] if weight else "none"),
     )
+
+
+def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
+    """Return the combinations of dtypes that `macros` accepts: of gradients, 16-bit weights and masters."""
+    kinds = [(grad, None, torch.float32) for grad in C_NAMES]
+    kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
+    return kinds + [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
 
 
 def variants(arch: int) -> list[Variant]:
     """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
-    kinds = [(grad, None, torch.float32) for grad in C_NAMES]
-    kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
-    kinds += [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
     moments = (torch.float32, torch.bfloat16)
     return [
         variant(grad, exp_avg, weight, master, coupled)
-        for grad, weight, master in kinds
+        for grad, weight, master in combinations()
         for exp_avg in moments
         for coupled in (False, True)
     ]

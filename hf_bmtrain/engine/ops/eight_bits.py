@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
-from .adam import RECORD, THREADS, random_bits
+from .adam import RECORD, THREADS, combinations, macros, random_bits
 from .residual import join, split
 
 BLOCK = 32
@@ -124,27 +124,12 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
     Raises:
         ValueError: the combination is not supported.
     """
-    if weight is not None and grad not in (weight, torch.float32):
-        raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
-    if master == torch.int16 and weight != torch.bfloat16:
-        raise ValueError(f"16-bit masters (residuals) need bfloat16 weights, got {weight}")
-    return Variant(
-        "adam8",
-        (
-            ("COUPLED", "true" if coupled else "false"),
-            ("GRAD", C_NAMES[grad]),
-            ("MASTER", {torch.float32: "float", torch.int16: "short"}[master]),
-            ("WEIGHT", C_NAMES[weight] if weight else "none"),
-        ),
-    )
+    return Variant("adam8", macros(grad, weight, master, coupled))
 
 
 def variants(arch: int) -> list[Variant]:
     """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
-    kinds = [(grad, None, torch.float32) for grad in C_NAMES]
-    kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
-    kinds += [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
-    return [variant(*kind, coupled) for kind in kinds for coupled in (False, True)]
+    return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 
 
 def adam8_update(

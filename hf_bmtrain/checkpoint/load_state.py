@@ -117,7 +117,7 @@ def load_state(
     world.check_same_on_all_ranks("load_state", {"folder": os.fspath(folder)})
     for saved in (root, root.parent):
         if saved in world.kept:
-            world.kept[saved].finish(world)
+            world.kept[saved].finish()
     found, damaged = _find(world, given, () if weights else (MODEL, TRAINED))
     passed_over = [f"{each}: {reason}" for each, reason in damaged]
     if not found and not passed_over:

@@ -112,7 +112,7 @@ def save_state(
     world.check_same_on_all_ranks(
         "save_state", {"checkpoint still being saved to the folder": unfinished}, {"folder": os.fspath(folder)}
     )
-    keeper.finish(world)
+    keeper.finish()
     bases, others = _entries(world, model, optimizer, trained_only)
     state = small_state.collect(world, model, optimizer, others, scheduler, extra)
     files, small = _plan(bases)
@@ -198,7 +198,7 @@ def let_others_save(folder: str | os.PathLike) -> None:
     """Wait for the checkpoint that is being saved to `folder`, then unlock the folder for other jobs. Collective."""
     keeper = current_world().kept.pop(Path(folder).resolve(), None)
     if keeper is not None:
-        keeper.finish(current_world())
+        keeper.finish()
         if keeper.lock is not None:
             keeper.lock.close()
 
@@ -261,7 +261,7 @@ class _Keeper:
         self.saving: SavingState | None = None
         self.memory = HostMemory()
 
-    def finish(self, world: World) -> None:
+    def finish(self) -> None:
         """Wait for the checkpoint that a thread is writing, if any. Collective.
 
         Raises RuntimeError on every rank if saving it failed.

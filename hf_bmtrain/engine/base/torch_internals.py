@@ -86,10 +86,6 @@ make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 """`make_subclass(cls, data, requires_grad)`: make an instance of a Parameter subclass that shares the memory of `data`,
 without calling its constructor. `Tensor.as_subclass` returns a view with an autograd history, not a leaf."""
 
-no_torch_function: Any = _C._disabled_torch_function_impl
-"""The `__torch_function__` to set on a subclass whose operations return plain tensors. torch uses it for its own
-subclasses, such as Parameter."""
-
 WithoutTorchFunction: Any = _C.DisableTorchFunctionSubclass
 """A context in which subclasses are treated as plain tensors, so that attribute access does not search for overrides.
 torch exports it at its top level without documenting it; `torch.overrides` has no such context."""

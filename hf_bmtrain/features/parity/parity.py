@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-KINDS = ("output", "gradient", "update")
 _COLUMNS = ("what", "block", "worst in it", "difference", "allowed", "rank")
 
 

@@ -89,13 +89,14 @@ class _MetaPeers:
         pass
 
 
-def quiet_world(size: int, zero_level: int, copies: bool, memory: Any) -> World:
+def quiet_world(size: int, zero_level: int, memory: Any) -> World:
     """Return the World of rank 0 of `size` ranks, on the meta device, without making it the current one.
+
+    Large shards are gathered and reduced by peer copies, as on one host.
 
     Args:
         size: the number of ranks.
         zero_level: the level that blocks get by default.
-        copies: whether large shards are gathered and reduced by peer copies, as on one host.
         memory: an object with the methods of `DeviceMemory` that stands for the device's memory.
     """
     communicator, control = _Quiet(size), _Echo(size)
@@ -103,13 +104,10 @@ def quiet_world(size: int, zero_level: int, copies: bool, memory: Any) -> World:
     blocks: Reduction = LocalReduction()
     outside = blocks
     if size > 1:
-        blocks = outside = reduction = CollectiveReduction(communicator, META)
-        if copies:
-            exchange = control.gather
-            blocks = PeerReduction(reduction, _MetaPeers(), exchange, SMALLEST_PULLED, META)
-            shards = PeerGather(
-                communicator, shards, _MetaPeers(), exchange, SMALLEST_PULLED, META, lambda: communicator
-            )
+        outside = reduction = CollectiveReduction(communicator, META)
+        exchange = control.gather
+        blocks = PeerReduction(reduction, _MetaPeers(), exchange, SMALLEST_PULLED, META)
+        shards = PeerGather(communicator, shards, _MetaPeers(), exchange, SMALLEST_PULLED, META, lambda: communicator)
     inside = ForwardDepth()
     schedule = Schedule(shards, blocks, outside, inside, control)
     return World(

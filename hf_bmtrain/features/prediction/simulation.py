@@ -55,7 +55,6 @@ class _Memory:
     """Stands for `DeviceMemory`: the memory of a simulated device. usable: its constant usable bytes."""
 
     def __init__(self, live: LiveBytes, usable: int) -> None:
-        self._live, self._usable = live, usable
         self.allocated = lambda: live.live
         self.peak = lambda: live.peak
         self.reset_peak = live.reset_peak
@@ -81,7 +80,6 @@ def simulate(
     use_checkpoint: UseCheckpoint,
     usable: int,
     micro_batches: int = 1,
-    copies: bool = True,
     keep_frozen: KeepFrozen = "auto",
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
@@ -97,14 +95,13 @@ def simulate(
         use_checkpoint: as for `auto_wrap`.
         usable: the bytes that use_checkpoint="auto" and keep_frozen="auto" may plan with.
         micro_batches: the number of backwards per step.
-        copies: whether the ranks are on one host whose GPUs can access each other's memory.
         keep_frozen: as for `auto_wrap`.
         quantize_frozen: as for `auto_wrap`.
         float8: as for `auto_wrap`.
     """
     stage = ["wrap"]
     live = LiveBytes(lambda: _label(world, stage[0]))
-    world = quiet_world(ranks, zero_level, copies, _Memory(live, usable))
+    world = quiet_world(ranks, zero_level, _Memory(live, usable))
     with simulated(world), _checked_optimizers(), cuda_choices(), live:
         frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
         auto_wrap(model, zero_level, use_checkpoint, float8=float8, **frozen)

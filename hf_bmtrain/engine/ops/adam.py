@@ -66,7 +66,7 @@ def macros(
 
 def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
     """Return the combinations of dtypes that `macros` accepts: of gradients, 16-bit weights and masters."""
-    kinds = [(grad, None, torch.float32) for grad in C_NAMES]
+    kinds: list[tuple[torch.dtype, torch.dtype | None, torch.dtype]] = [(grad, None, torch.float32) for grad in C_NAMES]
     kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
     return kinds + [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
 

@@ -1,9 +1,12 @@
-"""Every family of the zoo with rows that two ranks share: equal to a plain process, or refused by name."""
+"""Families of the zoo with rows that two ranks share: equal to a plain process, or refused by name.
+
+Some run always, all others with `pytest -m zoo`.
+"""
 
 import pytest
 from sequence_zoo import outcome
 
-from cases import by_default
+from cases import full
 from zoo_families import FAMILIES
 
 EQUAL = (
@@ -34,8 +37,26 @@ dia_encoder, voxtral_realtime_text
 """The families whose rows can be shared. The others are refused."""
 
 
-@pytest.mark.parametrize("name", by_default(FAMILIES, "gpt_oss", "qwen2_5_vl", "bart"))
+DEFAULT = ("gpt_oss", "qwen2_5_vl", "bart")
+ALWAYS = (
+    "llama", "gpt2", "opt", "gpt_neox", "bloom", "mistral", "gemma3", "mixtral", "deepseek_v3", "jetmoe", "bert",
+    "albert", "modernbert", "t5", "mamba", "zamba2", "llava", "mllama", "csm", "whisper",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DEFAULT else full if name in ALWAYS else pytest.mark.zoo)
+        for name in FAMILIES
+    ],
+)
 def test_families(world, name):
     found = world(2)(outcome, name)[0]
     if found != "missing":
         assert (found == "equal") == (name in EQUAL), found
+
+
+@full
+def test_names_are_families():
+    assert {*EQUAL, *DEFAULT, *ALWAYS} <= set(FAMILIES)

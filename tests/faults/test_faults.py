@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from fault_cases import CASES, JOBS
@@ -55,9 +56,19 @@ def run(server, tmp_path) -> Callable[..., Outcome]:
     return run
 
 
+@pytest.fixture(scope="module")
+def outcomes(request, server, tmp_path_factory) -> Iterator[dict[str, Future[Outcome]]]:
+    """What comes of the cases that were chosen, two at a time: the ranks wait most of the time."""
+    cases = [item.callspec.params["label"] for item in request.session.items if "outcomes" in item.fixturenames]
+    folder, settings = tmp_path_factory.mktemp("runs"), Settings(timeout=10, limit=60, delay=2, resumes=False)
+    pool = ThreadPoolExecutor(2)
+    yield {case: pool.submit(Run(server, BY_LABEL[case], 2, "none", folder, settings)) for case in cases}
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("label", by_default([*EXITS, *FULL], *DEFAULT))
-def test_rank_cause_and_line_are_named(run, label):
-    outcome = run(label)
+def test_rank_cause_and_line_are_named(outcomes, label):
+    outcome = outcomes[label].result()
     assert outcome.outcome == "named" and outcome.told, outcome.row()
     assert not outcome.aborted and not outcome.left
     assert label in FULL or outcome.exits == EXITS[label]

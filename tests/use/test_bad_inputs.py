@@ -44,20 +44,26 @@ def test_every_argument_is_there():
 # -- two ranks, one of which passes a bad value ----------------------------------------------------------------------
 
 ON_ONE_RANK = [
-    ("auto_wrap", "model", "none"), ("auto_wrap", "zero_level", "text"), ("auto_wrap", "use_checkpoint", "text"),
-    ("auto_wrap", "blocks", "half"), ("auto_wrap", "weights", "half"), ("gathered", "what", "matrix"),
-    ("gathered", "modify", "text"), ("save", "model", "none"), ("save", "file_name", "half"),
-    ("load", "file_name", "text"), ("load", "strict", "text"), ("save_state", "folder", "half"),
-    ("save_state", "optimizer", "object"), ("save_state", "keep", "zero"), ("save_state", "extra", "object"),
-    ("load_state", "folder", "none"), ("load_state", "model", "module"),
-    ("optim.OptimManager.clip_grad_norm", "param_groups", "none"),
+    ("auto_wrap", "model", "none"), ("gathered", "modify", "text"), ("save", "file_name", "half"),
+    ("load", "strict", "text"), ("save_state", "keep", "zero"), ("load_state", "model", "module"),
     ("optim.OptimManager.clip_grad_norm", "max_norm", "nan"), ("optim.OptimManager.state_dict", "gather_opt", "text"),
     ("loss.linear_cross_entropy", "reduction", "text"),
 ]  # fmt: skip
+MORE_ON_ONE_RANK = [
+    ("auto_wrap", "zero_level", "text"), ("auto_wrap", "use_checkpoint", "text"), ("auto_wrap", "blocks", "half"),
+    ("auto_wrap", "weights", "half"), ("gathered", "what", "matrix"), ("save", "model", "none"),
+    ("load", "file_name", "text"), ("save_state", "folder", "half"), ("save_state", "optimizer", "object"),
+    ("save_state", "extra", "object"), ("load_state", "folder", "none"),
+    ("optim.OptimManager.clip_grad_norm", "param_groups", "none"),
+]  # fmt: skip
+"""More arguments of the same functions; `test_bad_inputs` has them on a single rank."""
 
 
 @full
-@pytest.mark.parametrize(("name", "argument", "word"), ON_ONE_RANK)
+@pytest.mark.parametrize(
+    ("name", "argument", "word"),
+    [*ON_ONE_RANK, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_ON_ONE_RANK)],
+)
 def test_on_one_rank(name, argument, word):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.modeling_utils", "accelerate", "hf_bmtrain"])

@@ -48,7 +48,7 @@ def check(ours: dict, plain: dict, world_size: int) -> None:
     assert losses[-1] < 0.7 * losses[0]  # it has moved, so agreeing says something
 
 
-@full
+@pytest.mark.slow  # two processes follow it, too
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_process_follows_plain_torch(small, plain, name):
     ours = train(small, f"{name}_one", PYTHON, RECIPES[name], "--dropout", 0, "--batch-size", 16)

@@ -14,7 +14,7 @@ from ranks import Ranks
 from tiny_models import build
 from twins import Tower, ids
 
-# -- before there is a world: each in a fresh process ------------------------------------------------------------
+# -- before there is a world: in a fresh process -----------------------------------------------------------------
 
 UNINITIALISED = [
     "bmt.rank()", "bmt.auto_wrap(torch.nn.Linear(2, 2))", "bmt.DistributedParameter(torch.ones(2))",

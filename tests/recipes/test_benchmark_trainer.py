@@ -34,7 +34,7 @@ def test_a_cell_is_measured(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("columns", "cells"),
     [(["ours", "ddp"], 3), pytest.param(["ours", "ddp", "fsdp2"], 5, marks=pytest.mark.slow)],
-    ids=len,
+    ids=["ddp", "ddp-fsdp2"],
 )
 def test_columns_learn_alike_and_a_cell_that_fails_is_told(tmp_path, columns, cells):
     script = ROOT / "recipes" / "benchmark.py"

@@ -1,4 +1,4 @@
-"""A small language model of bytes that learns the sources of Python's library: loss curves of optimizers on a CPU."""
+"""A small language model of bytes that learns the sources of Python's library: loss curves of optimizers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return values[~held_out], values[held_out][:HELD_OUT]
 
 
-def build(seed: int, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+def build(seed: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=LENGTH, use_cache=False,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to(dtype).train()
+    model: torch.nn.Module = transformers.LlamaForCausalLM(config).to(dtype)
+    return model.to(bmt.current_world().device).train()
 
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module) -> float:
-    losses = [model(input_ids=ids, labels=ids).loss.float() for ids in rows()[1].split(64)]
+    held_out = rows()[1].to(bmt.current_world().device)
+    losses = [model(input_ids=ids, labels=ids).loss.float() for ids in held_out.split(64)]
     return float(torch.stack(losses).mean())
 
 
@@ -53,7 +55,7 @@ def curve(
     generator, found = torch.Generator().manual_seed(seed), []
     for step in range(1, steps + 1):
         chosen = torch.randint(len(rows()[0]), (ROWS * bmt.world_size(),), generator=generator)
-        ids = rows()[0][chosen[bmt.rank() :: bmt.world_size()]]
+        ids = rows()[0][chosen[bmt.rank() :: bmt.world_size()]].to(bmt.current_world().device)
         model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -135,7 +135,8 @@ class BlockState:
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's forward under torch's checkpoint, which recomputes it in backward."""
-        around_first, around_again = self.recompute.contexts(args, kwargs, self.pending) or (nullcontext(), nullcontext())
+        nothing = nullcontext()
+        around_first, around_again = self.recompute.contexts(args, kwargs, self.pending) or (nothing, nothing)
         again = False
 
         def run(*args, **kwargs):

@@ -2,8 +2,9 @@
 
 With "auto", which needs a GPU, training passes are measured, and the ranks agree on a plan. `activations` plans
 `use_checkpoint="auto"`, `residents` plans `keep_frozen="auto"`. Both measure with a `meter`, and a MemoryPlanner passes
-them the events of training. `plan` chooses the blocks that are recomputed. `shortage` adds to an out-of-memory error
-what would need less memory.
+them the events of training. `plan` chooses the blocks that are recomputed. `attention` keeps what attention returns in
+blocks that are recomputed, so that it is not computed again. `shortage` adds to an out-of-memory
+error what would need less memory.
 """
 
 from __future__ import annotations

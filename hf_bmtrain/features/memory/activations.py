@@ -16,7 +16,16 @@ from ...engine.blocks.recompute import Recompute
 from ...engine.sharding.buffer import ShardedBuffer
 from .attention import AttentionMeter, Contexts, keep_attention
 from .meter import (
-    MeasuredInputs, Meter, Reading, SavedBytes, Shapes, Stopwatch, agree, combine, inside_hooks, shapes_of,
+    MeasuredInputs,
+    Meter,
+    Reading,
+    SavedBytes,
+    Shapes,
+    Stopwatch,
+    agree,
+    combine,
+    inside_hooks,
+    shapes_of,
 )  # fmt: skip
 from .plan import Sizes, make_plan
 

@@ -3,9 +3,8 @@
 With long rows attention takes a large part of a forward's time, and its output is only as large as the block's input.
 The operations that are kept are those that compute attention as a whole: of `scaled_dot_product_attention` (flash,
 memory-efficient, cuDNN), and of packages that register theirs with torch, such as flash-attn. They are found by name,
-in eager and in compiled blocks. In a compiled block, torch.compile must not have merged attention into another kernel,
-as it does with FlexAttention, and with the "math" and "eager" attention of torch and transformers, which are products
-and a softmax. Those are recomputed.
+in eager and in compiled blocks. What is recomputed: compiled FlexAttention, whose kernel is no operation of torch, and
+attention as single products and a softmax, such as torch's "math" and transformers' "eager" implementation.
 
 torch's own selective checkpointing (`create_selective_checkpoint_contexts`) is not used: it expects a recomputation to
 run the same operations as the first forward, which is not so if one of them gathers parameters or fills a cache and the

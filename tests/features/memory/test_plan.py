@@ -14,11 +14,12 @@ INPUT, TEMPORARY = 2, 1
 def peaks(activations, parameters, saved, whole, loss, early, late):
     """(others, recomputed): the most that one step takes, apart while a block's activations are there in any case.
 
-    A block's input stays until its backward, and what it keeps: `saved` bytes of its activations. Backward does something in a block (early) before the
-    block's activations are needed, and computed again where they were not kept, and more after that.
+    A block's input stays until its backward, and what it keeps: `saved` bytes of its activations. Backward does
+    something in a block (early) before the block's activations are needed, and computed again where they were not kept,
+    and more after that.
     """
     held, others, recomputed = 0, 0, 0
-    for size, parameter, keeps, stays in zip(activations, parameters, saved, whole):
+    for parameter, keeps, stays in zip(parameters, saved, whole):
         others = max(others, held + INPUT + keeps + TEMPORARY + parameter)
         held += INPUT + keeps + parameter * stays
     others = max(others, held + loss)

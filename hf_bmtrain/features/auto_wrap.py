@@ -76,10 +76,11 @@ def auto_wrap(
         model: the model, on any device. With `weights` it is on the meta device.
         zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them. None takes the value
             given to `init_distributed`.
-        use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "auto" on a GPU
-            measures the first step and then recomputes only as many blocks as memory requires; if it need not recompute
-            any, it also keeps as many blocks as fit unsharded from forward to backward. "auto" on the CPU, whose memory
-            is not measured, recomputes none.
+        use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "attention"
+            keeps what attention returns, and recomputes everything else. "auto" on a GPU measures the first step and
+            then recomputes only as much as memory requires; if it need not recompute any block, it also keeps as many
+            blocks as fit unsharded from forward to backward. "auto" on the CPU, whose memory is not measured,
+            recomputes none.
         compile: whether to compile the blocks with torch.compile. A str names the backend; True takes the default one.
         blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
             ModuleList or Sequential stands for its items.
@@ -99,7 +100,7 @@ def auto_wrap(
 
     Raises:
         ValueError: the model cannot be sharded, for a reason that the message gives, or an argument is out of range.
-        RuntimeError: the ranks' models or arguments differ.
+        RuntimeError: the ranks' models or arguments differ, or this version of torch does not support an argument.
 
     Example::
 

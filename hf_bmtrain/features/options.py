@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..engine.base.arguments import expect_number
 from .packed.arithmetic import QUANTIZE_FROZEN
 
-UseCheckpoint = bool | Literal["auto"]
+UseCheckpoint = bool | Literal["attention", "auto"]
 KeepFrozen = bool | Literal["auto"]
 UseFloat8 = bool | Literal["rows"]
 
@@ -53,11 +53,11 @@ class Options:
 
 
 def check_use_checkpoint(use_checkpoint: object) -> None:
-    """Raise ValueError if `use_checkpoint` is not True, False or "auto"."""
-    if not _is_choice(use_checkpoint, "auto"):
-        raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
+    """Raise ValueError if `use_checkpoint` is not a value that `auto_wrap` documents."""
+    if not _is_choice(use_checkpoint, "attention", "auto"):
+        raise ValueError(f"use_checkpoint must be True, False, 'attention' or 'auto', not {use_checkpoint!r}")
 
 
-def _is_choice(value: object, word: str) -> bool:
-    """Return whether `value` is True, False or the string `word`."""
-    return isinstance(value, bool) or (isinstance(value, str) and value == word)
+def _is_choice(value: object, *words: str) -> bool:
+    """Return whether `value` is True, False or one of the strings `words`."""
+    return isinstance(value, bool) or (isinstance(value, str) and value in words)

@@ -25,6 +25,7 @@ from .meta_model import meta_model, read_config, text_batch
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CHOICES = {"true": True, "false": False, "auto": "auto"}
+_RECOMPUTE = {**_CHOICES, "attention": "attention"}
 _OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "adam": AdamOptimizer,
     "adam8": partial(AdamOptimizer, state_bits=8),
@@ -55,7 +56,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--seq-len", "--length", dest="length", type=_positive, default=2048, help="tokens in a sequence"
     )
-    parser.add_argument("--recompute", choices=tuple(_CHOICES), default="true", help="use_checkpoint of auto_wrap")
+    parser.add_argument("--recompute", choices=tuple(_RECOMPUTE), default="true", help="use_checkpoint of auto_wrap")
     parser.add_argument("--zero", type=int, choices=(2, 3), default=3, help="zero_level")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="dtype of the weights")
     parser.add_argument(
@@ -125,7 +126,7 @@ def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
         make_optimizer = AdamOffloadOptimizer
     return predict(
         model, text_batch(model, config, rows, given.length), make_optimizer, ranks=given.gpus, zero_level=given.zero,
-        use_checkpoint=_CHOICES[given.recompute], total=total(given), micro_batches=given.micro_batches,
+        use_checkpoint=_RECOMPUTE[given.recompute], total=total(given), micro_batches=given.micro_batches,
         keep_frozen=_CHOICES[given.keep_frozen], quantize_frozen=given.quantize, float8=given.float8,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     GPT2Config,
     LlamaConfig,
@@ -21,9 +22,11 @@ LLAMAS = {
     "llama-8b": (32, 4096, 14336, 32, 8, 128256, False),
 }
 """Layers, width, width inside the MLP, heads, heads of keys and values, vocabulary, whether the head is tied."""
-NAMED = ("tiny", "bert-base", "gpt2-small", "gpt-1.5b", "gpt-13b", *LLAMAS)
+NAMED = ("tiny", "bert-base", "bert-classifier", "gpt2-small", "gpt-1.5b", "gpt-13b", *LLAMAS)
 MASKED = ("bert", "roberta", "distilbert", "electra", "modernbert", "deberta-v2")
 """Model types that predict masked tokens; all others predict the next token."""
+CLASSIFIER = "ForSequenceClassification"
+"""The end of the name of an architecture with one label for each row."""
 IGNORED = -100
 
 
@@ -41,10 +44,12 @@ def make_config(name: str, length: int, layers: int = 0) -> PreTrainedConfig:
 def _make_config(name: str, length: int) -> PreTrainedConfig:
     if name == "tiny":
         return gpt(layers=4, width=64, heads=4, length=length, vocabulary=512)
-    if name == "bert-base":
+    if name in ("bert-base", "bert-classifier"):
+        kind = "ForMaskedLM" if name == "bert-base" else CLASSIFIER
         return BertConfig(
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=max(512, length)
-        )
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=max(512, length),
+            architectures=[f"Bert{kind}"],
+        )  # fmt: skip
     if name == "gpt2-small":
         return gpt(layers=12, width=768, heads=12, length=max(1024, length), vocabulary=50257, tied=True)
     if name == "gpt-1.5b":
@@ -68,9 +73,16 @@ def gpt(layers: int, width: int, heads: int, length: int, vocabulary: int, tied:
     )  # fmt: skip
 
 
+def is_classifier(config: PreTrainedConfig) -> bool:
+    """Return whether the model has one label for each row."""
+    return any(name.endswith(CLASSIFIER) for name in config.architectures or ())
+
+
 def make_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Build the model on `device`. Its weights depend on their names only, apart from rounding to `dtype`."""
     kind = AutoModelForMaskedLM if config.model_type in MASKED else AutoModelForCausalLM
+    if is_classifier(config):
+        kind = AutoModelForSequenceClassification
     with device:
         model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
     for name, parameter in model.named_parameters():
@@ -93,9 +105,14 @@ def fill(name: str, parameter: torch.Tensor) -> None:
 
 
 def make_batch(config: PreTrainedConfig, rows: int, length: int, seed: int, device: torch.device) -> dict:
-    """Return random `input_ids` and `labels`, each (rows, length). For a masked model 15 % of the tokens are masked."""
+    """Return random `input_ids` and `labels`, each (rows, length). For a masked model 15 % of the tokens are masked.
+
+    The labels of a classifier are (rows,).
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
+    if is_classifier(config):
+        return {"input_ids": ids.to(device), "labels": (ids[:, 0] % 2).to(device)}
     if config.model_type not in MASKED:
         ids = ids.to(device)
         return {"input_ids": ids, "labels": ids}

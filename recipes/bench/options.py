@@ -12,7 +12,7 @@ from bench.engines.registry import ENGINES
 from bench.models import NAMED
 from common.command_line import at_least, positive
 
-RECOMPUTE = ("none", "full", "auto")
+RECOMPUTE = ("none", "full", "attention", "auto")
 FLOAT8 = ("none", "rows", "tensor")
 OF_THE_PROCESS = ("gather", "output", "plot", "plot_recorded", "cells")
 

@@ -105,7 +105,11 @@ pytree = pytree
 
 TorchDispatchMode = TorchDispatchMode
 """The base class of a context that intercepts every operation below autograd. Documented only for extensions of torch
-itself. The package uses it to track storages when it predicts memory."""
+itself. The package uses it to track storages when it predicts memory, and to find the calls that compute attention."""
+
+modes_see_compiled: bool = hasattr(TorchDispatchMode, "ignore_compile_internals")
+"""Whether such a context may let torch.compile compile inside it, and then sees the operations that the compiled code
+calls. Older versions of torch run the code uncompiled instead, from then on."""
 
 
 def schema_of(operator: Any) -> Any:

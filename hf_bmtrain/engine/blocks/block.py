@@ -30,8 +30,8 @@ class CheckpointBlock(ShardedModule):
 
     Args:
         layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
-        use_checkpoint: whether to recompute the forward in backward instead of keeping its activations; for "auto" see
-            `auto_wrap`.
+        use_checkpoint: whether to recompute the forward in backward instead of keeping its activations; for "attention"
+            and "auto" see `auto_wrap`.
         zero_level: 3 frees the full parameters between forward and backward, 2 keeps them; None takes the world's.
         mode: BMTrain's argument for pipelines, accepted for compatibility and ignored.
     """
@@ -41,7 +41,7 @@ class CheckpointBlock(ShardedModule):
     def __new__(
         cls,
         layer: torch.nn.Module,
-        use_checkpoint: bool | Literal["auto"] = True,
+        use_checkpoint: bool | Literal["attention", "auto"] = True,
         zero_level: int | None = None,
         *,
         mode: str = "BLOCK",

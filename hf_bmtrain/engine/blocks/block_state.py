@@ -135,13 +135,15 @@ class BlockState:
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's forward under torch's checkpoint, which recomputes it in backward."""
+        nothing = nullcontext()
+        around_first, around_again = self.recompute.contexts(args, kwargs, self.pending) or (nothing, nothing)
         again = False
 
         def run(*args, **kwargs):
             nonlocal again
             if not again:
                 again = True
-                with self.recompute.first_forward(args, kwargs, self.pending) or nullcontext():
+                with around_first:
                     return self._inside(layer_forward, *args, **kwargs)
             if not self._open:
                 raise RuntimeError(
@@ -150,7 +152,7 @@ class BlockState:
                     "the block's forward."
                 )
             self.recompute.backward_begins(recomputed=True)
-            with self.replay.restore(snapshot):
+            with self.replay.restore(snapshot), around_again:
                 return self._inside(layer_forward, *args, **kwargs)
 
         with self.replay.record(args, kwargs) as snapshot:

@@ -38,8 +38,12 @@ class Recompute:
         """
         return True
 
-    def first_forward(self, args: tuple, kwargs: dict, pending: int) -> AbstractContextManager[Any] | None:
-        """Return a context for the first run of a forward that backward will recompute, or None.
+    def contexts(
+        self, args: tuple, kwargs: dict[str, Any], pending: int
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
+        """Return contexts for the first run of a forward that backward will recompute, and for each recomputation.
+
+        None stands for contexts that do nothing.
 
         args, kwargs, pending: as in `recomputes`.
         """

@@ -2,8 +2,9 @@
 
 With "auto", which needs a GPU, training passes are measured, and the ranks agree on a plan. `activations` plans
 `use_checkpoint="auto"`, `residents` plans `keep_frozen="auto"`. Both measure with a `meter`, and a MemoryPlanner passes
-them the events of training. `plan` chooses the blocks that are recomputed. `shortage` adds to an out-of-memory error
-what would need less memory.
+them the events of training. `plan` chooses the blocks that are recomputed. `attention` keeps what attention returns in
+blocks that are recomputed, so that it is not computed again. `shortage` adds to an out-of-memory
+error what would need less memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from ...engine.base.device_memory import DeviceMemory
-from ...engine.base.torch_internals import top_saved_tensors_hooks
+from ...engine.base.torch_internals import modes_see_compiled, top_saved_tensors_hooks
 from ...engine.blocks.observer import Observer
 from ...engine.blocks.recompute import ALWAYS, NEVER, Recompute
 from ...engine.runtime.world import World
@@ -24,6 +25,7 @@ from ...engine.sharding.slots import buffers_of
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import KeepFrozen, Options, UseCheckpoint
 from .activations import Activations, AutoCheckpoint, Block
+from .attention import KeepAttention
 from .meter import shapes_of
 from .residents import Residents, keep_all
 from .shortage import follow_shortage
@@ -100,18 +102,27 @@ def planner_of(world: World) -> MemoryPlanner | None:
 
 
 def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompute:
-    """Return the recomputation policy that `use_checkpoint` selects for `block`: ALWAYS, NEVER or an AutoCheckpoint.
+    """Return the recomputation policy that `use_checkpoint` selects for `block`.
 
     Args:
-        use_checkpoint: whether the block is recomputed in backward: True, False, or "auto" for a plan.
+        use_checkpoint: whether the block is recomputed in backward: True, False, "attention" for all but attention, or
+            "auto" for a plan.
         block: the state of the block.
         world: the world whose device runs the block.
 
     Raises:
-        RuntimeError: "auto" with torch 2.6, which cannot count the bytes that autograd saves.
+        RuntimeError: "auto" with torch 2.6, which cannot count the bytes that autograd saves; "attention" with a torch
+            that does not show which operations compiled code calls.
     """
     if use_checkpoint is True or use_checkpoint is False:
         return ALWAYS if use_checkpoint else NEVER
+    if use_checkpoint == "attention":
+        if not modes_see_compiled:
+            raise RuntimeError(
+                f"use_checkpoint='attention' is not supported by torch {torch.__version__}, in which finding attention "
+                "would keep functions from being compiled. Pass True, or install a newer torch."
+            )
+        return KeepAttention()
     planner = planner_of(world)
     if planner is None:
         _log_once(

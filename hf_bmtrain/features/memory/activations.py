@@ -5,17 +5,29 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ...engine.base.torch_internals import pytree, top_saved_tensors_hooks
+from ...engine.base.torch_internals import modes_see_compiled, pytree
 from ...engine.blocks.recompute import Recompute
 from ...engine.sharding.buffer import ShardedBuffer
-from .meter import MeasuredInputs, Meter, Reading, SavedBytes, Shapes, agree, combine, shapes_of
-from .plan import make_plan
+from .attention import AttentionMeter, Contexts, keep_attention
+from .meter import (
+    MeasuredInputs,
+    Meter,
+    Reading,
+    SavedBytes,
+    Shapes,
+    Stopwatch,
+    agree,
+    combine,
+    inside_hooks,
+    shapes_of,
+)  # fmt: skip
+from .plan import Sizes, make_plan
 
 if TYPE_CHECKING:
     from . import MemoryPlanner
@@ -38,35 +50,60 @@ class Measurement:
         shapes: the shapes of the forward's inputs.
         nbytes: the bytes that autograd saved in the forward for backward.
         calls: how many forwards of the block, including this one, were waiting for their backward.
+        attention: the bytes that attention returned in the forward.
+        watch: the time of the forward.
+        meter: the time of attention in it.
     """
 
     shapes: Shapes
     nbytes: int
     calls: int
+    attention: int
+    watch: Stopwatch
+    meter: AttentionMeter
 
 
 class AutoCheckpoint(Recompute):
-    """The policy of one block that is recomputed, or keeps its activations, as the plan in `activations` chooses.
+    """The policy of one block that keeps its activations or is recomputed, as the plan in `activations` chooses.
+
+    A block that is recomputed may keep what attention returns.
 
     A plan is valid for inputs that are in no dimension larger than the inputs of some measured forward, since they need
     no more memory. Larger inputs start a new measurement.
 
     Attributes:
         kept: whether the plan keeps the block's activations.
+        attention: whether the plan recomputes the block but keeps what attention returns.
         calls: the largest number of the block's forwards that waited for their backward at the same time, in all
             measured passes.
     """
 
     def __init__(self, activations: Activations, block: Block) -> None:
         self.activations, self.block = activations, weakref.proxy(block)  # weak: the block owns this object
-        self.kept = False
-        self.calls = self._most = 0
+        self.kept = self.attention = False
+        self.calls = self._most = self._attention = 0
+        self._measured: Measurement | None = None  # the last one
         self._inputs = MeasuredInputs()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the block's activations when backward begins: those of its largest measured forward × `calls`."""
         return self._most * self.calls
+
+    @property
+    def attention_nbytes(self) -> int:
+        """Bytes of `nbytes` that attention returned; 0 if they cannot be kept alone."""
+        return self._attention * self.calls
+
+    def prefers_attention(self) -> bool:
+        """Return whether to keep what attention returns saves more time a byte than to keep all activations.
+
+        Waits for the device. False if times are not known, in a simulation.
+        """
+        last = self._measured
+        if last is None or not last.attention:
+            return False
+        return last.meter.milliseconds() * last.nbytes > last.watch.milliseconds() * last.attention
 
     @property
     def parameters(self) -> int:
@@ -87,8 +124,12 @@ class AutoCheckpoint(Recompute):
     def keeps_activations(self) -> bool:
         return self.kept
 
-    def first_forward(self, args: tuple, kwargs: dict[str, Any], pending: int) -> AbstractContextManager[None] | None:
-        return self._count_saved(args, kwargs, pending) if self.activations.measuring else None
+    def contexts(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Contexts | None:
+        if self.activations.measuring:
+            return self._measure(args, kwargs, pending), nullcontext()
+        if not self.attention or pending >= self.calls or self.activations.in_backward or inside_hooks():
+            return None
+        return keep_attention()
 
     def backward_begins(self, recomputed: bool) -> None:
         if self.activations.measuring:
@@ -107,17 +148,17 @@ class AutoCheckpoint(Recompute):
             pending: how many forwards of the block are waiting for their backward, not including this one.
         """
         self.activations.begin_forward()
-        if self.activations.in_backward or top_saved_tensors_hooks(True) is not None:
+        if self.activations.in_backward or inside_hooks():
             return True
         if not self._inputs.cover(shapes_of(args, kwargs)):
             self.activations.measure()
         return self.activations.measuring or not self.kept or pending >= self.calls
 
     @contextmanager
-    def _count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
-        """Under `with`, count the bytes that autograd saves in the block's forward; at its end add a Measurement.
+    def _measure(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
+        """Under `with`, measure what the block's forward saves and how long it takes; at its end add a Measurement.
 
-        A forward inside a backward is not counted: it is a recomputation by torch's checkpoint around the block.
+        A forward inside a backward is not measured: it is a recomputation by torch's checkpoint around the block.
         pending: how many earlier forwards of the block are waiting for their backward.
         """
         if self.activations.in_backward:
@@ -125,14 +166,17 @@ class AutoCheckpoint(Recompute):
             return
         held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         held += [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
-        saved = SavedBytes(held)
-        with saved.counting():
+        saved, meter = SavedBytes(held), AttentionMeter()
+        device = held[0].device if held else torch.device("cpu")
+        with saved.counting(), Stopwatch(device) as watch, meter if modes_see_compiled else nullcontext():
             yield
-        self.activations.add(self, Measurement(shapes_of(args, kwargs), saved.nbytes, pending + 1))
+        shapes = shapes_of(args, kwargs)
+        self.activations.add(self, Measurement(shapes, saved.nbytes, pending + 1, meter.nbytes, watch, meter))
 
     def learn(self, measurement: Measurement) -> None:
         """Update this block's maxima with a measurement. Called when the backward of the measured pass ends."""
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
+        self._attention, self._measured = max(self._attention, measurement.attention), measurement
         self._inputs.add(measurement.shapes)
 
 
@@ -284,35 +328,49 @@ class Activations:
         yet. blocks: the policies of the measured blocks.
         """
         world, free = self._planner.world, self._read_free()
-        sizes = tuple(block.nbytes for block in blocks)
-        mine = Reading(self._meter.has_stepped(_buffers(blocks)), self._rooms(free), sizes)
+        mine = Reading(
+            self._meter.has_stepped(_buffers(blocks)), self._rooms(free), tuple(block.nbytes for block in blocks),
+            tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
+        )  # fmt: skip
         # Ranks that may enter different blocks have measured different ones, and may also gather differently.
         agreed = agree(world, mine) if self._schedule.negotiated is None else combine([mine])
         if agreed is None:
             return False
-        rooms, activations = agreed
         parameters = [block.parameters for block in blocks]
-        plan = make_plan(activations, parameters, *rooms)
-        for block, kept, full in zip(blocks, plan.kept, plan.full):
-            block.kept = kept
+        sizes = Sizes(agreed.activations, agreed.attention, parameters, agreed.attention_first)
+        plan = make_plan(sizes, *agreed.rooms)
+        for block, kept, attention, full in zip(blocks, plan.kept, plan.attention, plan.full):
+            block.kept, block.attention = kept, attention
             block.block.zero_level = 2 if full else block.block.zero_level
         self._free, self._stale, self._left = free, False, plan.left + self._planner.resident_bytes
         self._unsharded = sum(size for size, full in zip(parameters, plan.full) if full)
         if world.rank == 0:
-            _log.info("use_checkpoint='auto': %s", plan.table(activations, parameters, rooms[0]))
+            _log.info("use_checkpoint='auto': %s", plan.table(sizes, agreed.rooms[0]))
         return True
 
     def _plan_alone(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
         """Make a new choice of the blocks that this rank recomputes. free: the bytes free as the pass began."""
-        activations, no_parameters = [block.nbytes for block in blocks], [0] * len(blocks)
+        attention, no_parameters = [block.attention_nbytes for block in blocks], [0] * len(blocks)
+        sizes = Sizes([block.nbytes for block in blocks], attention, no_parameters, _attention_first(blocks))
         rooms = self._rooms(free - self._unsharded)
-        plan = make_plan(activations, no_parameters, *rooms)
-        if [block.kept for block in blocks] != list(plan.kept):
-            table = plan.table(activations, no_parameters, rooms[0])
-            _log.info("rank %d: use_checkpoint='auto', new plan: %s", self._planner.world.rank, table)
-        for block, kept in zip(blocks, plan.kept):
-            block.kept = kept
+        plan = make_plan(sizes, *rooms)
+        chosen = list(zip(plan.kept, plan.attention))
+        if [(block.kept, block.attention) for block in blocks] != chosen:
+            _log.info(
+                "rank %d: use_checkpoint='auto', new plan: %s", self._planner.world.rank, plan.table(sizes, rooms[0])
+            )
+        for block, (kept, attention) in zip(blocks, chosen):
+            block.kept, block.attention = kept, attention
         self._stale, self._left = False, plan.left + self._planner.resident_bytes
+
+
+def _attention_first(blocks: Sequence[AutoCheckpoint]) -> bool:
+    """Return whether most of the blocks in which attention was measured prefer to keep what it returns.
+
+    The time of the first block often includes that of its compilation.
+    """
+    votes = [block.prefers_attention() for block in blocks if block.attention_nbytes]
+    return 2 * sum(votes) > len(votes)
 
 
 def _buffers(blocks: Sequence[AutoCheckpoint]) -> list[ShardedBuffer]:

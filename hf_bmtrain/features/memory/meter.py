@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +51,47 @@ class SavedBytes:
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def inside_hooks() -> bool:
+    """Return whether hooks for saved tensors are active; False with torch 2.6, where that is not known.
+
+    Such hooks, for example those of torch's checkpoint or of offloading, decide which tensors are kept.
+    """
+    return top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None
+
+
+class Stopwatch:
+    """Measures, under `with`, the time that a device takes for the operations that are started on the current stream.
+
+    device: the device; on the meta device no time passes that could be measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = device.type == "cpu"
+        self._times = [0.0, math.nan]
+        module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+        self._events = [] if module is None else [module.Event(enable_timing=True) for _ in range(2)]
+
+    def __enter__(self) -> Stopwatch:
+        self._mark(0)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._mark(1)
+
+    def _mark(self, index: int) -> None:
+        if self._host:
+            self._times[index] = 1000 * time.perf_counter()
+        elif self._events:
+            self._events[index].record()
+
+    def milliseconds(self) -> float:
+        """Return the milliseconds, nan on the meta device. Waits for the device."""
+        if self._events:
+            self._events[1].synchronize()
+            return self._events[0].elapsed_time(self._events[1])
+        return self._times[1] - self._times[0]
 
 
 def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
@@ -168,15 +211,36 @@ class Reading:
         rooms: for each of the memory peaks that the plan distinguishes, the bytes that may still be taken at that peak;
             None if the rank does not know them yet.
         activations: the bytes of each block's activations.
+        attention: the bytes that attention returns in each block.
+        attention_first: whether to keep these saves more time a byte than to keep all activations.
     """
 
     stepped: bool
     rooms: tuple[int, ...] | None
     activations: tuple[int, ...] = ()
+    attention: tuple[int, ...] = ()
+    attention_first: bool = False
 
 
-def agree(world: World, mine: Reading) -> tuple[list[int], list[int]] | None:
-    """Return for each peak the smallest `rooms` of any rank, and for each block the largest `activations`. Collective.
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks assume that make a plan together.
+
+    Attributes:
+        rooms: for each peak the smallest of any rank.
+        activations: for each block the largest of any rank.
+        attention: for each block the largest of any rank.
+        attention_first: whether it is true on every rank.
+    """
+
+    rooms: list[int]
+    activations: list[int]
+    attention: list[int]
+    attention_first: bool
+
+
+def agree(world: World, mine: Reading) -> Agreed | None:
+    """Return what the ranks assume for a plan. Collective.
 
     Return None while it is too early for a plan: no rank's optimizer has stepped, or a rank does not know its rooms.
 
@@ -187,10 +251,14 @@ def agree(world: World, mine: Reading) -> tuple[list[int], list[int]] | None:
     return combine(world.gather_objects(mine))
 
 
-def combine(readings: Sequence[Reading]) -> tuple[list[int], list[int]] | None:
+def combine(readings: Sequence[Reading]) -> Agreed | None:
     """Return what `agree` returns, from the readings of all ranks that make a plan together."""
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):
         return None
-    activations = zip(*(reading.activations for reading in readings), strict=True)
-    return [min(each) for each in zip(*rooms)], [max(sizes) for sizes in activations]
+    return Agreed(
+        [min(each) for each in zip(*rooms)],
+        [max(sizes) for sizes in zip(*(reading.activations for reading in readings), strict=True)],
+        [max(sizes) for sizes in zip(*(reading.attention for reading in readings), strict=True)],
+        all(reading.attention_first for reading in readings),
+    )

@@ -9,68 +9,95 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What keeping something costs, in bytes: one number for each block, in execution order.
+
+    Attributes:
+        activations: all activations.
+        attention: what attention returns, which is a part of the activations; 0 if it cannot be kept alone.
+        parameters: the full parameters; 0 for a block that is never resharded between forward and backward, or must
+            always be.
+        attention_first: whether to keep what attention returns saves more time a byte than to keep all activations.
+    """
+
+    activations: Sequence[int]
+    attention: Sequence[int]
+    parameters: Sequence[int]
+    attention_first: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is kept in memory until backward: a choice for each block, in execution order.
 
     Attributes:
         kept: for each block, whether it keeps its activations.
+        attention: for each block, whether it is recomputed but keeps what attention returns.
         full: for each block, whether it stays unsharded from its forward to its backward.
         left: the bytes that the plan leaves free at the peak of the forward and at that of the backward, whichever has
             less; negative if even a step that recomputes every block takes too much.
     """
 
     kept: tuple[bool, ...]
+    attention: tuple[bool, ...]
     full: tuple[bool, ...]
     left: int = 0
 
-    def table(self, activations: Sequence[int], parameters: Sequence[int], forward_room: int) -> str:
+    def table(self, sizes: Sizes, forward_room: int) -> str:
         """Return a table of the plan's memory in GiB, for the log. The arguments are those of `make_plan`."""
         rows = [
-            ("keep their activations", self.kept, activations),
-            ("recompute", tuple(not kept for kept in self.kept), activations),
-            ("stay unsharded until backward", self.full, parameters),
+            ("keep their activations", self.kept, sizes.activations),
+            ("recompute all but attention", self.attention, sizes.attention),
+            ("recompute", tuple(not any(each) for each in zip(self.kept, self.attention)), sizes.activations),
+            ("stay unsharded until backward", self.full, sizes.parameters),
         ]
         lines = [f"of {len(self.kept)} blocks, with {forward_room / _GIB:.2f} GiB available:"]
-        for name, chosen, sizes in rows:
-            taken = sum(size for size, one in zip(sizes, chosen) if one)
+        for name, chosen, nbytes in rows:
+            taken = sum(size for size, one in zip(nbytes, chosen) if one)
             lines.append(f"  {sum(chosen):4d} {name:30} {taken / _GIB:8.2f} GiB")
         return "\n".join(lines)
 
 
-def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_room: int, backward_room: int) -> Plan:
-    """Choose the blocks that keep their activations and, if all do, those that stay unsharded until their backward.
+def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
+    """Choose the blocks that keep activations and, if all keep all of them, those that stay unsharded until backward.
 
-    Blocks are chosen from the last one to the first, and a block that does not fit is skipped. All kept activations are
+    What saves more time a byte is given to as many blocks as possible first: all activations, or what attention
+    returns. Blocks are chosen from the last one to the first, and a block that does not fit is skipped. What is kept is
     alive when backward begins, before any block is recomputed. Kept activations of the first blocks would also be alive
-    while the last blocks are recomputed, so the last blocks are preferred. The last block's own activations do not
-    count against `backward_room`, because a step that recomputes this block also has them in memory at that peak.
+    while the last blocks are recomputed, so the last blocks are preferred. What the last block keeps does not count
+    against `backward_room`, because a step that recomputes this block also has it in memory at that peak.
 
     Args:
-        activations: bytes of each block's activations, in execution order.
-        parameters: bytes of each block's full parameters, in execution order; 0 for a block that is never resharded
-            between forward and backward, or must always be.
+        sizes: what can be kept.
         forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and the
             loss. May be negative, as may `backward_room`.
         backward_room: the bytes that the same step leaves free at its peak while a block's recomputed activations are
             alive.
     """
-    kept = [False] * len(activations)
-    total, own = 0, 0
-    for index in reversed(range(len(activations))):
-        size = activations[index]
-        if index == len(activations) - 1:
-            fits = size <= forward_room and backward_room >= 0
-            own = size if fits else 0
-        else:
-            fits = total + size <= forward_room and total + size - own <= backward_room
-        if fits:
-            kept[index] = True
-            total += size
-    full = [False] * len(parameters)
-    left = min(forward_room - total, backward_room - (total - own))
+    count = len(sizes.activations)
+    taken = [0] * count
+    kept, attention = [False] * count, [False] * count
+
+    def fits(index: int, size: int) -> bool:
+        """Return whether block `index` may take `size` bytes, and if so, let it."""
+        before, taken[index] = taken[index], size
+        if sum(taken) <= forward_room and sum(taken[:-1]) <= backward_room:
+            return True
+        taken[index] = before
+        return False
+
+    for all_of_it in (False, True) if sizes.attention_first else (True, False):
+        for index in reversed(range(count)):
+            if all_of_it:
+                kept[index] = fits(index, sizes.activations[index])
+            elif not kept[index] and sizes.attention[index]:
+                attention[index] = fits(index, sizes.attention[index])
+    full = [False] * count
+    left = min(forward_room - sum(taken), backward_room - sum(taken[:-1]))
     if all(kept):
-        for index in reversed(range(len(parameters))):
-            if 0 < parameters[index] <= left:
+        for index in reversed(range(count)):
+            if 0 < sizes.parameters[index] <= left:
                 full[index] = True
-                left -= parameters[index]
-    return Plan(tuple(kept), tuple(full), left)
+                left -= sizes.parameters[index]
+    attention = [one and not all_of_it for one, all_of_it in zip(attention, kept)]
+    return Plan(tuple(kept), tuple(attention), tuple(full), left)

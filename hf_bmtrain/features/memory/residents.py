@@ -215,8 +215,7 @@ class Residents:
         self._meter.note_versions(buffers)
         agreed = agree(self._world, reading)
         if agreed is not None:
-            (least,), _ = agreed
-            self._plan(_frozen(self._units()), least)
+            self._plan(_frozen(self._units()), agreed.rooms[0])
 
     # -- a plan -------------------------------------------------------------------------------------------------
 

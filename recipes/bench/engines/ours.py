@@ -9,7 +9,7 @@ from bench.cell import Cell
 from bench.engines.base import WEIGHT_DECAY, Engine, managed_step
 from bench.models import flops_a_token, make_model
 
-RECOMPUTED: dict[str, Any] = {"none": False, "full": True, "auto": "auto"}
+RECOMPUTED: dict[str, Any] = {"none": False, "full": True, "attention": "attention", "auto": "auto"}
 
 
 def ours(cell: Cell, config, device: torch.device) -> Engine:

@@ -23,7 +23,16 @@ ENGINES: dict[str, Callable[[Cell, object, torch.device], Engine]] = {
     "bmtrain": bmtrain,
 }
 OPTIONS = {
-    "ours": ("recompute none", "recompute full", "recompute auto", "compile", "offload", "linear-loss", "float8 rows"),
+    "ours": (
+        "recompute none",
+        "recompute full",
+        "recompute attention",
+        "recompute auto",
+        "compile",
+        "offload",
+        "linear-loss",
+        "float8 rows",
+    ),  # fmt: skip
     "fsdp2": ("recompute none", "recompute full", "compile", "offload", "tuned", "float8 rows", "float8 tensor"),
     "ddp": ("recompute none", "recompute full", "compile", "tuned"),
     "deepspeed": ("recompute none", "recompute full", "offload", "tuned"),

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 from bench.four_bit import four_bit
-from bench.models import fill, layers_of, make_config, make_model
+from bench.models import fill, is_classifier, layers_of, make_config, make_model
 from bench.trainer.data import Sequences, make_tokenizer
 from bench.trainer.rows import BY_LAYER, FUSED, KEPT, ROWS, Cell, Job, Row
 from bench.trainer.step_clock import StepClock
@@ -146,7 +146,8 @@ def layer_class(job: Job) -> str:
 
 
 def assemble(row: Row, job: Job, model, arguments, callbacks: list, given: dict[str, Any]) -> Trainer:
-    rows: Any = Sequences(arguments.max_steps * job.batch * arguments.world_size, job.seq)
+    classes = is_classifier(model.config)
+    rows: Any = Sequences(arguments.max_steps * job.batch * arguments.world_size, job.seq, classes)
     kind: Any = Trainer
     if row.sft:
         kind = importlib.import_module("trl").SFTTrainer

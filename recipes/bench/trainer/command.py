@@ -21,7 +21,10 @@ from bench.trainer.grid import line_of, name_of, plot, read, table
 from bench.trainer.rows import COLUMNS, ROWS, VARIANTS, Cell, Job, cells_of
 from common.command_line import at_least, positive
 
-MODELS = {"tiny": "llama-tiny", "1b": "llama-1b", "3b": "llama-3b", "8b": "llama-8b"}
+MODELS = {
+    "tiny": "llama-tiny", "bert": "bert-classifier", "gpt2": "gpt2-small",
+    "1b": "llama-1b", "3b": "llama-3b", "8b": "llama-8b",
+}  # fmt: skip
 RECIPES = Path(__file__).resolve().parents[2]
 GRACE = 60.0
 """Seconds that torchrun has to end its processes."""
@@ -65,7 +68,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     ranks = max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 2
-    add("--model", default="tiny", help=f"Llama: {', '.join(MODELS)}; or a folder or hub name (%(default)s)")
+    add("--model", default="tiny", help=f"{', '.join(MODELS)}; or a folder or hub name (%(default)s)")
     add("--layers", type=at_least(1), default=0, help="layers of the model (as many as it has)")
     add("--rank", type=at_least(1), default=16, help="of the adapters (%(default)s)")
     add("--batch-size", type=at_least(1), default=2, help="rows per process (%(default)s)")

@@ -8,19 +8,23 @@ DISTINCT = 64
 
 
 class Sequences(Dataset):
-    """Rows of arithmetic sequences modulo DISTINCT, `length` tokens each."""
+    """Rows of arithmetic sequences modulo DISTINCT, `length` tokens each.
 
-    def __init__(self, rows: int, length: int) -> None:
+    classes: whether a row has one label, whether its stride is odd, instead of its tokens.
+    """
+
+    def __init__(self, rows: int, length: int, classes: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         start = torch.randint(0, DISTINCT, (rows, 1), generator=generator)
         stride = torch.randint(1, 9, (rows, 1), generator=generator)
         self.tokens = (start + stride * torch.arange(length)) % DISTINCT
+        self.labels = stride[:, 0] % 2 if classes else self.tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
 def make_tokenizer():

@@ -6,27 +6,28 @@ import random
 import pytest
 
 from cases import full, rows_in_full
-from hf_bmtrain.features.memory.plan import Plan, make_plan
+from hf_bmtrain.features.memory.plan import Plan, Sizes, make_plan
 
 INPUT, TEMPORARY = 2, 1
 
 
-def peaks(activations, parameters, kept, whole, loss, early, late):
+def peaks(activations, parameters, saved, whole, loss, early, late):
     """(others, recomputed): the most that one step takes, apart while a block's activations are there in any case.
 
-    A block's input stays until its backward, and what it keeps. Backward does something in a block (early) before the
-    block's activations are needed, and computed again where they were not kept, and more after that.
+    A block's input stays until its backward, and what it keeps: `saved` bytes of its activations. Backward does
+    something in a block (early) before the block's activations are needed, and computed again where they were not kept,
+    and more after that.
     """
     held, others, recomputed = 0, 0, 0
-    for size, parameter, keeps, stays in zip(activations, parameters, kept, whole):
-        others = max(others, held + INPUT + size * keeps + TEMPORARY + parameter)
-        held += INPUT + size * keeps + parameter * stays
+    for parameter, keeps, stays in zip(parameters, saved, whole):
+        others = max(others, held + INPUT + keeps + TEMPORARY + parameter)
+        held += INPUT + keeps + parameter * stays
     others = max(others, held + loss)
-    for size, parameter, keeps, stays in reversed(list(zip(activations, parameters, kept, whole))):
+    for size, parameter, keeps, stays in reversed(list(zip(activations, parameters, saved, whole))):
         gathered = 0 if stays else parameter
         others = max(others, held + early + gathered)
-        recomputed = max(recomputed, held + size * (not keeps) + late + gathered)
-        held -= INPUT + size * keeps + parameter * stays
+        recomputed = max(recomputed, held + size - keeps + late + gathered)
+        held -= INPUT + keeps + parameter * stays
     assert held == 0
     return others, recomputed
 
@@ -52,13 +53,20 @@ def random_cases(count):
 )
 def test_no_plan_exceeds_the_limit(loss, early, late):
     kept = whole = 0
+    parts = 0
     for activations, parameters, limit in random_cases(5_000):
-        plan = make_plan(activations, parameters, *rooms(activations, parameters, limit, loss, early, late))
-        if any(plan.kept):
-            most = max(peaks(activations, parameters, plan.kept, plan.full, loss, early, late))
-            assert most <= limit, (activations, parameters, limit, plan, most)
-        kept, whole = kept + sum(plan.kept), whole + sum(plan.full)
-    assert kept > 5_000 and whole > 500, "the cases allow nothing"
+        attention = [(size + limit) % (size + 1) for size in activations]
+        sizes = Sizes(activations, attention, parameters, attention_first=bool(limit % 2))
+        plan = make_plan(sizes, *rooms(activations, parameters, limit, loss, early, late))
+        saved = [
+            size if keeps else attends * part
+            for size, keeps, part, attends in zip(activations, plan.kept, attention, plan.attention)
+        ]
+        if any(saved):
+            most = max(peaks(activations, parameters, saved, plan.full, loss, early, late))
+            assert most <= limit, (sizes, limit, plan, most)
+        kept, whole, parts = kept + sum(plan.kept), whole + sum(plan.full), parts + sum(plan.attention)
+    assert kept > 5_000 and whole > 500 and parts > 500, "the cases allow nothing"
 
 
 def test_alike_blocks_keep_as_many_as_any_choice_within_the_rooms():
@@ -69,7 +77,7 @@ def test_alike_blocks_keep_as_many_as_any_choice_within_the_rooms():
             total, last = sum(choice) * size, size * choice[-1]
             if forward >= total and backward >= total - last and sum(choice) > best:
                 best = sum(choice)
-        plan = make_plan([size] * blocks, [0] * blocks, forward, backward)
+        plan = make_plan(Sizes([size] * blocks, [0] * blocks, [0] * blocks), forward, backward)
         assert sum(plan.kept) == best
         assert list(plan.kept) == [False] * (blocks - best) + [True] * best, "not the last ones"
 
@@ -78,7 +86,8 @@ def test_alike_blocks_keep_as_many_as_any_choice_within_the_rooms():
 def test_more_room_never_keeps_fewer():
     for activations, parameters, limit in random_cases(3_000):
         activations = [activations[0]] * len(activations)
-        plans = [make_plan(activations, parameters, room, room) for room in range(-2, limit)]
+        sizes = Sizes(activations, [0] * len(activations), parameters)
+        plans = [make_plan(sizes, room, room) for room in range(-2, limit)]
         counts = [sum(plan.kept) for plan in plans]
         assert counts == sorted(counts)
 
@@ -107,18 +116,36 @@ def test_more_room_never_keeps_fewer():
     ],
 )
 def test_cases(activations, parameters, rooms, kept, whole):
-    plan = make_plan(activations, parameters, *rooms)
+    plan = make_plan(Sizes(activations, [0] * len(activations), parameters), *rooms)
     assert "".join("01"[one] for one in plan.kept) == kept
     assert "".join("01"[one] for one in plan.full) == whole
+
+
+@pytest.mark.parametrize(
+    ("first", "rooms", "kept", "attention"),
+    [
+        (False, (13, 99), "001", "110"),  # what is left of the room after whole blocks
+        (True, (13, 99), "001", "110"),  # all have attention before one is kept
+        (True, (11, 99), "000", "111"),
+        (False, (11, 99), "001", "010"),
+        *rows_in_full([(True, (1, 99), "000", "000"), (True, (99, 2), "001", "010"), (True, (30, 99), "111", "000")]),
+    ],
+)
+def test_what_attention_returns(first, rooms, kept, attention):
+    plan = make_plan(Sizes([9, 9, 9], [2, 2, 2], [0, 0, 0], first), *rooms)
+    assert "".join("01"[one] for one in plan.kept) == kept
+    assert "".join("01"[one] for one in plan.attention) == attention
 
 
 @full
 def test_the_table():
     gib = 2**30
-    plan = Plan((False, True, True), (False, False, True))
-    assert plan.table([gib, 2 * gib, 3 * gib], [gib] * 3, 5 * gib).splitlines() == [
+    plan = Plan((False, False, True), (False, True, False), (False, False, True))
+    sizes = Sizes([gib, 2 * gib, 3 * gib], [gib, gib // 2, gib], [gib] * 3)
+    assert plan.table(sizes, 5 * gib).splitlines() == [
         "of 3 blocks, with 5.00 GiB available:",
-        "     2 keep their activations             5.00 GiB",
+        "     1 keep their activations             3.00 GiB",
+        "     1 recompute all but attention        0.50 GiB",
         "     1 recompute                          1.00 GiB",
         "     1 stay unsharded until backward      1.00 GiB",
     ]

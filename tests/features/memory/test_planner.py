@@ -327,7 +327,7 @@ def on_the_cpu():
     assert bmt.current_world().schedule.observer(MemoryPlanner) is None
     model = check_twins(Tower, plain_loss, use_checkpoint="auto")
     assert [state_of(layer).recompute for layer in model.layers] == [NEVER] * 3
-    with pytest.raises(ValueError, match="must be True, False or 'auto', not 'some'"):
+    with pytest.raises(ValueError, match="must be True, False, 'attention' or 'auto', not 'some'"):
         bmt.auto_wrap(Tower(), use_checkpoint="some")
 
 

@@ -1,0 +1,159 @@
+"""Keeps what attention computed in a block's forward, so that the block's recomputation does not run attention again.
+
+With long rows attention takes a large part of a forward's time, and its output is only as large as the block's input.
+The operations that are kept are those that compute attention as a whole: of `scaled_dot_product_attention` (flash,
+memory-efficient, cuDNN), and of packages that register theirs with torch, such as flash-attn. They are found by name,
+in eager and in compiled blocks. What is recomputed: compiled FlexAttention, whose kernel is no operation of torch, and
+attention as single products and a softmax, such as torch's "math" and transformers' "eager" implementation.
+
+torch's own selective checkpointing (`create_selective_checkpoint_contexts`) is not used: it expects a recomputation to
+run the same operations as the first forward, which is not so if one of them gathers parameters or fills a cache and the
+other does not. It also refuses a second backward, which here recomputes attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ...engine.base.torch_internals import TorchDispatchMode, pytree, schema_of
+from ...engine.blocks.recompute import Recompute
+from .meter import Stopwatch, inside_hooks
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_ATEN = {
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
+}  # fmt: skip
+
+
+@functools.cache
+def _dropout_of(operator: Any) -> int | None:
+    """Return the position of the dropout probability among the arguments of an operator that computes attention.
+
+    Return -1 if it has none, and None if the operator does not compute attention, or writes to an argument.
+    """
+    schema = schema_of(operator)
+    if schema is None or schema.is_mutable:
+        return None
+    library, name = schema.name.split("::", 1)
+    known = name in _ATEN if library == "aten" else "attn" in schema.name or "attention" in schema.name
+    if not known or "backward" in name or "bwd" in name:
+        return None
+    positions = [n for n, argument in enumerate(schema.arguments) if argument.name == "dropout_p"]
+    return positions[0] if positions else -1
+
+
+def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return whether the output of a call of an operator is kept: it computes attention, without dropout.
+
+    With dropout, a recomputation that left the call out would draw other random numbers after it.
+    """
+    position = _dropout_of(operator)
+    if position is None or position < 0:
+        return position is not None
+    return not (kwargs.get("dropout_p", 0.0) if position >= len(args) else args[position])
+
+
+class _Attention(TorchDispatchMode):
+    """A context that intercepts the calls whose output is kept, also in compiled code."""
+
+    supports_higher_order_operators = True  # they run as without this mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # torch.compile compiles inside this mode, and runs what it has compiled under it
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if is_kept(function, args, kwargs):
+            return self.attend(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a call that computes attention."""
+        raise NotImplementedError
+
+
+class _Keep(_Attention):
+    """Under `with`, appends what attention returns to `outputs`."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        output = function(*args, **kwargs)
+        # Without a gradient autograd does not hold the output, and compiled code may use its memory for something else.
+        # In compiled code no tensor requires one.
+        graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+        self._outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach if graph else _copied, output))
+        return output
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides, which compiled code expects."""
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+class _Reuse(_Attention):
+    """Under `with`, attention returns what is in `outputs`, once. After that it is computed."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._next = 0
+
+    def __enter__(self):
+        self._next = 0
+        return super().__enter__()
+
+    def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        index = self._next
+        self._next += 1
+        output, self._outputs[index] = self._outputs[index], None
+        return function(*args, **kwargs) if output is None else output
+
+
+def keep_attention() -> Contexts:
+    """Return the contexts of a forward that keeps what attention returns, and of its recomputation, which uses that."""
+    outputs: list[Any] = []
+    return _Keep(outputs), _Reuse(outputs)
+
+
+class AttentionMeter(_Attention):
+    """Under `with`, counts the bytes that attention returns, and the time that it takes.
+
+    Attributes:
+        nbytes: the bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._watches: list[Stopwatch] = []
+
+    def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with Stopwatch(args[0].device) as watch:
+            output = function(*args, **kwargs)
+        self._watches.append(watch)
+        self.nbytes += sum(leaf.nbytes for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        return output
+
+    def milliseconds(self) -> float:
+        """Return the milliseconds that attention took, nan if that is not known. Waits for the device."""
+        return sum(watch.milliseconds() for watch in self._watches)
+
+
+class KeepAttention(Recompute):
+    """The policy of a block that is recomputed except for attention."""
+
+    def contexts(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Contexts | None:
+        return None if inside_hooks() else keep_attention()

@@ -73,6 +73,8 @@ def init_distributed(
         shard_over: the ranks that weights, gradients and optimizer state are divided between. "world": all ranks.
             "host": those of one host. Every host then stores all of it (hybrid sharding, HSDP), and only gradients are
             exchanged between hosts. All hosts must have equal numbers of ranks. With one host, both are the same.
+            "auto": "host" if the link between hosts is measured to be less than half as fast as inside a host, else
+            "world". The choice is logged, with the largest model that a host has memory for.
 
     Raises:
         RuntimeError: it was called before, a rank does not call it within `timeout`, or ranks pass different arguments;

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -27,12 +28,17 @@ from ..comm.peer_gather import PeerGather
 from ..comm.peer_memory import CudaMemory, HostMemory
 from ..comm.peer_reduce import PeerReduction
 from ..comm.reduce import CollectiveReduction, LocalReduction, Reduction
+from ..comm.streams import finish
 from .launcher import find_host
 from .monitor import Monitor
 
 _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer", "two-level")
-SHARD_OVER = ("world", "host")
+SHARD_OVER = ("world", "host", "auto")
+SLOW_LINK = 0.5
+"""With `shard_over="auto"`, every host stores all shards if a rank receives less than this part of the bytes a second
+from other hosts that it receives inside its host."""
+MEASURED = 4 << 20  # bytes that each rank sends to measure a link
 SMALLEST_PULLED = 16 << 20
 """The size in bytes from which a shard is gathered by peer copies, which are then faster than NCCL between H200s.
 Smaller shards are gathered by peer copies only with `gather="peer"`."""
@@ -76,7 +82,6 @@ class _Division(NamedTuple):
         sums: the same, for sums over shards.
         members: these ranks, if they can be on one host; the order is that of their shards.
         rail: the communicator of the ranks that store the same shard; None if no other rank does.
-        open_group: opens another communicator of the same ranks, in the same order. Takes its name. Collective.
     """
 
     gather: Communicator
@@ -84,14 +89,13 @@ class _Division(NamedTuple):
     sums: Communicator
     members: Sequence[int]
     rail: Communicator | None
-    open_group: Callable[[str], Communicator]
 
 
 def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
     """Raise ValueError unless these arguments of `open_backend` have valid values."""
     if not isinstance(shard_over, str) or shard_over not in SHARD_OVER:
         raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
-    if (gather, shard_over) == ("two-level", "host"):
+    if gather == "two-level" and shard_over != "world":
         raise ValueError("gather='two-level' needs shard_over='world': with 'host', nothing is gathered between hosts")
     if not isinstance(gather, str) or gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
@@ -167,7 +171,11 @@ def open_backend(
     monitor.open(control, rank, interrupt, busy)
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
     hosts = _hosts(control.gather(find_host()))
-    divided = _divide(rank, device, gather, shard_over, hosts, gathering, reducing, open_communicator)
+    open_inside = functools.cache(lambda name: open_communicator(f"{name} inside hosts", hosts))
+    open_rail = functools.cache(lambda name: open_communicator(f"{name} between hosts", [*zip(*hosts)]))
+    if shard_over == "auto":
+        shard_over = _choose_ranks(rank, device, hosts, open_inside, open_rail, control.gather)
+    divided = _divide(rank, device, gather, shard_over, hosts, gathering, reducing, open_inside, open_rail)
     shards, reduction = CollectiveGather(divided.gather), CollectiveReduction(divided.reduce, device)
 
     def replicated(inside: Reduction) -> Reduction:
@@ -187,11 +195,16 @@ def open_backend(
     members = divided.members
     # Two objects, so that gathers and reductions copy on separate streams.
     pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device) for _ in range(2))
-    updates = functools.partial(divided.open_group, "updates")
-    among = lambda value: [everyone[member] for everyone in (control.gather(value),) for member in members]  # noqa: E731
+
+    def exchange(value: Any) -> list[Any]:
+        """Return the values of `members`. Collective of all ranks."""
+        values = control.gather(value)
+        return [values[member] for member in members]
+
+    updates = functools.partial(open_communicator, "updates", [range(size)] if divided.rail is None else hosts)
     return found._replace(
         shards=PeerGather(divided.gather, shards, pulled, control.gather, smallest, device, updates, members),
-        blocks=replicated(PeerReduction(reduction, pushed, among, smallest, device)),
+        blocks=replicated(PeerReduction(reduction, pushed, exchange, smallest, device)),
     )
 
 
@@ -203,7 +216,8 @@ def _divide(
     hosts: Groups,
     gathering: Communicator,
     reducing: Communicator,
-    open_communicator: Callable[..., Communicator],
+    open_inside: Callable[[str], Communicator],
+    open_rail: Callable[[str], Communicator],
 ) -> _Division:
     """Divide the shards between ranks, and log how if there are several hosts. Collective.
 
@@ -212,36 +226,35 @@ def _divide(
         hosts: the ranks of each host.
         gathering: the communicator of all ranks for all-gathers.
         reducing: the communicator of all ranks for reductions.
-        open_communicator: opens a communicator of groups. Takes a name and the groups.
+        open_inside: opens a communicator of the ranks of each host. Takes its name. Collective.
+        open_rail: opens a communicator of the ranks of each rail. Takes its name. Collective.
 
     Raises:
         RuntimeError: `gather` or `shard_over` is not possible with these hosts.
     """
     ranks = [number for host in hosts for number in host]
-    flat = _Division(gathering, reducing, reducing, range(len(ranks)), None, open_communicator)
-    counts = sorted({len(host) for host in hosts})
-    equal, several = len(counts) == 1, len(hosts) > 1
-    numbers = f"{len(hosts)} host{'s' * several} with {' to '.join(map(str, counts[:1] + counts[1:][-1:]))} ranks each"
+    flat = _Division(gathering, reducing, reducing, range(len(ranks)), None)
+    counts, several, numbers = {len(host) for host in hosts}, len(hosts) > 1, _describe(hosts)
+    equal = len(counts) == 1
     if shard_over == "host" and several:
         if not equal:
             raise RuntimeError(
                 f"init_distributed(shard_over='host'): there are {numbers}, so their shards would differ. Start the "
                 "same number of ranks on every host, or use shard_over='world'."
             )
-        members, rails = next(host for host in hosts if rank in host), [*zip(*hosts)]
-        inside = [open_communicator(f"{name} inside hosts", hosts) for name in ("gather", "reduce")]
-        rail = open_communicator("reduce between hosts", rails)
+        members = next(host for host in hosts if rank in host)
+        inside, rail = [open_inside(name) for name in ("gather", "reduce")], open_rail("reduce")
         _log.info("rank %d: %s: every host stores all shards, and gradients are averaged between hosts", rank, numbers)
         return _Division(
             ShardGroup(inside[0], gathering, hosts[0]),
             ShardGroup(inside[1], reducing, hosts[0]),
             EqualSums(inside[1], reducing, hosts[0], rail, device),
-            members, rail, lambda name: open_communicator(name, hosts),
+            members, rail,
         )  # fmt: skip
     reason = None if several else "there is one host"
     if several and not equal:
         reason = "the hosts have different numbers of ranks"
-    elif several and counts == [1]:
+    elif several and counts == {1}:
         reason = "each host has one rank"
     if gather == "two-level" and reason is not None:
         raise RuntimeError(f"init_distributed(gather='two-level'): {reason} ({numbers}). Use gather='auto'.")
@@ -251,20 +264,75 @@ def _divide(
         why = reason or "gather='collective'"
         _log.info("rank %d: %s: shards are exchanged between all ranks at once, because %s", rank, numbers, why)
         return flat
-    rails = [*zip(*hosts)]
-    order = [number for members in rails for number in members]
+    order = [number for rail in zip(*hosts) for number in rail]
     two = [
-        TwoLevels(
-            open_communicator(f"{name} inside hosts", hosts), open_communicator(f"{name} between hosts", rails),
-            between, order, device,
-        )
-        for name, between in (("gather", gathering), ("reduce", reducing))
-    ]  # fmt: skip
+        TwoLevels(open_inside(name), open_rail(name), all_ranks, order, device)
+        for name, all_ranks in (("gather", gathering), ("reduce", reducing))
+    ]
     _log.info(
         "rank %d: %s: shards are exchanged between hosts first, each entering a host once, and then inside hosts by %s",
         rank, numbers, "gloo" if device.type == "cpu" else "NCCL",
     )  # fmt: skip
     return flat._replace(gather=two[0], reduce=two[1], sums=two[1])
+
+
+def _choose_ranks(
+    rank: int,
+    device: torch.device,
+    hosts: Groups,
+    open_inside: Callable[[str], Communicator],
+    open_rail: Callable[[str], Communicator],
+    exchange: Callable[[Any], list[Any]],
+) -> str:
+    """Return what `shard_over="auto"` stands for, "world" or "host", the same on all ranks, and log why. Collective.
+
+    The model is not known yet, so the log says how large a model may be whose shards a host stores.
+
+    Args:
+        rank, device, hosts, open_inside, open_rail: as for `_divide`.
+        exchange: all-gathers a Python object.
+    """
+    if len(hosts) == 1:
+        _log.info("rank %d: shard_over='auto': 'world', because there is one host", rank)
+        return "world"
+    if {len(host) for host in hosts} != {len(hosts[0])} or len(hosts[0]) == 1:
+        _log.info("rank %d: shard_over='auto': 'world', because there are %s", rank, _describe(hosts))
+        return "world"
+    mine = [_bytes_a_second(each, device) for each in (open_inside("gather"), open_rail("reduce"))]
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    inside, between, least = (min(values) for values in zip(*exchange((*mine, memory))))
+    chosen = "host" if between < SLOW_LINK * inside else "world"
+    room = ""
+    if chosen == "host" and least:  # bf16 weights and gradients, float32 masters and moments, and 40 % for activations
+        room = (
+            f". A host holds about {0.6 * least * len(hosts[0]) / 16e9:.0f} billion parameters with AdamW; for a "
+            "larger model, pass shard_over='world'"
+        )
+    _log.info(
+        "rank %d: shard_over='auto': '%s', because a rank receives %.2f GB/s from other hosts, %.2f inside its host%s",
+        rank, chosen, between / 1e9, inside / 1e9, room,
+    )  # fmt: skip
+    return chosen
+
+
+def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
+    """Return how many bytes a second a rank receives in an all-gather, the fastest of three. Collective."""
+    shard = torch.zeros(MEASURED, dtype=torch.uint8, device=device)
+    full, seconds = shard.new_empty(communicator.size * MEASURED), []
+    for _ in range(4):  # the first one connects the ranks
+        finish(device)
+        begin = time.perf_counter()
+        communicator.all_gather(full, shard).wait()
+        finish(device)
+        seconds.append(time.perf_counter() - begin)
+    return (communicator.size - 1) * MEASURED / min(seconds[1:])
+
+
+def _describe(hosts: Groups) -> str:
+    """Return words such as "2 hosts with 4 ranks each"."""
+    least, most = (extreme(len(host) for host in hosts) for extreme in (min, max))
+    plural = "s" if len(hosts) > 1 else ""
+    return f"{len(hosts)} host{plural} with {least if least == most else f'{least} to {most}'} rank(s) each"
 
 
 def _hosts(names: Sequence[Any]) -> list[list[int]]:

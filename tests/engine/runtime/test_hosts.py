@@ -5,8 +5,6 @@ norm as if one host trained, resumes that differ between hosts, parameters witho
 """
 
 import copy
-import functools
-import itertools
 
 import peft
 import pytest
@@ -14,11 +12,8 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from float8_training import train as train_in_float8
-from hf_bmtrain.engine.comm.communicator import GlooCommunicator
-from hf_bmtrain.engine.runtime.backend import _hosts
-from ranks import Ranks, on_ranks
-from resumable import Training, interrupted, undisturbed
+from ranks import Ranks
+from resumable import Training
 from tiny_models import batch, build
 from twins import check_gradients
 

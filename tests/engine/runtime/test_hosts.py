@@ -5,6 +5,9 @@ norm as if one host trained, resumes that differ between hosts, parameters witho
 """
 
 import copy
+import functools
+import os
+from unittest import mock
 
 import peft
 import pytest
@@ -12,6 +15,8 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
+from cases import full
+from hf_bmtrain.engine.comm.communicator import GlooCommunicator
 from ranks import Ranks
 from resumable import Training
 from tiny_models import batch, build
@@ -155,7 +160,7 @@ def packed():
 
 
 def trained(optimizer, dtype=torch.float32):
-    """The weights after three steps, on rank 0."""
+    """The weights after three steps."""
     model = bmt.auto_wrap(build("llama").to(dtype), use_checkpoint=False)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(getattr(bmt.optim, optimizer)(model.parameters(), lr=1e-2))
@@ -165,7 +170,7 @@ def trained(optimizer, dtype=torch.float32):
         manager.clip_grad_norm(manager.optimizers[0].param_groups, 0.5)
         manager.step()
     assert same_bits(model)
-    return model.state_dict() if bmt.rank() == 0 else None
+    return model.state_dict()
 
 
 OPTIMIZERS = [
@@ -190,7 +195,40 @@ def saved(folder):
 def loaded(folder):
     training = Training(optimizer="adam", seed=1)
     training.load(folder)
-    return training.whole()
+    assert same_bits(training.model)
+    loaded = training.whole()
+    training.train(3)
+    assert same_bits(training.model)
+    return loaded
+
+
+def entered():
+    """The bytes that enter this host in a step of ZeRO-3, in units of the weights: each rank counts what it is sent."""
+    world, counts = bmt.current_world(), []
+    hosts = world.gather_objects(os.environ["HF_BMTRAIN_HOST"])
+
+    def counting(name, share):
+        method = getattr(GlooCommunicator, name)
+
+        @functools.wraps(method)
+        def counted(self, *tensors):
+            others = sum(hosts[rank] != hosts[world.rank] for rank in self._members)
+            counts.append(share(others, self.size, tensors))
+            return method(self, *tensors)
+
+        return mock.patch.object(GlooCommunicator, name, counted)
+
+    layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(4)]
+    model = bmt.auto_wrap(torch.nn.Sequential(*layers), blocks=layers, use_checkpoint=False)
+    with (
+        counting("all_gather", lambda others, size, tensors: others * tensors[1].nbytes),
+        counting("reduce_scatter_mean", lambda others, size, tensors: others * tensors[0].nbytes),
+        counting("all_reduce_mean", lambda others, size, tensors: 2 * others / size * tensors[0].nbytes),  # a ring
+    ):
+        model(torch.ones(2, 64)).sum().backward()
+    mine = world.gather_objects(sum(counts))
+    total = sum(count for count, host in zip(mine, hosts) if host == hosts[world.rank])
+    return total / sum(layer.weight.full_shape.numel() * 4 for layer in layers)
 
 
 @pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "3x1 host"])
@@ -199,11 +237,42 @@ def test_equal_to_one_process(hosts, name):
     hosts(name)(unlike_values)
 
 
+@pytest.mark.parametrize(("name", "expected"), [("2x2 host", 1.0), ("2x2 world", 1.5 - 1 / 8), ("3x1 host", 4 / 3)])
+def test_bytes_that_enter_a_host(hosts, name, expected):
+    """H hosts: 2(H-1)/H with shards over each; else three times (H-1)/H, the last block is still there for backward."""
+    assert hosts(name)(entered) == pytest.approx([expected] * len(WORLDS[name][0]))
+
+
+@full
+@pytest.mark.parametrize("name", ["2x2 host, copies", "in turn", "in turn, host", "3x1 world", "2 and 1"])
+def test_more_hosts(hosts, name):
+    hosts(name)(parity)
+    hosts(name)(unlike_values)
+
+
+@pytest.mark.parametrize(
+    ("places", "options", "told"),
+    [
+        ("aab", {"shard_over": "host"}, "2 hosts with 1 to 2 rank"),
+        ("ab", {"gather": "two-level"}, "each host has one rank"),
+        ("ab", {"gather": "two-level", "shard_over": "host"}, "needs shard_over='world'"),
+    ],
+)
+@full
+def test_refusals(places, options, told):
+    ranks = Ranks(len(places), hosts=places, **options)
+    with pytest.raises(AssertionError, match=told):
+        ranks(parity)
+    ranks.stop()
+
+
+@full
 @pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "3x1 host"])
 def test_quantized_base(hosts, name):
     hosts(name)(packed)
 
 
+@full
 @pytest.mark.parametrize("name", ["2x2 host", "2x2 world"])
 def test_optimizers(hosts, name, world):
     for found, expected, which in zip(hosts(name)(optimizers)[0], world(4)(optimizers)[0], OPTIMIZERS):
@@ -214,7 +283,8 @@ def test_optimizers(hosts, name, world):
 @pytest.mark.parametrize("name", ["2x2 host", "2x2 world"])
 def test_checkpoints(hosts, name, world, folder):
     before = hosts(name)(saved, folder)[0]
-    for after in (world(2)(loaded, folder)[0], hosts(name)(loaded, folder)[-1], hosts("3x1 host")(loaded, folder)[-1]):
+    for ranks in (world(2), hosts(name), hosts("3x1 host")):
+        after = ranks(loaded, folder)[0]
         assert before.keys() == after.keys()
         for key, value in before.items():
             assert torch.equal(value, after[key]), key

@@ -2,7 +2,7 @@
 
 Starts torchrun in each of them, as on two hosts, and compares with plain torch. It needs root's rights. The figures are
 simulated: of gloo on one machine, headers of TCP included. In units of M, the bytes of the weights, with H hosts of G
-ranks, a step of ZeRO-3 without recomputation gathers nearly twice and reduces once:
+ranks, a step of ZeRO-3 without recomputation gathers twice and reduces once:
 
     flat        gloo's ring crosses into a host once: (HG-1)/HG a gather; the reduction brings (H-1)G/H
     two levels  each foreign shard enters a host once: (H-1)/H a gather, and as much for the reduction
@@ -30,11 +30,10 @@ ADDRESSES = "10.213.9.1", "10.213.9.2"
 WIRE = "wire0"
 HOSTS, LOCAL = 2, 2
 WIDTH, LAYERS, STEPS = 512, 6, 3
-GATHERS = 2 - 1 / LAYERS  # the last layer is still unsharded when backward begins
 MODES = {"flat": {"gather": "collective"}, "two levels": {}, "host": {"shard_over": "host"}}
 EXPECTED = {
-    "flat": GATHERS * (HOSTS * LOCAL - 1) / (HOSTS * LOCAL) + (HOSTS - 1) * LOCAL / HOSTS,
-    "two levels": (GATHERS + 1) * (HOSTS - 1) / HOSTS,
+    "flat": 2 * (HOSTS * LOCAL - 1) / (HOSTS * LOCAL) + (HOSTS - 1) * LOCAL / HOSTS,
+    "two levels": 3 * (HOSTS - 1) / HOSTS,
     "host": 2 * (HOSTS - 1) / HOSTS,
 }
 

@@ -17,6 +17,7 @@ import transformers
 import hf_bmtrain as bmt
 from cases import full
 from hf_bmtrain.engine.comm.communicator import GlooCommunicator
+from hf_bmtrain.engine.runtime.backend import _divide
 from ranks import Ranks
 from resumable import Training
 from tiny_models import batch, build
@@ -163,7 +164,8 @@ def trained(optimizer, dtype=torch.float32):
     """The weights after three steps."""
     model = bmt.auto_wrap(build("llama").to(dtype), use_checkpoint=False)
     manager = bmt.optim.OptimManager()
-    manager.add_optimizer(getattr(bmt.optim, optimizer)(model.parameters(), lr=1e-2))
+    trained = model if optimizer == "MuonOptimizer" else model.parameters()
+    manager.add_optimizer(getattr(bmt.optim, optimizer)(trained, lr=1e-2))
     for step in range(3):
         manager.zero_grad()
         manager.backward(loss_of(model, 10 * step + bmt.rank()))
@@ -251,19 +253,18 @@ def test_more_hosts(hosts, name):
 
 
 @pytest.mark.parametrize(
-    ("places", "options", "told"),
+    ("hosts", "gather", "shard_over", "told"),
     [
-        ("aab", {"shard_over": "host"}, "2 hosts with 1 to 2 rank"),
-        ("ab", {"gather": "two-level"}, "each host has one rank"),
-        ("ab", {"gather": "two-level", "shard_over": "host"}, "needs shard_over='world'"),
+        ([[0, 1], [2]], "auto", "host", r"2 hosts with 1 to 2 rank\(s\) each"),
+        ([[0, 1], [2]], "two-level", "world", "different numbers of ranks"),
+        ([[0], [1]], "two-level", "world", "each host has one rank"),
+        ([[0, 1]], "two-level", "world", "there is one host"),
     ],
 )
-@full
-def test_refusals(places, options, told):
-    ranks = Ranks(len(places), hosts=places, **options)
-    with pytest.raises(AssertionError, match=told):
-        ranks(parity)
-    ranks.stop()
+def test_refusals(hosts, gather, shard_over, told):
+    unused = mock.Mock()
+    with pytest.raises(RuntimeError, match=told):
+        _divide(0, torch.device("cpu"), gather, shard_over, hosts, unused, unused, unused, unused)
 
 
 @full

@@ -9,7 +9,6 @@ folder must be on a file system that all workers share.
 """
 
 import argparse
-import os
 from typing import Any
 
 import ray
@@ -43,8 +42,9 @@ def main() -> None:
             use_gpu=torch.cuda.is_available(),
         ),
         run_config=RunConfig(
-            name=f"boolq-{os.getpid()}",  # another name resumes from our checkpoints too, which are not Ray's
-            storage_path=str(options.output),
+            # Ray takes a checkpoint as it is only from inside its own folder of the run, which is --output.
+            name=options.output.name,
+            storage_path=str(options.output.parent),
             failure_config=FailureConfig(max_failures=mine.failures),
         ),
     )

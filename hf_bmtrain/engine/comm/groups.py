@@ -13,7 +13,7 @@ from .collective_log import CollectiveLog
 from .communicator import Communicator
 from .layout import Layout
 from .reduce import Destination, PendingReduce, Reducer, Reduction
-from .streams import Ticket, work_stream
+from .streams import Immediate, Ticket, WorkStream, work_stream
 
 
 class ShardGroup:
@@ -213,10 +213,13 @@ class _After:
         self._finish = lambda: None
 
 
-def _then(stream, first: Ticket, second: Callable[[], Ticket]) -> Ticket:
+def _then(stream: WorkStream | Immediate, first: Ticket, second: Callable[[], Ticket]) -> Ticket:
     """Issue the operation `second`, which begins once the operation of `first` is complete, and return its ticket.
 
-    On the CPU, where operations have no streams, the host waits for `first`. stream: a work stream for the order.
+    It also begins after the work that was queued on the current stream, which `first` need not have waited for, as a
+    communicator of one rank does nothing. On the CPU, where operations have no streams, the host waits for `first`.
+
+    stream: a work stream for the order.
     """
     issued: list[Ticket] = []
 
@@ -224,5 +227,6 @@ def _then(stream, first: Ticket, second: Callable[[], Ticket]) -> Ticket:
         first.wait()
         issued.append(second())
 
+    stream.follow()
     stream.run(issue)
     return issued[0]

@@ -9,12 +9,19 @@ folder must be on a file system that all workers share.
 """
 
 import argparse
+from itertools import islice
 from typing import Any
 
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 import torch
-from ray.train import Checkpoint, CheckpointUploadMode, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train import (  # pyright: ignore[reportMissingImports]
+    Checkpoint,
+    CheckpointUploadMode,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
+from ray.train.torch import TorchTrainer  # pyright: ignore[reportMissingImports]
 
 import hf_bmtrain as bmt
 from boolq.batches import training_batches
@@ -74,7 +81,7 @@ def train(config: dict[str, Any]) -> None:
         epoch, done = divmod(step, len(batches))
         sampler.set_epoch(epoch)
         model.train()
-        for batch in list(batches)[done:]:
+        for batch in islice(batches, done, None):
             batch = batch.to(device)
             labels = batch.pop("labels")
             manager.zero_grad()

@@ -62,7 +62,7 @@ def main() -> None:
 def train(config: dict[str, Any]) -> None:
     """Train on one worker. Ray calls it on all of them, and again on those that are left after a failure."""
     options: argparse.Namespace = config["options"]
-    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, shard_over=options.shard_over)
     job = prepare_on_all_ranks(options)  # the batch size is 32 divided by the number of workers, unless it is given
     rank, size, device = bmt.rank(), bmt.world_size(), bmt.current_world().device
     batches, sampler = training_batches(

@@ -14,7 +14,9 @@ import pytest
 import torch
 import transformers
 
+import float8_training
 import hf_bmtrain as bmt
+import hf_bmtrain.hf
 from cases import full
 from hf_bmtrain.engine.comm.communicator import GlooCommunicator
 from hf_bmtrain.engine.runtime.backend import _divide
@@ -271,6 +273,28 @@ def test_refusals(hosts, gather, shard_over, told):
 @pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "3x1 host"])
 def test_quantized_base(hosts, name):
     hosts(name)(packed)
+
+
+def loaded_from_files(folder):
+    """With values that stay in their file, and values that are divided between ranks, as they are cast."""
+    for dtype in (torch.float32, torch.float64):
+        model = bmt.hf.from_pretrained(transformers.AutoModelForCausalLM, folder, dtype=dtype)
+        expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+        torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+        assert same_bits(model)
+
+
+@full
+@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "3x1 host"])
+def test_from_pretrained(hosts, name, folder):
+    build("llama").save_pretrained(folder)
+    hosts(name)(loaded_from_files, folder)
+
+
+@full
+@pytest.mark.parametrize("name", ["2x2 host", "2x2 world"])
+def test_gathers_in_float8(hosts, name):
+    hosts(name)(float8_training.same_bits, "llama", {})
 
 
 @full

@@ -301,9 +301,10 @@ def test_gathers_in_float8(hosts, name):
 @pytest.mark.parametrize("name", ["2x2 host", "2x2 world"])
 def test_optimizers(hosts, name, world):
     for found, expected, which in zip(hosts(name)(optimizers)[0], world(4)(optimizers)[0], OPTIMIZERS):
-        if which[1] == torch.bfloat16:  # another rounding of a gradient near zero turns a step of Adam round
+        if which[1] == torch.bfloat16 or which[0] == "MuonOptimizer":  # Muon orthogonalizes in bfloat16
+            # Another rounding of a gradient near zero turns a step of Adam round, by up to 2e-2.
             apart = torch.cat([(found[name] - expected[name]).abs().flatten() for name in found])
-            assert (apart > 1e-2).float().mean() < 0.02
+            assert (apart > 5e-3).float().mean() < 0.02, which
         else:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=str(which))
 

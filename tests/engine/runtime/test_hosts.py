@@ -17,6 +17,7 @@ import transformers
 import float8_training
 import hf_bmtrain as bmt
 import hf_bmtrain.hf
+import jobs
 from cases import full
 from hf_bmtrain.engine.comm.communicator import GlooCommunicator
 from hf_bmtrain.engine.runtime.backend import _divide
@@ -289,6 +290,16 @@ def loaded_from_files(folder):
 def test_from_pretrained(hosts, name, folder):
     build("llama").save_pretrained(folder)
     hosts(name)(loaded_from_files, folder)
+
+
+@full
+@pytest.mark.parametrize("name", ["2x2 host", "2x2 world"])
+def test_trainer(hosts, name, tmp_path):
+    """Losses, norms, evaluations and saved weights of an unmodified Trainer."""
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    plain = jobs.train(tmp_path / "plain", False, given, family="gpt2")
+    for ours in hosts(name)(jobs.train_sharded, str(tmp_path / "ours"), given, {"family": "gpt2"}):
+        jobs.check_same(ours, plain, "grad_norm")
 
 
 @full

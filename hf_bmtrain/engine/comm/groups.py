@@ -113,8 +113,7 @@ class TwoLevels:
         self._stream = work_stream(device, priority=-1)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        # `.data` has its own version counter, as the full buffer of `CollectiveGather` keeps its own too.
-        part = full.data.view(self._inside.size, -1)[self._inside.rank]
+        part = full.detach().view(self._inside.size, -1)[self._inside.rank]
         arrived = self._rail.all_gather(part, shard)
         return _then(self._stream, arrived, lambda: self._inside.all_gather(full, part))
 
@@ -122,7 +121,7 @@ class TwoLevels:
         part = full.new_empty(full.numel() // self._inside.size)
         reduced = self._inside.reduce_scatter_mean(part, full)
         ticket = _then(self._stream, reduced, lambda: self._rail.reduce_scatter_mean(shard, part))
-        return _After(ticket, lambda part=part: None)  # refers to `part` until `wait`
+        return _After(ticket, lambda part=part: None)  # keeps `part` until `wait`
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
         return self._world.all_reduce_mean(tensor)

@@ -331,8 +331,8 @@ def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
 def _describe(hosts: Groups) -> str:
     """Return words such as "2 hosts with 4 ranks each"."""
     least, most = (extreme(len(host) for host in hosts) for extreme in (min, max))
-    plural = "s" if len(hosts) > 1 else ""
-    return f"{len(hosts)} host{plural} with {least if least == most else f'{least} to {most}'} rank(s) each"
+    ranks = f"{least} to {most} ranks" if least < most else f"{most} rank{'s' * (most > 1)}"
+    return f"{len(hosts)} host{'s' * (len(hosts) > 1)} with {ranks} each"
 
 
 def _hosts(names: Sequence[Any]) -> list[list[int]]:

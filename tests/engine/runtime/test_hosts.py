@@ -258,7 +258,7 @@ def test_more_hosts(hosts, name):
 @pytest.mark.parametrize(
     ("hosts", "gather", "shard_over", "told"),
     [
-        ([[0, 1], [2]], "auto", "host", r"2 hosts with 1 to 2 rank\(s\) each"),
+        ([[0, 1], [2]], "auto", "host", "2 hosts with 1 to 2 ranks each"),
         ([[0, 1], [2]], "two-level", "world", "different numbers of ranks"),
         ([[0], [1]], "two-level", "world", "each host has one rank"),
         ([[0, 1]], "two-level", "world", "there is one host"),

@@ -20,7 +20,7 @@ import hf_bmtrain.hf
 import jobs
 from cases import full
 from hf_bmtrain.engine.comm.communicator import GlooCommunicator
-from hf_bmtrain.engine.runtime.backend import _divide
+from hf_bmtrain.engine.runtime import backend
 from ranks import Ranks
 from resumable import Training
 from tiny_models import batch, build
@@ -267,13 +267,26 @@ def test_more_hosts(hosts, name):
 def test_refusals(hosts, gather, shard_over, told):
     unused = mock.Mock()
     with pytest.raises(RuntimeError, match=told):
-        _divide(0, torch.device("cpu"), gather, shard_over, hosts, unused, unused, unused, unused)
+        backend._divide(0, torch.device("cpu"), gather, shard_over, hosts, unused, unused, unused, unused)
 
 
 @full
 @pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "3x1 host"])
 def test_quantized_base(hosts, name):
     hosts(name)(packed)
+
+
+@pytest.mark.parametrize(("between", "chosen"), [(4e9, "host"), (6e9, "world")])
+def test_auto(monkeypatch, caplog, between, chosen):
+    """A rank receives 10 GB/s inside its host."""
+    rates = {"inside": 10e9, "rail": between}
+    monkeypatch.setattr(backend, "_bytes_a_second", lambda communicator, device: rates[communicator])
+    with caplog.at_level("INFO", "hf_bmtrain"):
+        found = backend._choose_ranks(
+            0, torch.device("cpu"), [[0, 1], [2, 3]], lambda name: "inside", lambda name: "rail", lambda value: [value]
+        )
+    assert found == chosen
+    assert f"'{chosen}', because a rank receives {between / 1e9:.2f} GB/s from other hosts, 10.00" in caplog.text
 
 
 def loaded_from_files(folder):

@@ -95,7 +95,8 @@ def train(config: dict[str, Any]) -> None:
                 if step % len(batches) == 0:
                     metrics |= evaluate(job, options.batch_size, device)
                     model.train()
-                report(metrics, bmt.save_state(options.output / "checkpoints", model, manager, step=step, keep=2))
+                # None is deleted: Ray refuses to run again in this folder if one that was reported is missing.
+                report(metrics, bmt.save_state(options.output / "checkpoints", model, manager, step=step))
 
 
 def report(metrics: dict[str, Any], saved: Any) -> None:

@@ -32,7 +32,7 @@ def main() -> None:
     options = parse_options()
     with one_line_errors():
         check_possible(options)
-    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, shard_over=options.shard_over)
     device = bmt.current_world().device
     quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
     choose_dtype(options, device)

@@ -28,7 +28,7 @@ ROWS_A_STEP = 16  # of all processes together, so that the default does not depe
 
 def main() -> None:
     options = parse_options()
-    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, shard_over=options.shard_over)
     device = bmt.current_world().device
     if device.type == "cpu" and options.dim_model <= 256:
         torch.set_num_threads(1)  # for steps this small, waiting for a busy core costs more than a second core gains

@@ -32,7 +32,7 @@ from boolq.start import prepare_on_all_ranks
 
 def main() -> None:
     options = parse_options()
-    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, shard_over=options.shard_over)
     job = prepare_on_all_ranks(options)
     device = bmt.current_world().device
     report = Report(options, job.describe(), device, bmt.world_size())

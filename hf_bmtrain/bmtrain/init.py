@@ -44,6 +44,7 @@ def init_distributed(
     tp_size: int = 1,
     init_method: str = "env://",
     num_micro_batches: int | None = None,
+    shard_over: str = "world",
 ) -> None:
     """Initialize the world: all processes that the launcher started, or this one alone without a launcher. Collective.
 
@@ -60,15 +61,24 @@ def init_distributed(
         loss_scale_steps: the default of `OptimManager`'s argument of that name.
         timeout: the seconds that a rank waits for the others before all ranks end with an error.
         gather: how weights and gradients are exchanged. "peer": ranks read shards from each other's memory, and write
-            gradients of blocks to it; this needs all ranks on one host and, on GPUs, peer access. "collective": by
-            NCCL or gloo. "auto": "peer" for large shards on GPUs if possible, else "collective".
+            gradients of blocks to it; this needs all ranks that share the shards on one host and, on GPUs, peer access.
+            "collective": by NCCL or gloo, between all of them at once. "two-level": by NCCL or gloo between hosts
+            first, so that each shard enters a host once, and then inside each host; this needs several hosts with equal
+            numbers of ranks. "auto": on GPUs "peer" for large shards if possible; "two-level" over several hosts if
+            possible; else "collective".
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
         tp_size: for compatibility with BMTrain; must be 1 or -1.
         init_method: where the ranks meet, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
+        shard_over: the ranks that weights, gradients and optimizer state are divided between. "world": all ranks.
+            "host": those of one host. Every host then stores all of it (hybrid sharding, HSDP), and only gradients are
+            exchanged between hosts. All hosts must have equal numbers of ranks. With one host, both are the same.
+            "auto": "host" if the link between hosts is measured to be less than half as fast as inside a host, else
+            "world". The choice is logged, with the largest model that a host has memory for.
 
     Raises:
-        RuntimeError: it was called before, a rank does not call it within `timeout`, or ranks pass different arguments.
+        RuntimeError: it was called before, a rank does not call it within `timeout`, or ranks pass different arguments;
+            or the hosts do not allow `gather` or `shard_over`.
         NotImplementedError: `pipe_size` or `tp_size` is neither 1 nor -1.
         TypeError, ValueError: another argument has the wrong type or is out of range.
 
@@ -81,7 +91,7 @@ def init_distributed(
     expect_number("loss_scale_factor", loss_scale_factor, "at least 1 and finite", lambda x: 1 <= x < float("inf"))
     expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
     expect_number("timeout", timeout, "of seconds, above 0 and at most 1e8", lambda seconds: 0 < seconds <= 1e8)
-    check_addresses(gather, init_method)
+    check_addresses(gather, shard_over, init_method)
     for name, parts in (("pipe_size", pipe_size), ("tp_size", tp_size)):
         expect_number(name, parts, "1", integer=True)
         if parts not in (1, -1):  # BMTrain accepts -1 too, and treats it as 1
@@ -96,12 +106,14 @@ def init_distributed(
     facts |= {"loss_scale_factor": loss_scale_factor, "loss_scale_steps": loss_scale_steps}
     watch = Watch() if size > 1 else None
     monitor = watch or Monitor()
-    found = open_backend(rank, size, device, timedelta(seconds=timeout), gather, init_method, facts, monitor)
+    waits = timedelta(seconds=timeout)
+    found = open_backend(rank, size, device, waits, gather, shard_over, init_method, facts, monitor)
     inside = ForwardDepth()
     schedule = Schedule(found.shards, found.blocks, found.outside, inside, found.control)
     world = World(
-        rank, size, local_rank, device, found.gather, found.reduce, found.shards, found.control, monitor, inside,
-        schedule, LayerFeatures(), zero_level, loss_scale_factor, loss_scale_steps, found.open_group, poison,
+        rank, size, local_rank, device, found.gather, found.reduce, found.shards, found.shard_group, found.control,
+        monitor, inside, schedule, LayerFeatures(), zero_level, loss_scale_factor, loss_scale_steps, found.open_group,
+        found.saves_shards, poison,
         device_memory=None if device.type == "cpu" else DeviceMemory(device),
     )  # fmt: skip
     schedule.observe(GradientWatcher(world))

@@ -124,7 +124,8 @@ def _put(
         if name is None:
             continue
         if key in parameters:
-            made: Any = SourcedParameter.scatter(state[name], world.rank, world.size, tensor.dtype)
+            group = world.shard_group
+            made: Any = SourcedParameter.scatter(state[name], group.rank, group.size, tensor.dtype)
             made.requires_grad_(tensor.requires_grad)
             made.__dict__.update({**tensor.__dict__, **made.__dict__})
         else:

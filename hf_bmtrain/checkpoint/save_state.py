@@ -450,14 +450,15 @@ def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
 
 
 def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:
-    """Return what this rank writes: its elements of sharded tensors and, on rank 0, all other tensors.
+    """Return what this rank writes: its elements of sharded tensors, unless another rank writes them too, and, on rank
+    0, all other tensors.
 
     bases: as for `_plan`. files: the files that `_plan` returned.
     """
     stored = {name: (file.name, tensor.start) for file in files for name, tensor in file.tensors.items()}
     parts = []
     for entry in (entry for entries in bases.values() for entry in entries):
-        if len(entry.part) and (entry.sharded or world.rank == 0):
+        if len(entry.part) and (world.saves_shards if entry.sharded else world.rank == 0):
             file, start = stored[entry.spec.name]
             parts.append(Part(file, start + entry.first * entry.spec.dtype.itemsize, entry.part))
     return parts

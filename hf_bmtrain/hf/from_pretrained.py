@@ -209,7 +209,7 @@ def _scattering(world: World) -> Iterator[None]:
         was_read = getattr(parameter, "_is_hf_initialized", False) and type(parameter) is torch.nn.Parameter
         if not was_read or parameter.device.type != "cpu" or threading.get_ident() != thread:
             return None
-        scattered: Any = SourcedParameter.scatter(parameter, world.rank, world.size)
+        scattered: Any = SourcedParameter.scatter(parameter, world.shard_group.rank, world.shard_group.size)
         scattered._is_hf_initialized = True
         return scattered
 
@@ -264,7 +264,8 @@ def _tie_equal(model: Any, world: World) -> None:
     for target, source in list(model.all_tied_weights_keys.items()):
         first, second = model.get_parameter(target), model.get_parameter(source)
         if first is not second and isinstance(first, SourcedParameter) and isinstance(second, SourcedParameter):
-            pairs.append((target, source, first.has_share_of(second, world.rank, world.size)))
+            group = world.shard_group
+            pairs.append((target, source, first.has_share_of(second, group.rank, group.size)))
     for equals in zip(*world.gather_objects(pairs)):
         target, source, _ = equals[0]
         if all(equal for _, _, equal in equals):

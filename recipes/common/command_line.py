@@ -18,6 +18,12 @@ def add_engine_options(parser: argparse.ArgumentParser, float8: bool = False) ->
         default=3,
         help="2 keeps a layer whole until its backward (%(default)s)",
     )
+    group.add_argument(
+        "--shard-over",
+        choices=("world", "host", "auto"),
+        default="world",
+        help="with several hosts: all of them share the weights, or each has them all (%(default)s)",
+    )
     group.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing them")
     precision = group.add_mutually_exclusive_group()
     for flag, dtype in (("--fp16", "float16"), ("--bf16", "bfloat16"), ("--fp32", "float32")):

@@ -115,6 +115,7 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
         lane,
         lane,
         gather,
+        lane,
         control,
         Monitor(),
         inside,

@@ -32,10 +32,16 @@ class Ranks:
     `ranks(function, *arguments)` runs an importable function on every rank and returns the list of its results.
     Released and unfilled buffers are poisoned with NaN in all of them. Where there are fewer GPUs than ranks, several
     share one.
+
+    hosts: for each rank the name of the host that it pretends to be on; None leaves all on this one. options: more
+    arguments of init_distributed.
     """
 
-    def __init__(self, size: int, device: str = "cpu", gather: str = "auto") -> None:
-        self.size, self._device, self._gather = size, device, gather
+    def __init__(
+        self, size: int, device: str = "cpu", gather: str = "auto", hosts: str | None = None, **options: Any
+    ) -> None:
+        self.size, self._device, self._options = size, device, {"gather": gather, **options}
+        self._hosts = [None] * size if hosts is None else hosts
         self._processes: list = []
 
     def __call__(self, function, *arguments) -> list[Any]:
@@ -73,7 +79,8 @@ class Ranks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port
         for rank in range(self.size):
-            arguments = (rank, self.size, self._device, self._gather, port, self._inboxes[rank], self._outbox)
+            place = rank, self.size, self._device, self._hosts[rank]
+            arguments = (*place, self._options, port, self._inboxes[rank], self._outbox)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # read when transformers is imported
                 process.start()
@@ -111,7 +118,11 @@ def call_test(module: str, name: str, arguments: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
-def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, outbox) -> None:
+def _serve(
+    rank: int, size: int, device: str, host: str | None, options: dict[str, Any], port: int, inbox, outbox
+) -> None:
+    if host is not None:
+        os.environ["HF_BMTRAIN_HOST"] = host
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True", HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU=str(device == "cpu"),
@@ -121,7 +132,7 @@ def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, out
     torch.set_num_threads(1)
     import hf_bmtrain as bmt
 
-    bmt.init_distributed(seed=0, timeout=_SECONDS / 2, gather=gather)
+    bmt.init_distributed(seed=0, timeout=_SECONDS / 2, **options)
     while True:
         function, arguments = inbox.get()
         try:

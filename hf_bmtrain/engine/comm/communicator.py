@@ -31,6 +31,8 @@ first."""
 _LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error comes first
 
 Ranges = Sequence[tuple[int, int]]
+Groups = Sequence[Sequence[int]]
+"""A division of all ranks into groups: the ranks of each group."""
 
 
 class Communicator(Protocol):
@@ -58,6 +60,10 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
         """Replace `tensor` on every rank by its sum over ranks, or by the maximum if `maximum`. Collective."""
+        ...
+
+    def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
+        """Replace the 1-D `tensor` on every rank by its mean over ranks, bit for bit the same on all. Collective."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
@@ -198,6 +204,9 @@ class SingleProcess:
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
         return DONE
 
+    def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
+        return DONE
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         return DONE
 
@@ -257,20 +266,19 @@ class GlooCommunicator:
     Args:
         name: for messages.
         timeout: how long operations wait for other ranks.
-        group_size: the ranks are divided into groups of so many consecutive ones, each with operations of its own; None
-            for one group of all ranks.
+        groups: the ranks of each group, in ascending order. Each rank is in one group, and each group has operations of
+            its own. None for one group of all ranks.
     """
 
-    def __init__(self, name: str, timeout: timedelta, group_size: int | None = None) -> None:
+    def __init__(self, name: str, timeout: timedelta, groups: Groups | None = None) -> None:
         self._name, self.collective_log, self._seconds = name, CollectiveLog(name), timeout.total_seconds() + PATIENCE
         self._under_way: set[dist.Work] = set()
-        rank, ranks = dist.get_rank(), range(dist.get_world_size())
-        self.size = len(ranks) if group_size is None else group_size
-        self.rank, self._first = rank % self.size, rank - rank % self.size
-        self._group: Any = None
-        for first in ranks[:: self.size]:  # torch requires that every rank creates every group
-            group = dist.new_group([*ranks[first : first + self.size]], timeout + _LATER, backend="gloo")
-            self._group = group if first == self._first else self._group
+        rank, self._group = dist.get_rank(), None
+        for members in [range(dist.get_world_size())] if groups is None else groups:
+            group: Any = dist.new_group([*members], timeout + _LATER, backend="gloo")
+            if rank in members:  # torch requires that every rank creates every group
+                self._group, self._members = group, members
+        self.rank, self.size = self._members.index(rank), len(self._members)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
         self.collective_log.note(code("all-gather", full.numel()))
@@ -298,9 +306,15 @@ class GlooCommunicator:
         work = dist.all_reduce(tensor, op, group=self._group, async_op=True)
         return self._ticket("all_reduce", tensor, work)
 
+    def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
+        self.collective_log.note(code("all-reduce", tensor.numel()))
+        total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        work = dist.all_reduce(total, group=self._group, async_op=True)
+        return self._ticket("all_reduce", tensor, work, lambda: tensor.copy_(total.div_(self.size)))
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         self.collective_log.note(code("broadcast", tensor.numel()))
-        work = dist.broadcast(as_bytes(tensor), self._first + root, group=self._group, async_op=True)
+        work = dist.broadcast(as_bytes(tensor), self._members[root], group=self._group, async_op=True)
         return self._ticket("broadcast", tensor, work)
 
     def all_to_all(
@@ -326,7 +340,7 @@ class GlooCommunicator:
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
         self._under_way.add(work)  # `_GlooTicket.wait` removes it
-        rank, what = self._first + self.rank, f"{operation} of {tensor.numel()} × {tensor.dtype}"
+        rank, what = self._members[self.rank], f"{operation} of {tensor.numel()} × {tensor.dtype}"
         label = f"rank {rank}: {what} on communicator '{self._name}'"
         return _GlooTicket(label, work, self._under_way, self.collective_log, self._seconds, finish)
 

@@ -86,6 +86,10 @@ class NcclCommunicator:
         self.collective_log.note(code("all-reduce", tensor.numel()))
         return self._issue(self._comm.allReduce, tensor, tensor, (*_reduced(tensor), _MAX if maximum else _SUM))
 
+    def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
+        self.collective_log.note(code("all-reduce", tensor.numel()))
+        return self._issue(self._comm.allReduce, tensor, tensor, (*_reduced(tensor), _AVG))
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         self.collective_log.note(code("broadcast", tensor.numel()))
         return self._issue(self._comm.broadcast, tensor, tensor, (*_moved(tensor), root))

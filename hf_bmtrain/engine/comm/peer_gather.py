@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class PeerGather(Gather):
         smallest: int,
         device: torch.device,
         open_meetings: Callable[[], Communicator],
+        members: Sequence[int] | None = None,
     ) -> None:
         """Create the gather of one world.
 
@@ -89,6 +90,7 @@ class PeerGather(Gather):
             device: this rank's device.
             open_meetings: opens the communicator for the meetings of announced updates. Called when the first update is
                 announced. Collective.
+            members: which ranks of `exchange` are those of `communicator`, in its order; None for all of them.
         """
         self.communicator, self.collective = communicator, collective
         self._memory, self._exchange, self._smallest = memory, exchange, smallest
@@ -100,6 +102,7 @@ class PeerGather(Gather):
         self._update_token = torch.zeros_like(self._token)
         self._update_stream.follow()  # the update stream uses a token, which the current stream initializes
         self._meetings = functools.cache(open_meetings)
+        self._members = range(self._size) if members is None else members
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -111,9 +114,10 @@ class PeerGather(Gather):
             return self.collective.allocate(numel, dtype, device, wait_for_update)
         self.free_dropped()
         shard, handle, alive = self._memory.allocate(numel, dtype)
+        handles = self._exchange(handle)
         sources = [
-            None if rank == self._rank else self._memory.map(other, nbytes)
-            for rank, other in enumerate(self._exchange(handle))
+            None if rank == self._rank else self._memory.map(handles[member], nbytes)
+            for rank, member in enumerate(self._members)
         ]
         self._exchange(None)  # a barrier: now every rank has mapped the memory
         self._memory.unlink(handle)

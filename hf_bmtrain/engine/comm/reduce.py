@@ -258,7 +258,9 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        return PendingReduce(tickets[0], gradients, memory, None if total is None else (arriving, total, shard))
+        # A communicator of one rank has copied on this stream; replicas on other hosts then reduce the copy.
+        arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
+        return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether the first gradient makes up the whole buffer, and its memory is what packing would produce."""

@@ -90,7 +90,7 @@ class OptimManager:
         self.grad_scale = world.size if grad_scale is None else grad_scale
         # The reduction takes the mean over ranks. This factor of the loss makes it their sum divided by `grad_scale`.
         self._mean_scale = world.size / self.grad_scale
-        self._device, self._reduce = world.device, world.reduce
+        self._device, self._reduce = world.device, world.shard_group
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
         self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
         self._bounds = min_loss_scale, max_loss_scale
@@ -585,7 +585,7 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
     Args:
         parameters: the parameters, all with a `.grad`.
         order: the order of the norm, above 0, or inf.
-        communicator: reduces over the ranks.
+        communicator: reduces over the ranks that store different shards.
         device: the device of the result.
     """
     infinite = order == float("inf")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import socket
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,17 +20,25 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from ..comm.agreement import agree
-from ..comm.communicator import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
+from ..comm.communicator import CollectiveGather, Communicator, Gather, GlooCommunicator, Groups, SingleProcess
+from ..comm.groups import EqualSums, ReplicatedReduction, ShardGroup, TwoLevels
 from ..comm.nccl import NcclCommunicator, abort_all, import_nccl
 from ..comm.object_comm import ObjectComm
 from ..comm.peer_gather import PeerGather
 from ..comm.peer_memory import CudaMemory, HostMemory
 from ..comm.peer_reduce import PeerReduction
 from ..comm.reduce import CollectiveReduction, LocalReduction, Reduction
+from ..comm.streams import finish
+from .launcher import find_host
 from .monitor import Monitor
 
 _log = logging.getLogger("hf_bmtrain")
-GATHERS = ("auto", "collective", "peer")
+GATHERS = ("auto", "collective", "peer", "two-level")
+SHARD_OVER = ("world", "host", "auto")
+SLOW_LINK = 0.5
+"""With `shard_over="auto"`, every host stores all shards if a rank receives less than this part of the bytes a second
+from other hosts that it receives inside its host."""
+MEASURED = 4 << 20  # bytes that each rank sends to measure a link
 SMALLEST_PULLED = 16 << 20
 """The size in bytes from which a shard is gathered by peer copies, which are then faster than NCCL between H200s.
 Smaller shards are gathered by peer copies only with `gather="peer"`."""
@@ -40,9 +48,11 @@ class Backend(NamedTuple):
     """Everything through which the ranks of a world communicate.
 
     Attributes:
-        gather: the communicator for all-gathers.
-        reduce: the communicator for reductions, whose operations do not wait for those of `gather`.
+        gather: the communicator of all ranks for all-gathers.
+        reduce: the communicator of all ranks for reductions, whose operations do not wait for those of `gather`.
         shards: allocates and all-gathers shards.
+        shard_group: the communicator of the ranks that store different shards, for sums over shards.
+        saves_shards: whether this rank is in the first of the groups that store the same shards.
         blocks: averages the gradients of blocks.
         outside: averages the gradients of root parameters.
         control: exchanges Python objects.
@@ -54,6 +64,8 @@ class Backend(NamedTuple):
     gather: Communicator
     reduce: Communicator
     shards: Gather
+    shard_group: Communicator
+    saves_shards: bool
     blocks: Reduction
     outside: Reduction
     control: ObjectComm
@@ -61,8 +73,30 @@ class Backend(NamedTuple):
     open_group: Callable[[int], Communicator]
 
 
-def check_addresses(gather: str, init_method: str) -> None:
-    """Raise ValueError unless `gather` and `init_method`, arguments of `open_backend`, have valid values."""
+class _Division(NamedTuple):
+    """How the shards are divided between ranks.
+
+    Attributes:
+        gather: the communicator of the ranks that store different shards, for all-gathers.
+        reduce: the same, for reductions of gradients.
+        sums: the same, for sums over shards.
+        members: these ranks, if they can be on one host; the order is that of their shards.
+        rail: the communicator of the ranks that store the same shard; None if no other rank does.
+    """
+
+    gather: Communicator
+    reduce: Communicator
+    sums: Communicator
+    members: Sequence[int]
+    rail: Communicator | None
+
+
+def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
+    """Raise ValueError unless these arguments of `open_backend` have valid values."""
+    if not isinstance(shard_over, str) or shard_over not in SHARD_OVER:
+        raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
+    if gather == "two-level" and shard_over != "world":
+        raise ValueError("gather='two-level' needs shard_over='world': with 'host', nothing is gathered between hosts")
     if not isinstance(gather, str) or gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if not isinstance(init_method, str) or "://" not in init_method:
@@ -75,6 +109,7 @@ def open_backend(
     device: torch.device,
     timeout: timedelta,
     gather: str,
+    shard_over: str,
     init_method: str,
     facts: Mapping[str, Any],
     monitor: Monitor,
@@ -87,6 +122,7 @@ def open_backend(
         device: this rank's device.
         timeout: how long operations wait for other ranks.
         gather: how shards are all-gathered, one of GATHERS.
+        shard_over: the ranks that the shards are divided between, one of SHARD_OVER.
         init_method: where the ranks meet, as for `torch.distributed.init_process_group`.
         facts: other values that must be equal on all ranks.
         monitor: watches the communicators, after this function has opened it.
@@ -96,17 +132,18 @@ def open_backend(
 
     Raises:
         RuntimeError: a package is missing; the ranks did not meet in time; the arguments, versions or `facts` differ
-            between ranks; or `gather="peer"` is not possible.
+            between ranks; or `gather` or `shard_over` is not possible with these hosts.
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
         control = ObjectComm(1, timeout)
-        return Backend(single, single, CollectiveGather(single), local, local, control, [], lambda group_size: single)
+        shards = CollectiveGather(single)
+        return Backend(single, single, shards, single, True, local, local, control, [], lambda group_size: single)
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout, init_method, monitor)
     control = ObjectComm(size, timeout)
-    own = {"device": device.type, "gather": gather, "timeout": timeout.total_seconds()}
+    own = {"device": device.type, "gather": gather, "shard_over": shard_over, "timeout": timeout.total_seconds()}
     _agree(control, {**_versions(device), **own, **facts})
     opened: list[Communicator] = []
 
@@ -117,31 +154,193 @@ def open_backend(
     def busy() -> bool:
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
-    def open_communicator(name: str, group_size: int = size) -> Communicator:
+    def open_communicator(name: str, groups: Groups = (range(size),)) -> Communicator:
+        """Open a communicator of this rank's group. All groups are of equal size."""
+        members = next(group for group in groups if rank in group)
+        if len(members) == 1:
+            return SingleProcess()
         if device.type == "cpu":
-            opened.append(GlooCommunicator(name, timeout, group_size))
+            opened.append(GlooCommunicator(name, timeout, groups))
         else:
-            place = rank % group_size
+            place = members.index(rank)
             ids = control.gather(import_nccl().get_unique_id() if place == 0 else None)
-            opened.append(NcclCommunicator(name, place, group_size, ids[rank - place], device))
+            opened.append(NcclCommunicator(name, place, len(members), ids[members[0]], device))
         monitor.add(opened[-1])
         return opened[-1]
 
     monitor.open(control, rank, interrupt, busy)
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
-    shards, reduction = CollectiveGather(gathering), CollectiveReduction(reducing, device)
-    open_group = functools.cache(lambda group_size: open_communicator(f"groups of {group_size}", group_size))
-    found = Backend(gathering, reducing, shards, reduction, reduction, control, opened, open_group)
-    smallest = _smallest_copied(rank, device, gather, control.gather)
+    hosts = _hosts(control.gather(find_host()))
+    open_inside = functools.cache(lambda name: open_communicator(f"{name} inside hosts", hosts))
+    open_rail = functools.cache(lambda name: open_communicator(f"{name} between hosts", [*zip(*hosts)]))
+    if shard_over == "auto":
+        shard_over = _choose_ranks(rank, device, hosts, open_inside, open_rail, control.gather)
+    divided = _divide(rank, device, gather, shard_over, hosts, gathering, reducing, open_inside, open_rail)
+    shards, reduction = CollectiveGather(divided.gather), CollectiveReduction(divided.reduce, device)
+
+    def replicated(inside: Reduction) -> Reduction:
+        return inside if divided.rail is None else ReplicatedReduction(inside, divided.rail, device)
+
+    def open_consecutive(group_size: int) -> Communicator:
+        groups = [range(first, first + group_size) for first in range(0, size, group_size)]
+        return open_communicator(f"groups of {group_size}", groups)
+
+    found = Backend(
+        gathering, reducing, shards, divided.sums, divided.rail is None or rank in hosts[0], replicated(reduction),
+        replicated(reduction), control, opened, functools.cache(open_consecutive),
+    )  # fmt: skip
+    smallest = _smallest_copied(rank, device, gather, divided.members, hosts, control.gather)
     if smallest is None:
         return found
+    members = divided.members
     # Two objects, so that gathers and reductions copy on separate streams.
     pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device) for _ in range(2))
-    updates = functools.partial(open_communicator, "updates")
+
+    def exchange(value: Any) -> list[Any]:
+        """Return the values of `members`. Collective of all ranks."""
+        values = control.gather(value)
+        return [values[member] for member in members]
+
+    updates = functools.partial(open_communicator, "updates", [range(size)] if divided.rail is None else hosts)
     return found._replace(
-        shards=PeerGather(gathering, shards, pulled, control.gather, smallest, device, updates),
-        blocks=PeerReduction(reduction, pushed, control.gather, smallest, device),
+        shards=PeerGather(divided.gather, shards, pulled, control.gather, smallest, device, updates, members),
+        blocks=replicated(PeerReduction(reduction, pushed, exchange, smallest, device)),
     )
+
+
+def _divide(
+    rank: int,
+    device: torch.device,
+    gather: str,
+    shard_over: str,
+    hosts: Groups,
+    gathering: Communicator,
+    reducing: Communicator,
+    open_inside: Callable[[str], Communicator],
+    open_rail: Callable[[str], Communicator],
+) -> _Division:
+    """Divide the shards between ranks, and log how if there are several hosts. Collective.
+
+    Args:
+        rank, device, gather, shard_over: as for `open_backend`.
+        hosts: the ranks of each host.
+        gathering: the communicator of all ranks for all-gathers.
+        reducing: the communicator of all ranks for reductions.
+        open_inside: opens a communicator of the ranks of each host. Takes its name. Collective.
+        open_rail: opens a communicator of the ranks of each rail. Takes its name. Collective.
+
+    Raises:
+        RuntimeError: `gather` or `shard_over` is not possible with these hosts.
+    """
+    ranks = [number for host in hosts for number in host]
+    flat = _Division(gathering, reducing, reducing, range(len(ranks)), None)
+    counts, several, numbers = {len(host) for host in hosts}, len(hosts) > 1, _describe(hosts)
+    equal = len(counts) == 1
+    if shard_over == "host" and several:
+        if not equal:
+            raise RuntimeError(
+                f"init_distributed(shard_over='host'): there are {numbers}, so their shards would differ. Start the "
+                "same number of ranks on every host, or use shard_over='world'."
+            )
+        members = next(host for host in hosts if rank in host)
+        inside, rail = [open_inside(name) for name in ("gather", "reduce")], open_rail("reduce")
+        _log.info("rank %d: %s: every host stores all shards, and gradients are averaged between hosts", rank, numbers)
+        return _Division(
+            ShardGroup(inside[0], gathering, hosts[0]),
+            ShardGroup(inside[1], reducing, hosts[0]),
+            EqualSums(inside[1], reducing, hosts[0], rail, device),
+            members, rail,
+        )  # fmt: skip
+    reason = None if several else "there is one host"
+    if several and not equal:
+        reason = "the hosts have different numbers of ranks"
+    elif several and counts == {1}:
+        reason = "each host has one rank"
+    if gather == "two-level" and reason is not None:
+        raise RuntimeError(f"init_distributed(gather='two-level'): {reason} ({numbers}). Use gather='auto'.")
+    if not several or gather == "peer":
+        return flat
+    if gather == "collective" or reason is not None:
+        why = reason or "gather='collective'"
+        _log.info("rank %d: %s: shards are exchanged between all ranks at once, because %s", rank, numbers, why)
+        return flat
+    order = [number for rail in zip(*hosts) for number in rail]
+    two = [
+        TwoLevels(open_inside(name), open_rail(name), all_ranks, order, device)
+        for name, all_ranks in (("gather", gathering), ("reduce", reducing))
+    ]
+    _log.info(
+        "rank %d: %s: shards are exchanged between hosts first, each entering a host once, and then inside hosts by %s",
+        rank, numbers, "gloo" if device.type == "cpu" else "NCCL",
+    )  # fmt: skip
+    return flat._replace(gather=two[0], reduce=two[1], sums=two[1])
+
+
+def _choose_ranks(
+    rank: int,
+    device: torch.device,
+    hosts: Groups,
+    open_inside: Callable[[str], Communicator],
+    open_rail: Callable[[str], Communicator],
+    exchange: Callable[[Any], list[Any]],
+) -> str:
+    """Return what `shard_over="auto"` stands for, "world" or "host", the same on all ranks, and log why. Collective.
+
+    The model is not known yet, so the log says how large a model may be whose shards a host stores.
+
+    Args:
+        rank, device, hosts, open_inside, open_rail: as for `_divide`.
+        exchange: all-gathers a Python object.
+    """
+    if len(hosts) == 1:
+        _log.info("rank %d: shard_over='auto': 'world', because there is one host", rank)
+        return "world"
+    if {len(host) for host in hosts} != {len(hosts[0])} or len(hosts[0]) == 1:
+        _log.info("rank %d: shard_over='auto': 'world', because there are %s", rank, _describe(hosts))
+        return "world"
+    mine = [_bytes_a_second(each, device) for each in (open_inside("gather"), open_rail("reduce"))]
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    inside, between, least = (min(values) for values in zip(*exchange((*mine, memory))))
+    chosen = "host" if between < SLOW_LINK * inside else "world"
+    room = ""
+    if chosen == "host" and least:  # bf16 weights and gradients, float32 masters and moments, and 40 % for activations
+        room = (
+            f". A host holds about {0.6 * least * len(hosts[0]) / 16e9:.0f} billion parameters with AdamW; for a "
+            "larger model, pass shard_over='world'"
+        )
+    _log.info(
+        "rank %d: shard_over='auto': '%s', because a rank receives %.2f GB/s from other hosts, %.2f inside its host%s",
+        rank, chosen, between / 1e9, inside / 1e9, room,
+    )  # fmt: skip
+    return chosen
+
+
+def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
+    """Return how many bytes a second a rank receives in an all-gather, the fastest of three. Collective."""
+    shard = torch.zeros(MEASURED, dtype=torch.uint8, device=device)
+    full, seconds = shard.new_empty(communicator.size * MEASURED), []
+    for _ in range(4):  # the first one connects the ranks
+        finish(device)
+        begin = time.perf_counter()
+        communicator.all_gather(full, shard).wait()
+        finish(device)
+        seconds.append(time.perf_counter() - begin)
+    return (communicator.size - 1) * MEASURED / min(seconds[1:])
+
+
+def _describe(hosts: Groups) -> str:
+    """Return words such as "2 hosts with 4 ranks each"."""
+    least, most = (extreme(len(host) for host in hosts) for extreme in (min, max))
+    ranks = f"{least} to {most} ranks" if least < most else f"{most} rank{'s' * (most > 1)}"
+    return f"{len(hosts)} host{'s' * (len(hosts) > 1)} with {ranks} each"
+
+
+def _hosts(names: Sequence[Any]) -> list[list[int]]:
+    """Return the ranks of each host, in ascending order, the host of rank 0 first. names: for each rank its host."""
+    found: dict[Any, list[int]] = {}
+    for rank, name in enumerate(names):
+        found.setdefault(name, []).append(rank)
+    return [*found.values()]
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_method: str, monitor: Monitor) -> None:
@@ -190,15 +389,17 @@ def _versions(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> int | None:
+def _smallest_copied(
+    rank: int, device: torch.device, gather: str, members: Sequence[int], hosts: Groups, exchange
+) -> int | None:
     """Return the size in bytes from which shards are gathered and reduced by peer copies. Collective.
 
-    Returns None if collectives are used for all: if the user asked for them, if the ranks cannot access each other's
-    memory, or by default on the CPU, where peer copies are slower.
+    Returns None if collectives are used for all: if the user asked for them, if the ranks `members`, which store
+    different shards, cannot access each other's memory, or by default on the CPU, where peer copies are slower.
     """
-    if gather == "collective":
+    if gather in ("collective", "two-level") or len(members) == 1:
         return None
-    reason = _hindrance(device, exchange)
+    reason = _hindrance(device, members, hosts, exchange)
     if reason is not None and gather == "peer":
         raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
     if reason is not None:
@@ -211,29 +412,21 @@ def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> 
     return smallest
 
 
-def _hindrance(device: torch.device, exchange) -> str | None:
-    """Return why the ranks cannot access each other's memory, or None if they can. Collective.
+def _hindrance(device: torch.device, members: Sequence[int], hosts: Groups, exchange) -> str | None:
+    """Return why the ranks `members` cannot access each other's memory, or None if they can. Collective.
 
     The result is equal on all ranks.
     """
-    places = exchange((socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index))
-    hosts = {place[:2] for place in places}
-    if len(hosts) > 1:
+    if not any(set(members) <= set(host) for host in hosts):
         return f"the ranks are on {len(hosts)} hosts"
     if device.type == "cpu":
         return None
-    if len({place[2] for place in places}) > 1:
-        return "the ranks see different CUDA devices (CUDA_VISIBLE_DEVICES)"
-    others = [place[3] for place in places if place[3] != device.index]
+    places = exchange((os.environ.get("CUDA_VISIBLE_DEVICES"), device.index))
+    mine, report = [places[member] for member in members], None
+    others = [index for _, index in mine if index != device.index]
     blocked = [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
-    reports = [report for report in exchange(blocked and f"cuda:{device.index} cannot access GPUs {blocked}") if report]
-    return reports[0] if reports else None
-
-
-def _boot() -> str:
-    """Return the kernel's boot identifier, which tells hosts of the same name apart; empty if it cannot be read."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    if len({visible for visible, _ in mine}) > 1:
+        report = "the ranks see different CUDA devices (CUDA_VISIBLE_DEVICES)"
+    elif blocked:
+        report = f"cuda:{device.index} cannot access GPUs {blocked}"
+    return next((found for found in exchange(report) if found), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 
 import numpy as np
 import torch
@@ -43,6 +44,21 @@ def find_place() -> tuple[int, int, int]:
             "torchrun, torch.distributed.launch or accelerate launch, or unset both variables for a single process."
         )
     return rank, size, numbers.get("LOCAL_RANK", 0 if size == 1 else rank)
+
+
+def find_host() -> tuple[str, str]:
+    """Return what identifies this process's host: its name, and the kernel's boot identifier if it can be read.
+
+    The environment variable HF_BMTRAIN_HOST replaces both, to make processes of one host stand for several hosts.
+    """
+    pretended = os.environ.get("HF_BMTRAIN_HOST")
+    if pretended:
+        return pretended, ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return socket.gethostname(), file.read().strip()
+    except OSError:
+        return socket.gethostname(), ""
 
 
 def choose_device(local_rank: int) -> torch.device:

@@ -57,6 +57,9 @@ class World:
         gather: the communicator for all-gathers of flat tensors.
         reduce: the communicator for reductions of flat tensors.
         shards: allocates and all-gathers shards.
+        shard_group: the communicator of the ranks that store different shards, for sums over shards: all ranks, or
+            those of one host if every host stores all shards. Its ranks are the numbers of the shards, whose order may
+            differ from that of the ranks of the world. Its broadcasts reach all ranks.
         control: exchanges Python objects.
         monitor: finds out what goes wrong on other ranks, such as ranks that issue different operations.
         inside: counts how deeply calls of sharded modules are nested at the moment.
@@ -67,6 +70,8 @@ class World:
         loss_scale_steps: the default for OptimManager.
         open_group: divides the ranks into groups of a number of consecutive ranks, and returns the communicator of this
             rank's group. Collective.
+        saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, one
+            does.
         poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
         buffers: counts the flat buffers.
         kept: the object that saves the checkpoints of a folder, by folder.
@@ -83,6 +88,7 @@ class World:
     gather: Communicator
     reduce: Communicator
     shards: Gather
+    shard_group: Communicator
     control: ObjectComm
     monitor: Monitor
     inside: ForwardDepth
@@ -92,6 +98,7 @@ class World:
     loss_scale_factor: float
     loss_scale_steps: int
     open_group: Callable[[int], Communicator]
+    saves_shards: bool = True
     poison: bool = False
     buffers: BufferCount = field(default_factory=BufferCount)
     kept: dict[Path, Any] = field(default_factory=dict)

@@ -57,7 +57,7 @@ class GradientBuffer:
         """
         self._placements, self._reducer, self._full_params, self._like = placements, reducer, full_params, like
         self._communicator = placements[0].communicator
-        self._unused, self._alone = unused, self._communicator.size == 1
+        self._unused, self._alone = unused, unused.alone
         self.number = unused.number
         self._entry = code("reduction of the gradient of", self.number)
         self.slices: list[weakref.ref[Any]] = []

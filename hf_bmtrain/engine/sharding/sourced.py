@@ -113,7 +113,7 @@ def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], 
     mapped = world.gather_objects({name for name, parameter in parameters.items() if parameter.mapped})
     for name, parameter in parameters.items():
         if parameter.mapped and not all(name in names for names in mapped):
-            parameter.divide(world.rank, world.size)
+            parameter.divide(world.shard_group.rank, world.shard_group.size)
 
 
 def _share_of(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -102,6 +102,7 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
+            buffer.communicator.broadcast(buffer.shard, 0).wait()  # other hosts may store all shards too
             return
         flat = self.full.allocate().zero_()
         for offset, parameter in zip(buffer.layout.offsets, parameters):

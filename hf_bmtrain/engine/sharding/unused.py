@@ -51,5 +51,10 @@ class UnusedParameters:
         return set(indices).intersection(*({int(index) for index in post.split(",")} for post in posts))
 
     @property
+    def alone(self) -> bool:
+        """Whether there is only one rank."""
+        return self._control.size == 1
+
+    @property
     def _key(self) -> str:
         return f"unused/{self.number}/{self.sent}"

@@ -21,7 +21,7 @@ class Placement:
         layout: the layout of a flat buffer with this tensor.
         index: the tensor's index in the layout.
         shape: the shape of the full tensor.
-        communicator: the communicator of all ranks, which gathers and reduces sharded tensors.
+        communicator: the communicator of the ranks that the tensor is divided between; gathers and reduces it.
     """
 
     layout: Layout

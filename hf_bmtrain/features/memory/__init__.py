@@ -157,7 +157,7 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
 
     keep_frozen: True makes all frozen buffers resident now, "auto" those that a plan chooses later, False none.
     """
-    if keep_frozen is False or world.size == 1:
+    if keep_frozen is False or world.shard_group.size == 1:
         return
     if keep_frozen is True:
         keep_all(model, world)

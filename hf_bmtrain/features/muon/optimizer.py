@@ -144,7 +144,7 @@ class MuonOptimizer(AdamOptimizer):
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
         if not super()._arrange(active):
             return False
-        communicator = current_world().reduce
+        communicator = current_world().shard_group
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         matrices = [
             matrix

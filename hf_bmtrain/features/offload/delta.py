@@ -42,7 +42,7 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
         for delta in _deltas(state, values):
             sums[1:] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
     if any(state.run.buffer is not None for state in states):
-        current_world().reduce.all_reduce(sharded).wait()
+        current_world().shard_group.all_reduce(sharded).wait()
     count, first, second = totals.sum(0)
     mean = first / count
     return torch.stack((mean, (second / count - mean * mean).clamp_min(0)))

@@ -74,7 +74,7 @@ def predict_memory(
     on_device = world.device.type != "cpu"
     total = torch.get_device_module(world.device).mem_get_info(world.device)[1] if on_device else 1 << 62
     prediction = predict(
-        on_meta(model).train(), batch, make_optimizer, ranks=world.size, zero_level=level,
+        on_meta(model).train(), batch, make_optimizer, ranks=world.shard_group.size, zero_level=level,
         use_checkpoint=use_checkpoint, total=total, micro_batches=micro_batches, keep_frozen=keep_frozen,
         quantize_frozen=quantize_frozen, float8=float8,
     )  # fmt: skip

@@ -284,7 +284,9 @@ def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[
 
 def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
     """Make one step per gradient with a new optimizer of the same class and the options of `group`."""
-    options = {**group, "params": [parameter]}
+    # A step counter in the group may be a tensor, which the trial must not write to.
+    options = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    options["params"] = [parameter]
     if group.get("lr") is not None:  # replace the rate, which may be 0 at the start of a warm-up
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters

@@ -126,6 +126,24 @@ def tried_in_its_train_mode():
     log.warning.assert_not_called()
 
 
+class CountsInItsGroup(optim.SGD):
+    """Counts its steps in a tensor of its group, as StableAdamW does, which also acts."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.setdefault("count", torch.zeros(())).add_(1)
+            group["lr"] = 0.1 / group["count"].item()
+        return super().step(closure)
+
+
+def a_counter_in_the_group_is_not_touched():
+    model = bmt.auto_wrap(Tower())
+    optimizer = CountsInItsGroup(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["count"] = torch.tensor(4.0)  # as after a load
+    assert step(model, optimizer)
+    assert optimizer.param_groups[0]["count"] == 5
+
+
 def one_that_fails_on_sharded_parameters_is_named():
     model = bmt.auto_wrap(Tower())
     message = (
@@ -291,7 +309,7 @@ def test_reductions_of_a_part_are_refused(world, size):
     "case",
     [
         unknown_is_let_through_with_a_warning, tried_in_its_train_mode, one_that_fails_on_sharded_parameters_is_named,
-        scheduled_optimizer, wrapped_after_steps, checked_once,
+        a_counter_in_the_group_is_not_touched, scheduled_optimizer, wrapped_after_steps, checked_once,
     ],
     ids=lambda case: case.__name__,
 )  # fmt: skip

@@ -423,10 +423,13 @@ def sentence_model(side: Side) -> Any:
     import sentence_transformers
     from sentence_transformers.models import Pooling, Transformer
 
-    folder = os.path.join(side.folder, f"base-{bmt.rank()}")
-    torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    folder = os.path.join(side.folder, "base")
+    if not side.wrapped or bmt.rank() == 0:
+        torch.manual_seed(0)
+        transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    if side.wrapped:
+        bmt.synchronize()
     encoder = Transformer(folder, max_seq_length=16)
     return sentence_transformers.SentenceTransformer(modules=[encoder, Pooling(24, "mean")], device="cpu")
 

@@ -24,7 +24,7 @@ def case(name):
     return pytest.param(name, marks=mark, id=name.replace(" ", "_"))
 
 
-@pytest.mark.parametrize("name", map(case, USAGES))
+@pytest.mark.parametrize("name", [*map(case, USAGES)])
 def test_as_one_process(world, tmp_path, name):
     assert not judge(world(2), name, str(tmp_path))
 

@@ -68,8 +68,9 @@ def decode(data: bytes) -> dict[str, Any]:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            "extra and the state of schedulers may contain only tensors, numbers, strings, lists and dicts: "
-            f"{' '.join(str(error).split())[:300]}"
+            "extra and the states of schedulers and optimizers may contain only tensors, numbers, strings, lists and "
+            "dicts. If it is the optimizer that keeps other objects, save the model alone (save_only_model=True in "
+            f"TrainingArguments). {' '.join(str(error).split())[:300]}"
         ) from error
 
 

@@ -25,6 +25,7 @@ from .losses.hooks import claim_hooks
 from .losses.mean import follow_mean_loss
 from .losses.router import average_router_loss
 from .losses.short_batch import follow_short_batch
+from .losses.short_training_batch import follow_short_training_batch
 from .shared_rows import follow_shared_rows, gather_rows_once
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
@@ -116,6 +117,7 @@ class BMTrainCallback(TrainerCallback):
             return
         follow_mean_loss(model, trainer.args)
         follow_short_batch(trainer)
+        follow_short_training_batch(trainer)
         gather_rows_once(trainer)
         if self._average_router_loss:
             average_router_loss(model, trainer)

@@ -168,6 +168,9 @@ def refused_arguments(folder):
         ready.add_callback(bmt.hf.BMTrainCallback())
         with pytest.raises(ValueError, match=message):
             ready.train()
+    for optim in ("lomo", "adalomo", *(("galore_adamw_layerwise",) if bmt.world_size() > 1 else ())):
+        with pytest.raises(ValueError, match=f"optim='{optim}' updates each weight during the backward pass"):
+            jobs.make_trainer(folder, True, {"optim": optim}, size=bmt.world_size())
     given = {"enable_jit_checkpoint": True}
     if bmt.world_size() > 1:
         with pytest.raises(ValueError, match="each rank would save when it receives its own signal"):

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from transformers.training_args import OptimizerNames
+
 from evidence import families
+from optimizers import rows_of_the_page
 from processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +76,11 @@ def test_links_lead_somewhere():
                 target = (page.parent / path).resolve() if path else page
                 assert target.exists(), f"{page.name}: {link}"
                 assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_optimizer_of_trainer_has_a_row():
+    assert {name.value for name in OptimizerNames} <= {*rows_of_the_page()}, "run python tests optimizers"
+    assert not any("WRONG" in row for row in rows_of_the_page().values())
 
 
 def test_the_evidence_has_the_table_of_families():

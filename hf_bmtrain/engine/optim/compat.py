@@ -205,8 +205,9 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     For each parameter group, three new optimizers of the same class and options make three steps: one on a small
     matrix, and two on 1-D parts of the same matrix, since local parameters are such parts. Adafactor, LAMB, Muon and
     LBFGS update the parts differently from the matrix. Such an optimizer is then tried on a sharded matrix, since it
-    may still work: torch's functions on a sharded parameter may compute with the full one. That trial is collective;
-    all ranks come to the same decision, because they try the same values.
+    may still work: torch's functions on a sharded parameter may compute with the full one. So is every optimizer that
+    is not torch's own, since it may call functions that a sharded parameter lacks. That trial is collective; all ranks
+    come to the same decision, because they try the same values.
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
@@ -224,13 +225,19 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             _log.warning(message, type(optimizer).__name__, reason)
             return
         flat = functools.partial(_move_parts, optimizer, group, values.view(-1), [each.view(-1) for each in tries])
-        if _difference(flat, moved) is None:
+        parted = _difference(flat, moved)
+        if parted is None and type(optimizer).__module__.startswith("torch.optim."):
             continue
         # A matrix large enough that every rank stores a part of it.
         shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size
         values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
         moved = _movement(optimizer, group, values, tries)
         reason = _difference(functools.partial(_move_local, optimizer, group, values, tries), moved)
+        if reason is not None and parted is None:
+            raise TypeError(
+                f"{type(optimizer).__name__} does not work with sharded parameters ({reason}). Use another one: "
+                "bmt.optim.AdamOptimizer, which with state_bits=8 keeps its state in 8 bits, or one of torch.optim."
+            )
         if reason is not None:
             raise TypeError(
                 f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap each "
@@ -246,7 +253,8 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
     try:
         moved = move()
     except Exception as error:
-        return f"it fails on a 1-D part of a matrix ({error})"
+        first = str(error).strip().split("\n")[0]
+        return f"on a small one it raises {type(error).__name__}: {first}"
     difference = ((moved - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
     if difference <= 1e-3:
         return None
@@ -276,7 +284,9 @@ def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[
 
 def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
     """Make one step per gradient with a new optimizer of the same class and the options of `group`."""
-    options = {**group, "params": [parameter]}
+    # A step counter in the group may be a tensor, which the trial must not write to.
+    options = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    options["params"] = [parameter]
     if group.get("lr") is not None:  # replace the rate, which may be 0 at the start of a warm-up
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters
@@ -284,6 +294,8 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
     twin: Any = type(optimizer)([options], **given)
     twin.checked = current_world().buffers.made, [[parameter]], []  # marked as checked: not to be checked in its steps
+    if callable(train := getattr(twin, "train", None)):  # schedule-free optimizers step only after it
+        train()
     for gradient in gradients:
         parameter.grad = gradient
         if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:

@@ -198,6 +198,8 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
         return parameter.take(value.reshape(parameter.full_shape))
     if value.numel() == 1 or name in _BLOCKWISE or _is_factor(value.shape, parameter.full_shape):
         return value
+    if value.shape[1:] == parameter.full_shape:  # several full tensors, stacked: every rank has them
+        return value
     raise ValueError(
         f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "
         f"{tuple(parameter.full_shape)} nor this rank's {stored_numel(parameter)} elements of it: it was saved for "
@@ -297,7 +299,7 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
             sharded.append((name, key))
         else:
             copies = [(numel, copy) for _, numel, copy in held if copy is not None]
-            others[key][name] = max(copies, key=lambda each: each[0])[1]
+            others[key][name] = max(copies, key=lambda each: each[0])[1] if copies else None
     return sharded, others
 
 

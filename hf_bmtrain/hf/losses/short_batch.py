@@ -13,7 +13,7 @@ from ...engine.runtime.world import World, current_world
 from ...features.sequence import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
-_IGNORED = -100
+IGNORED = -100
 
 
 def follow_short_batch(trainer: transformers.Trainer) -> None:
@@ -21,16 +21,19 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
     To let all ranks take the same number of steps, Accelerate fills the last batch with rows of the first one. Trainer
     drops their predictions, but a rank's loss is a mean over its rows, repeated ones included. `prediction_step` of
-    `trainer` is replaced: after such a batch it computes the loss once more, of the rows that are left.
+    `trainer` is replaced: after such a batch it computes the loss once more, of the rows that are left. It also makes
+    Seq2SeqTrainer drop the predictions of repeated rows, and average its loss, where it generates, over all labels.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
         return
     plain, told = trainer.prediction_step, False
 
-    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+    def as_in_one_process(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         nonlocal told
         loss, logits, labels = plain(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        if loss is not None and getattr(trainer.args, "predict_with_generate", False) and not prediction_loss_only:
+            loss = _weigh(trainer, inputs, loss, world)
         left = _rows_left(trainer)
         groups = world.size // ranks_per_row(trainer.model)
         if loss is None or left is None or left == groups * (find_batch_size(inputs) or 0):
@@ -50,7 +53,48 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         told = True
         return loss, logits, labels
 
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        if trainer.gather_function == trainer.accelerator.gather:  # set by Seq2SeqTrainer: it would keep repeated rows
+            trainer.gather_function = _GatherRows(trainer)
+        loss, logits, labels = as_in_one_process(model, inputs, prediction_loss_only, ignore_keys)
+        if isinstance(trainer.gather_function, _GatherRows):
+            trainer.gather_function.loss_comes = loss is not None
+        return loss, logits, labels
+
     trainer.prediction_step = prediction_step  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _GatherRows:
+    """Gathers for Seq2SeqTrainer, and drops repeated rows, which its own function keeps.
+
+    A batch's loss, which Trainer gathers first, stays as it is: with that function each batch of an evaluation counts
+    alike, in one process too.
+    """
+
+    def __init__(self, trainer: transformers.Trainer) -> None:
+        self._accelerator = trainer.accelerator
+        self.loss_comes = False
+
+    def __call__(self, values: Any) -> Any:
+        if self.loss_comes:
+            self.loss_comes = False
+            return self._accelerator.gather(values)
+        return self._accelerator.gather_for_metrics(values)
+
+
+def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world: World) -> torch.Tensor:
+    """Return a rank's mean `loss` times its share of all ranks' labels and their number. Collective.
+
+    Seq2SeqTrainer does not pass the number of labels where it generates, so that no other correction acts.
+    """
+    labels = inputs.get("labels")
+    if not isinstance(labels, torch.Tensor) or ranks_per_row(trainer.model) > 1:
+        return loss
+    counted = (labels[..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else labels).ne(-100)
+    mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
+    everyone = mine.clone()
+    world.reduce.all_reduce(everyone).wait()
+    return torch.where(mine > 0, loss, torch.zeros_like(loss))[0] * (mine / everyone * world.size).to(loss.dtype)[0]
 
 
 def _rows_left(trainer: transformers.Trainer) -> int | None:
@@ -70,13 +114,13 @@ def _loss_of_rows(
     """Return the loss of the first `left` rows of all ranks' `inputs`, None if it cannot be computed. Collective."""
     rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # ranks that share rows have the same ones
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)
-    short = _first_rows(inputs, rows, max(mine, 1)) if _computes_loss(trainer) else None
+    short = first_rows(inputs, rows, max(mine, 1)) if computes_loss(trainer) else None
     if not all(world.gather_objects(short is not None)):
         return None
     assert short is not None
     if mine == 0:  # the forward is collective, but none of this rank's labels may count
         labels = [name for name in trainer.label_names if isinstance(short.get(name), torch.Tensor)]
-        short.update({name: torch.full_like(short[name], _IGNORED) for name in labels})
+        short.update({name: torch.full_like(short[name], IGNORED) for name in labels})
     with torch.no_grad(), trainer.compute_loss_context_manager():
         prepared = trainer._prepare_inputs(short)
         count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
@@ -89,7 +133,7 @@ def _loss_of_rows(
     return total[0]
 
 
-def _computes_loss(trainer: transformers.Trainer) -> bool:
+def computes_loss(trainer: transformers.Trainer) -> bool:
     """Return whether `trainer` computes its loss as Trainer does: another method might use other ranks' rows."""
     if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
         return False  # segmentation, where a label of -100 is out of range
@@ -97,7 +141,7 @@ def _computes_loss(trainer: transformers.Trainer) -> bool:
     return all(method.__module__.split(".")[0] == "transformers" for method in methods)
 
 
-def _first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | None:
+def first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | None:
     """Return the first `kept` of the rows of `inputs`, None if not every tensor or list in it has that many rows."""
     found = {}
     for name, value in inputs.items():

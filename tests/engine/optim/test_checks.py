@@ -43,6 +43,29 @@ class NeedsAGpu(optim.SGD):
         return super().step(closure)
 
 
+class NeedsPlainParameters(optim.SGD):
+    """Steps by functions that a sharded parameter lacks, as one that torch compiles does."""
+
+    def step(self, closure=None):
+        if any(type(p) is not torch.nn.Parameter for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("unknown class of tensor\nin a long trace")
+        return super().step(closure)
+
+
+class ScheduleFree(optim.SGD):
+    """Steps in its train mode alone."""
+
+    in_training = False
+
+    def train(self):
+        self.in_training = True
+
+    def step(self, closure=None):
+        if not self.in_training:
+            raise RuntimeError("not in train mode")
+        return super().step(closure)
+
+
 def step(model, optimizer):
     model(ids(0, bmt.rank())).backward()
     before = [p.detach().clone() for p in model.parameters()]
@@ -92,6 +115,42 @@ def unknown_is_let_through_with_a_warning():
     assert step(model, NeedsAGpu(model.parameters(), lr=0.1))
     logging.getLogger("hf_bmtrain").removeHandler(handler)
     assert "NeedsAGpu could not be tested on a small matrix (no kernel for the CPU)" in records[0].getMessage()
+
+
+def tried_in_its_train_mode():
+    model = bmt.auto_wrap(Tower())
+    optimizer = ScheduleFree(model.parameters(), lr=0.1)
+    optimizer.train()
+    with mock.patch.object(checks, "_log") as log:
+        assert step(model, optimizer)
+    log.warning.assert_not_called()
+
+
+class CountsInItsGroup(optim.SGD):
+    """Counts its steps in a tensor of its group, as StableAdamW does, which also acts."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.setdefault("count", torch.zeros(())).add_(1)
+            group["lr"] = 0.1 / group["count"].item()
+        return super().step(closure)
+
+
+def a_counter_in_the_group_is_not_touched():
+    model = bmt.auto_wrap(Tower())
+    optimizer = CountsInItsGroup(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["count"] = torch.tensor(4.0)  # as after a load
+    assert step(model, optimizer)
+    assert optimizer.param_groups[0]["count"] == 5
+
+
+def one_that_fails_on_sharded_parameters_is_named():
+    model = bmt.auto_wrap(Tower())
+    message = (
+        r"NeedsPlainParameters does not work with sharded parameters \(.*unknown class of tensor\)\. .*state_bits=8"
+    )
+    with pytest.raises(TypeError, match=message):
+        step(model, NeedsPlainParameters(model.parameters(), lr=0.1))
 
 
 def scheduled_optimizer():
@@ -249,7 +308,8 @@ def test_reductions_of_a_part_are_refused(world, size):
 @pytest.mark.parametrize(
     "case",
     [
-        unknown_is_let_through_with_a_warning, scheduled_optimizer, wrapped_after_steps, checked_once,
+        unknown_is_let_through_with_a_warning, tried_in_its_train_mode, one_that_fails_on_sharded_parameters_is_named,
+        a_counter_in_the_group_is_not_touched, scheduled_optimizer, wrapped_after_steps, checked_once,
     ],
     ids=lambda case: case.__name__,
 )  # fmt: skip

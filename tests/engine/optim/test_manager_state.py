@@ -92,6 +92,41 @@ def test_goes_on(world, worlds, kind, dtype, tmp_path):
         torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
+class OddStates(torch.optim.SGD):
+    """As StableAdamW and AdEMAMix of bitsandbytes: None, and two full tensors in one."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "pair" not in self.state[p]:
+                    self.state[p].update(kahan=None, pair=torch.ones(2, *p.shape))
+                pair = self.state[p]["pair"]
+                pair[1] += 1
+                p.sub_(group["lr"] * p.grad * pair.mean())
+
+
+@on_ranks(2)
+def test_states_that_are_no_tensor_of_a_parameter(folder):
+    def steps(model, optimizer):
+        for step in range(2):
+            model(ids(step, bmt.rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = bmt.auto_wrap(Tower())
+    optimizer = OddStates(model.parameters(), lr=0.05)
+    steps(model, optimizer)
+    bmt.save_state(folder, model, optimizer, step=2)
+    steps(model, optimizer)
+    again = bmt.auto_wrap(Tower())
+    resumed = OddStates(again.parameters(), lr=0.05)
+    assert bmt.load_state(folder, again, resumed).step == 2
+    steps(again, resumed)
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
 def unsealed(state):
     """A state that may be changed before it is loaded."""
     return {name: value for name, value in state.items() if name != "checksums"}

@@ -1,0 +1,165 @@
+"""The last training batch of an epoch, if it has too few rows for all ranks and Accelerate repeats some to fill it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SkipBatchSampler
+from accelerate.utils import find_batch_size
+
+from ...engine.runtime.world import World, current_world
+from ...features.sequence import ranks_per_row
+from .short_batch import IGNORED, computes_loss, first_rows
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+@dataclass(frozen=True)
+class _Short:
+    """A short batch as this rank trains on it.
+
+    inputs: what Trainer gets. rows: those of this rank that are not repeated. weight: what the loss is multiplied by
+    if it is a mean over this rank's rows; 0 if there are none.
+    """
+
+    inputs: dict[str, Any]
+    rows: dict[str, Any]
+    weight: float
+
+
+def follow_short_training_batch(trainer: transformers.Trainer) -> None:
+    """Make `trainer` train on several ranks as in one process, also on a short last batch of an epoch.
+
+    To let all ranks take the same number of steps, Accelerate fills that batch with rows of the first one, which would
+    count twice in this epoch. They are left out. A rank that has only repeated rows keeps one, whose loss counts
+    nothing, because every rank must run the model. `get_batch_samples`, `training_step` and the method that counts
+    tokens are replaced on `trainer`.
+    """
+    world = current_world()
+    if world.size == 1 or "get_batch_samples" in vars(trainer):
+        return
+    collect, step, told = trainer.get_batch_samples, trainer.training_step, False
+    short: _Short | None = None
+
+    def own_rows(batches: Iterator[Any]) -> Iterator[Any]:
+        nonlocal short, told
+        for inputs in batches:
+            short = None
+            left, size = _rows_left(trainer)
+            if left:
+                short, reason = _shorten(trainer, inputs, left, size, world)
+                if reason and not told and world.rank == 0:
+                    _log.warning(
+                        "the last training batch of an epoch has %s rows for %d ranks: Accelerate fills it with rows "
+                        "of the first one, which count twice, because %s. To avoid it, train on a multiple of "
+                        "per_device_train_batch_size times the number of ranks, or set dataloader_drop_last=True",
+                        left if left > 0 else "perhaps too few", world.size, reason,
+                    )  # fmt: skip
+                    told = True
+            yield inputs if short is None else short.inputs
+
+    def get_batch_samples(epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        return collect(own_rows(epoch_iterator), *args, **kwargs)
+
+    def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if short is None or inputs is not short.inputs or (num_items_in_batch is not None and short.weight > 0):
+            return step(model, inputs, num_items_in_batch)
+        compute, weight, own = trainer.compute_loss, short.weight, vars(trainer).get("compute_loss")
+
+        def weighted(*args: Any, **kwargs: Any) -> Any:
+            loss: Any = compute(*args, **kwargs)
+            return loss * weight if weight > 0 else loss.nan_to_num() * 0  # a mean over no labels is nan
+
+        trainer.compute_loss = weighted  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            return step(model, inputs, num_items_in_batch)
+        finally:
+            del trainer.compute_loss
+            if own is not None:
+                trainer.compute_loss = own
+
+    trainer.get_batch_samples = get_batch_samples
+    trainer.training_step = training_step
+    if (track := getattr(trainer, "_track_num_input_tokens", None)) is not None:
+        trainer._track_num_input_tokens = lambda inputs: track(  # pyright: ignore[reportAttributeAccessIssue]
+            short.rows if short is not None and inputs is short.inputs else inputs
+        )
+
+
+def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
+    """Return how many rows of all ranks' last batch are not repeated, and how many each rank should have.
+
+    The first is None for other batches and for a last one that is full, and -1 if it is unknown. The second is None if
+    Accelerate divides whatever rank 0 has read.
+    """
+    loader: Any = trainer.accelerator.gradient_state.active_dataloader
+    if loader is None or not loader.end_of_dataloader or loader._drop_last:
+        return None, None
+    if isinstance(loader, DataLoaderDispatcher):
+        return loader.remainder, None
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return -1, None
+    sampler = loader.sampler if isinstance(loader.sampler, torch.utils.data.BatchSampler) else loader.batch_sampler
+    while isinstance(sampler, SkipBatchSampler):  # after a resume; its loader does not know `remainder`
+        sampler = sampler.batch_sampler
+    if not isinstance(sampler, BatchSamplerShard) or not sampler.even_batches or not sampler.batch_size:
+        return None, None
+    ranks = sampler.num_processes
+    if ranks == 1:  # all ranks share rows
+        return None, None
+    total = sampler.batch_size if sampler.split_batches else sampler.batch_size * ranks
+    rows = getattr(sampler.batch_sampler, "sampler", loader.dataset)
+    left = len(rows) % total
+    return (left or None), total // ranks
+
+
+def _shorten(
+    trainer: transformers.Trainer, inputs: Any, left: int, size: int | None, world: World
+) -> tuple[_Short | None, str]:
+    """Return the batch without repeated rows, or None and the reason why it cannot be shortened. Collective."""
+    found, shared = find_batch_size(inputs), ranks_per_row(trainer.model)
+    groups, group = world.size // shared, world.rank // shared
+    rows = found or 0
+    if left == groups * rows and size is None:
+        return None, ""
+    mine = min(max(left - group * rows, 0), rows)
+    reason, shortened = _reason(trainer, inputs, left, found, size), None
+    counted = "labels" in inputs and trainer.model_accepts_loss_kwargs
+    if not reason:
+        own = first_rows(inputs, rows, mine)
+        kept = first_rows(inputs, rows, max(mine, 1)) if computes_loss(trainer) else dict(inputs)
+        if own is None or kept is None:
+            reason = "not every tensor in it has that many rows"
+        else:
+            if counted:  # by their labels; one that is ignored counts nothing
+                labels = inputs["labels"][: len(kept["labels"])].clone()
+                labels[mine:] = IGNORED
+                kept["labels"] = labels
+            shortened = _Short(kept, own, mine * groups / left)
+    reasons = [each for each in world.gather_objects(reason) if each]
+    return (None, reasons[0]) if reasons else (shortened, "")
+
+
+def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | None, size: int | None) -> str:
+    """Return why repeated rows cannot be left out; an empty string if nothing speaks against it."""
+    if left < 0:
+        return "the dataset has no length"
+    if found is None or size not in (None, found):
+        return "its rows are not along the first dimension"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func computes the loss"
+    if not computes_loss(trainer) and hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
+        return "its loss is one of segmentation"
+    counted = "labels" in inputs and trainer.model_accepts_loss_kwargs
+    if counted and not isinstance(inputs["labels"], torch.Tensor):
+        return "its labels are not a tensor"
+    if counted and not trainer.args.average_tokens_across_devices:
+        return "average_tokens_across_devices=False averages each rank's labels by themselves"
+    if not computes_loss(trainer) and not (counted and "shift_labels" not in inputs):
+        return f"{type(trainer).__name__}, or its model, computes losses in its own way"
+    return ""

@@ -1,0 +1,519 @@
+"""What users do with PEFT, TRL, sentence-transformers and Accelerate on two ranks, against one process.
+
+`python tests library_usages` lists them. A row is a function of a `Side` that both run, and returns what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from trainer_usages import BERT, Rows, bert, collate, difference, llama, timeless
+
+import hf_bmtrain as bmt
+import jobs
+from tiny_models import VOCABULARY, build
+
+
+class Side:
+    """One of the two runs. given: batch sizes are those of one process."""
+
+    def __init__(self, wrapped: bool, folder: str) -> None:
+        self.wrapped, self.folder = wrapped, folder
+        self.size = bmt.world_size() if wrapped else 1
+        torch.manual_seed(0)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.start = jobs.weights(model)
+        return bmt.auto_wrap(model) if self.wrapped else model
+
+    def callbacks(self) -> list[transformers.TrainerCallback]:
+        return [bmt.hf.BMTrainCallback()] if self.wrapped else []
+
+    def batch(self, size: int = 8) -> int:
+        return size // self.size
+
+    def result(self, model: torch.nn.Module, history: Any = (), **more: Any) -> dict[str, Any]:
+        end = jobs.weights(model)
+        start = {name: self.start[name] for name in end if name in self.start}
+        return {
+            "moved": (start, {name: end[name] for name in start}),
+            "logged": [timeless(each) for each in history],
+            **more,
+        }
+
+
+USAGES: dict[str, tuple[Callable[[Side], dict[str, Any]], tuple[str, ...]]] = {}
+
+
+def usage(name: str, *needs: str) -> Callable[[Callable[[Side], dict[str, Any]]], Callable[[Side], dict[str, Any]]]:
+    def mark(recipe: Callable[[Side], dict[str, Any]]) -> Callable[[Side], dict[str, Any]]:
+        USAGES[name] = recipe, needs
+        return recipe
+
+    return mark
+
+
+# -- PEFT in stock Trainer ----------------------------------------------------------------------------------------
+
+
+def adapted(kind: str) -> torch.nn.Module:
+    import peft
+
+    names: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    kinds: dict[str, Callable[[], Any]] = {
+        "LoRA": lambda: peft.LoraConfig(**names, r=4, init_lora_weights=False),
+        "LoRA with a saved head": lambda: peft.LoraConfig(**names, r=4, modules_to_save=["lm_head"]),
+        "LoRA with trainable tokens": lambda: peft.LoraConfig(
+            **names, r=4, trainable_token_indices={"embed_tokens": [3, 5, 8]}
+        ),
+        "DoRA": lambda: peft.LoraConfig(**names, r=4, use_dora=True, init_lora_weights=False),
+        "IA3": lambda: peft.IA3Config(**names, feedforward_modules=["down_proj"], init_ia3_weights=False),
+        "VeRA": lambda: peft.VeraConfig(**{**names, "target_modules": ["q_proj", "o_proj"]}, r=4, init_weights=False),
+        "LoHa": lambda: peft.LoHaConfig(**names, r=4, init_weights=False),
+        "LoKr": lambda: peft.LoKrConfig(**names, r=4, init_weights=False),
+        "FourierFT": lambda: peft.FourierFTConfig(**names, n_frequency=10, init_weights=False),
+        "HRA": lambda: peft.HRAConfig(**names, r=4, init_weights=False),
+        "OFT": lambda: peft.OFTConfig(**names, r=0, oft_block_size=4, init_weights=False),
+        "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "P-tuning": lambda: peft.PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16
+        ),
+        "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "trainable tokens": lambda: peft.TrainableTokensConfig(
+            token_indices=[3, 5, 8], target_modules=["embed_tokens"]
+        ),
+        "LayerNorm tuning": lambda: peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]),
+    }
+    torch.manual_seed(0)
+    return peft.get_peft_model(build("llama"), kinds[kind]())
+
+
+def train_adapter(
+    side: Side, model: torch.nn.Module, after: Callable[[Any], dict[str, Any]] | None = None, **given: Any
+):
+    model = side.wrap(model)
+    args = jobs.arguments(
+        side.folder, **{
+            "per_device_train_batch_size": side.batch(), "per_device_eval_batch_size": side.batch(), "optim": "sgd",
+            "max_steps": -1, "num_train_epochs": 1, "learning_rate": 0.5, "eval_strategy": "epoch", **given,
+        },
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=model, args=args, train_dataset=Rows("ids", 21), eval_dataset=Rows("ids", 11, 1), data_collator=collate,
+        callbacks=side.callbacks(),
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    result = side.result(model, trainer.state.log_history)
+    return {**result, **(after(trainer) if after else {})}
+
+
+def peft_row(kind: str) -> None:
+    @usage(f"PEFT: {kind}", "peft")
+    def recipe(side: Side) -> dict[str, Any]:
+        return train_adapter(side, adapted(kind))
+
+
+for each in (
+    "LoRA", "LoRA with a saved head", "LoRA with trainable tokens", "DoRA", "IA3", "VeRA", "LoHa", "LoKr", "FourierFT",
+    "HRA", "OFT", "prompt tuning", "P-tuning", "prefix tuning", "trainable tokens", "LayerNorm tuning",
+):  # fmt: skip
+    peft_row(each)
+
+IDS = torch.arange(1, 13).reshape(2, 6)
+
+
+def logits(model: torch.nn.Module) -> Any:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+@usage("PEFT: logits, adapter off, merged", "peft")
+def merged(side: Side) -> dict[str, Any]:
+    def after(trainer: Any) -> dict[str, Any]:
+        model = trainer.model
+        found = {"trained": logits(model)}
+        with model.disable_adapter():
+            found["off"] = logits(model)
+        found["generated"] = model.generate(input_ids=IDS, max_new_tokens=4, do_sample=False)
+        return {**found, "merged": logits(model.merge_and_unload())}
+
+    return train_adapter(side, adapted("LoRA"), after)
+
+
+@usage("PEFT: a second adapter, switched, the first deleted", "peft")
+def switched(side: Side) -> dict[str, Any]:
+    import peft
+
+    model = adapted("LoRA")
+    torch.manual_seed(3)
+    model.add_adapter(
+        "second",
+        peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    model.set_adapter("second")
+
+    def after(trainer: Any) -> dict[str, Any]:
+        found = {"second": logits(trainer.model)}
+        trainer.model.set_adapter("default")
+        found["first"] = logits(trainer.model)
+        trainer.model.delete_adapter("second")
+        return {**found, "alone": logits(trainer.model)}
+
+    return train_adapter(side, model, after)
+
+
+@usage("PEFT: weighted sum of two adapters", "peft")
+def weighted(side: Side) -> dict[str, Any]:
+    import peft
+
+    model = adapted("LoRA")
+    torch.manual_seed(3)
+    model.add_adapter(
+        "second",
+        peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    model.add_weighted_adapter(["default", "second"], [0.3, 0.7], "both", combination_type="linear")
+    model.set_adapter("both")
+    return train_adapter(side, model)
+
+
+@usage("PEFT: saved and loaded by PEFT", "peft")
+def reopened(side: Side) -> dict[str, Any]:
+    import peft
+
+    def after(trainer: Any) -> dict[str, Any]:
+        folder = os.path.join(side.folder, "adapter")
+        trainer.model.save_pretrained(folder)
+        if side.wrapped:
+            bmt.synchronize()
+        return {"opened": logits(peft.PeftModel.from_pretrained(build("llama"), folder))}
+
+    return train_adapter(side, adapted("LoRA"), after)
+
+
+# -- Trainer, with a resume ---------------------------------------------------------------------------------------
+
+
+def resumed(side: Side, **given: Any) -> dict[str, Any]:
+    """Two epochs whose last batches are short, and the second half of them once more, from the checkpoint."""
+
+    def make() -> transformers.Trainer:
+        model = side.wrap(llama())
+        args = jobs.arguments(
+            side.folder, per_device_train_batch_size=side.batch(4), optim="sgd", max_steps=-1, num_train_epochs=2,
+            save_strategy="steps", save_steps=2, **given,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model=model, args=args, train_dataset=Rows("ids", 21), data_collator=collate, callbacks=side.callbacks()
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        return trainer
+
+    make().train()
+    trainer = make()
+    trainer.train(resume_from_checkpoint=os.path.join(side.folder, "checkpoint-2"))
+    return side.result(trainer.model, trainer.state.log_history, tokens=trainer.state.num_input_tokens_seen)
+
+
+@usage("Trainer: resumed in an epoch")
+def resumed_in_an_epoch(side: Side) -> dict[str, Any]:
+    return resumed(side, include_num_input_tokens_seen="non_padding")
+
+
+@usage("Trainer: resumed in an epoch, accumulated")
+def resumed_accumulated(side: Side) -> dict[str, Any]:
+    return resumed(side, gradient_accumulation_steps=2)
+
+
+@usage("Trainer: resumed with ignore_data_skip")
+def resumed_without_skip(side: Side) -> dict[str, Any]:
+    return resumed(side, ignore_data_skip=True)
+
+
+# -- Accelerate ---------------------------------------------------------------------------------------------------
+
+
+def loop(
+    side: Side,
+    rows: int = 16,
+    accumulate: int = 1,
+    clip: float = 0.0,
+    resume: bool = False,
+    skip: int = 0,
+    **options: Any,
+):
+    model = side.wrap(bert("SequenceClassification", num_labels=3)())
+    accelerator = accelerate.Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulate, step_scheduler_with_optimizer=False, **options
+    )  # else the schedule takes a step for each process
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    size = side.batch(4) if not options.get("split_batches") else 4
+    loader = torch.utils.data.DataLoader(Rows("class", rows), batch_size=size, collate_fn=collate)
+    unseen = torch.utils.data.DataLoader(Rows("class", 11, 1), batch_size=size, collate_fn=collate)
+    model, optimizer, loader, unseen, schedule = accelerator.prepare(model, optimizer, loader, unseen, schedule)
+    losses, rates = [], []
+
+    def epoch(batches: Any) -> None:
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        rates.append(schedule.get_last_lr()[0])
+
+    epoch(loader)
+    if resume:
+        accelerator.save_state(os.path.join(side.folder, "state"))
+        epoch(loader)
+        accelerator.load_state(os.path.join(side.folder, "state"))
+    epoch(accelerator.skip_first_batches(loader, skip) if skip else loader)
+    model.eval()
+    found, labels = [], []
+    for batch in unseen:
+        with torch.no_grad():
+            out = model(**batch).logits
+        predictions, truth = accelerator.gather_for_metrics((out, batch["labels"]))
+        found.append(predictions), labels.append(truth)
+    return side.result(model, losses=losses, rates=rates, predictions=torch.cat(found), labels=torch.cat(labels))
+
+
+@usage("Accelerate: gather_for_metrics, a prepared schedule")
+def accelerate_plain(side: Side) -> dict[str, Any]:
+    return loop(side)
+
+
+@usage("Accelerate: accumulate, clip_grad_norm_")
+def accelerate_accumulated(side: Side) -> dict[str, Any]:
+    return loop(side, accumulate=2, clip=0.05)
+
+
+@usage("Accelerate: save_state, load_state")
+def accelerate_resumed(side: Side) -> dict[str, Any]:
+    return loop(side, resume=True)
+
+
+@usage("Accelerate: skip_first_batches")
+def accelerate_skipped(side: Side) -> dict[str, Any]:
+    return loop(side, skip=2)
+
+
+# -- TRL ----------------------------------------------------------------------------------------------------------
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(VOCABULARY - 3))]
+    plain = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=32
+    )
+
+
+def sentences(kind: int, rows: int) -> list[str]:
+    generator = torch.Generator().manual_seed(kind)
+    lengths = torch.randint(3, 8, (rows,), generator=generator).tolist()
+    return [" ".join(f"w{word}" for word in torch.randint(0, 50, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def train_by_trl(
+    side: Side,
+    name: str,
+    columns: Callable[[int, int], dict[str, Any]],
+    rows: int = 21,
+    model: Any = None,
+    **given: Any,
+):
+    import datasets
+    import trl
+
+    datasets.disable_progress_bars()
+
+    model = side.wrap(model if model is not None else llama())
+    config = getattr(trl, f"{name}Config")(
+        output_dir=side.folder, per_device_train_batch_size=side.batch(), per_device_eval_batch_size=side.batch(),
+        num_train_epochs=1, logging_steps=1, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant",
+        max_grad_norm=1e9, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, seed=5,
+        eval_strategy="epoch", bf16=False, gradient_checkpointing=False, **given,
+    )  # fmt: skip
+    trainer = getattr(trl, f"{name}Trainer")(
+        model=model, args=config, train_dataset=datasets.Dataset.from_dict(columns(rows, 0)),
+        eval_dataset=datasets.Dataset.from_dict(columns(16, 10)), processing_class=tokenizer(),
+        callbacks=side.callbacks(),
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    shown = ("loss", "eval_loss", "grad_norm")  # num_tokens counts repeated rows
+    history = [{key: value for key, value in entry.items() if key in shown} for entry in trainer.state.log_history]
+    return side.result(model, history)
+
+
+@usage("TRL: SFT", "trl")
+def sft(side: Side) -> dict[str, Any]:
+    return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)})
+
+
+@usage("TRL: SFT, no row left", "trl")
+def sft_no_row(side: Side) -> dict[str, Any]:
+    return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)}, rows=18)
+
+
+@usage("TRL: SFT of prompts and completions", "trl")
+def sft_completions(side: Side) -> dict[str, Any]:
+    """Of one length: SFTTrainer's evaluation loss is the mean of the ranks' means."""
+
+    def columns(rows: int, seed: int) -> dict[str, Any]:
+        return {"prompt": sentences(seed, rows), "completion": [f" w{row % 7} w{row % 5} w3" for row in range(rows)]}
+
+    return train_by_trl(side, "SFT", columns)
+
+
+def preferences(rows: int, seed: int) -> dict[str, Any]:
+    blank = [[" " + each for each in sentences(seed + number, rows)] for number in (1, 2)]
+    return {"prompt": sentences(seed, rows), "chosen": blank[0], "rejected": blank[1]}
+
+
+@usage("TRL: DPO", "trl")
+def dpo(side: Side) -> dict[str, Any]:
+    return train_by_trl(side, "DPO", preferences, rows=16, model=adapted("LoRA"))
+
+
+@usage("TRL: KTO", "trl")
+def kto(side: Side) -> dict[str, Any]:
+    def columns(rows: int, seed: int) -> dict[str, Any]:
+        return {
+            "prompt": sentences(seed, rows),
+            "completion": [" " + each for each in sentences(seed + 1, rows)],
+            "label": [bool(n % 2) for n in range(rows)],
+        }
+
+    return train_by_trl(side, "KTO", columns, rows=16, model=adapted("LoRA"))
+
+
+@usage("TRL: Reward", "trl")
+def reward(side: Side) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_labels=1, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return train_by_trl(side, "Reward", preferences, rows=16, model=transformers.LlamaForSequenceClassification(config))
+
+
+# -- sentence-transformers ----------------------------------------------------------------------------------------
+
+
+def sentence_model(side: Side) -> Any:
+    import sentence_transformers
+    from sentence_transformers.models import Pooling, Transformer
+
+    folder = os.path.join(side.folder, "base")
+    if not side.wrapped or bmt.rank() == 0:
+        torch.manual_seed(0)
+        transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    if side.wrapped:
+        bmt.synchronize()
+    encoder = Transformer(folder, max_seq_length=16)
+    return sentence_transformers.SentenceTransformer(modules=[encoder, Pooling(24, "mean")], device="cpu")
+
+
+def train_sentences(side: Side, loss: str, rows: int = 16, **options: Any) -> dict[str, Any]:
+    import datasets
+    import sentence_transformers
+    from sentence_transformers import losses
+
+    model = side.wrap(sentence_model(side))
+    args = sentence_transformers.SentenceTransformerTrainingArguments(
+        output_dir=side.folder, per_device_train_batch_size=side.batch(), per_device_eval_batch_size=side.batch(),
+        num_train_epochs=1, logging_steps=1, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant",
+        max_grad_norm=1e9, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, seed=5,
+        eval_strategy="epoch",
+    )  # fmt: skip
+
+    def columns(rows: int, seed: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"anchor": sentences(seed, rows), "positive": sentences(seed + 1, rows)}
+        return {**found, "score": [n / rows for n in range(rows)]} if loss == "CosineSimilarityLoss" else found
+
+    trainer = sentence_transformers.SentenceTransformerTrainer(
+        model=model, args=args, train_dataset=datasets.Dataset.from_dict(columns(rows, 0)),
+        eval_dataset=datasets.Dataset.from_dict(columns(16, 10)), loss=getattr(losses, loss)(model, **options),
+        callbacks=side.callbacks(),
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    shown = ("loss", "eval_loss", "grad_norm")
+    history = [{key: value for key, value in entry.items() if key in shown} for entry in trainer.state.log_history]
+    return side.result(model, history, encoded=model.encode(["w3 w4", "w9 w8 w7"]))
+
+
+@usage("sentence-transformers: CosineSimilarityLoss", "sentence_transformers")
+def similarity(side: Side) -> dict[str, Any]:
+    return train_sentences(side, "CosineSimilarityLoss")
+
+
+@usage("sentence-transformers: negatives of all ranks", "sentence_transformers")
+def negatives(side: Side) -> dict[str, Any]:
+    return train_sentences(side, "MultipleNegativesRankingLoss", gather_across_devices=True)
+
+
+@usage("sentence-transformers: cached negatives of all ranks", "sentence_transformers")
+def cached_negatives(side: Side) -> dict[str, Any]:
+    return train_sentences(side, "CachedMultipleNegativesRankingLoss", gather_across_devices=True, mini_batch_size=2)
+
+
+# -- the two runs -------------------------------------------------------------------------------------------------
+
+
+def run(name: str, wrapped: bool, folder: str) -> dict[str, Any]:
+    return USAGES[name][0](Side(wrapped, folder))
+
+
+def judge(world: Callable, name: str, folder: str) -> str:
+    """What is wrong with a usage; empty if it is right."""
+    ours = world(run, name, True, os.path.join(folder, "ours"))
+    plain = run(name, False, os.path.join(folder, "plain"))
+    return "; ".join(dict.fromkeys(filter(None, (difference(each, plain) for each in ours))))
+
+
+def main() -> None:
+    from ranks import Ranks
+
+    parser = argparse.ArgumentParser(prog="python tests library_usages", description=__doc__)
+    parser.add_argument("names", nargs="*", help="all whose name contains one of these")
+    parser.add_argument("--errors", type=int, default=300, metavar="N", help="show N characters of what is wrong")
+    arguments = parser.parse_args()
+    world = Ranks(2)
+    for name, (_, needs) in USAGES.items():
+        if arguments.names and not any(each in name for each in arguments.names):
+            continue
+        if any(importlib.util.find_spec(package) is None for package in needs):
+            print(f"{name:56} left out: it needs {', '.join(needs)}", flush=True)
+            continue
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                wrong = judge(world, name, folder)
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[-arguments.errors :]}"
+        print(f"{name:56} {'WRONG ' + wrong[: arguments.errors] if wrong else 'right'}", flush=True)
+    world.stop()
+
+
+if __name__ == "__main__":
+    main()

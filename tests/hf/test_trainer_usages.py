@@ -1,0 +1,76 @@
+"""Stock Trainer on two ranks against one process, with short last batches. `python tests trainer_usages` lists all."""
+
+import logging
+import re
+
+import pytest
+import transformers
+from trainer_usages import USAGES, Rows, Stream, bert, collate, judge, llama
+
+import hf_bmtrain as bmt
+import jobs
+from cases import full
+
+DEFAULT = ("causal, the second rank has no row left", "classes, no row left", "generation")
+IN_FULL = (
+    "causal, accumulated", "label smoothing", "regression, no row left", "token classes, no row left",
+    "questions, no row left", "CTC, no row left", "generation, no row left", "batch_eval_metrics",
+    "tokens seen, no row left", "stream, tokens seen", "split_batches", "two epochs, evaluated and saved",
+)  # fmt: skip
+
+
+def case(name):
+    mark = () if name in DEFAULT else full if name in IN_FULL else pytest.mark.slow
+    return pytest.param(name, marks=mark, id=name.replace(" ", "_"))
+
+
+@pytest.mark.parametrize("name", [*map(case, USAGES)])
+def test_as_one_process(world, tmp_path, name):
+    assert not judge(world(2), name, str(tmp_path))
+
+
+class OwnLoss(transformers.Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def warnings_of(folder, cls, labels, rows, **given):
+    """What is said of the training batches of two epochs, with the last logged loss and norm."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("hf_bmtrain").addHandler(handler)
+    model = llama() if labels == "ids" else bert("QuestionAnswering")()
+    args = jobs.arguments(folder, per_device_train_batch_size=4, optim="sgd", max_steps=6, seed=7, **given)
+    trainer = cls(
+        model=bmt.auto_wrap(model), args=args, train_dataset=rows(labels, 18), data_collator=collate,
+        callbacks=[bmt.hf.BMTrainCallback()],
+    )  # fmt: skip
+    trainer.train()
+    logging.getLogger("hf_bmtrain").removeHandler(handler)
+    return [line for line in lines if "training batch" in line], trainer.state.log_history[2]["loss"]
+
+
+@full
+@pytest.mark.parametrize(
+    ("cls", "labels", "rows", "given", "reason"),
+    [
+        (OwnLoss, "spans", Rows, {}, "has 2 rows for 2 ranks.*OwnLoss, or its model, computes losses in its own way"),
+        (transformers.Trainer, "ids", Rows, {"average_tokens_across_devices": False}, "averages each rank's labels"),
+        (
+            transformers.Trainer, "ids", Stream, {"accelerator_config": {"dispatch_batches": False}},
+            "perhaps too few.*the dataset has no length",
+        ),
+        (OwnLoss, "ids", Rows, {}, None),  # it gets labels that are ignored
+    ],
+)  # fmt: skip
+def test_what_cannot_be_left_out_is_told_once(world, tmp_path, cls, labels, rows, given, reason):
+    (lines, loss), (others, _) = world(2)(told, str(tmp_path), cls, labels, rows, given)
+    assert not others and len(lines) == (reason is not None)
+    assert reason is None or re.search(reason, lines[0])
+    if reason is None:
+        assert loss == pytest.approx(world(2)(told, str(tmp_path), transformers.Trainer, labels, rows, {})[0][1])
+
+
+def told(folder, cls, labels, rows, given):
+    return warnings_of(folder, cls, labels, rows, **given)

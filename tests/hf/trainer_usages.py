@@ -1,0 +1,435 @@
+"""What users do with Trainer and its relatives on two ranks, a row each: `python tests trainer_usages` lists them.
+
+The truth is plain Trainer in one process with the same global batches. The rows of a dataset are no multiple of them,
+so the last batch of an epoch and of an evaluation is short. A weight may differ by 2e-5 of the largest movement, and a
+logged number or a prediction by 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+import transformers
+
+import hf_bmtrain as bmt
+import jobs
+from tiny_models import VOCABULARY, build
+
+BERT = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "intermediate_size": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+SIZE = 21
+"""Rows of a dataset. With global batches of 8 the last one has 5, of which the second of two ranks has one."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """model: makes one. labels: the kind of rows. given: TrainingArguments; batch sizes are those of one process.
+
+    options: of the Trainer. needs: packages. refused: a pattern of the error. rows, evaluated: sizes of the datasets.
+    """
+
+    model: Callable[[], torch.nn.Module]
+    labels: str = "ids"
+    given: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    cls: Any = transformers.Trainer
+    rows: int = SIZE
+    evaluated: int = 11
+    stream: bool = False
+    needs: tuple[str, ...] = ()
+    refused: str = ""
+    after: Callable[[Any], dict[str, Any]] | None = None
+    slow: bool = False
+    alike: bool = False
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of different lengths, with labels of a kind."""
+
+    def __init__(self, labels: str, size: int, seed: int = 0) -> None:
+        self.rows = [row_of(labels, index, seed) for index in range(size)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return dict(self.rows[index])
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The same rows without a number, of one length, which Accelerate requires of them."""
+
+    def __init__(self, labels: str, size: int, seed: int = 0) -> None:
+        self.rows = [{name: value[:3] for name, value in row.items()} for row in Rows(labels, size, seed).rows]
+
+    def __iter__(self):
+        return iter(map(dict, self.rows))
+
+
+def row_of(labels: str, index: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+    if labels == "sound":
+        ids = torch.randint(1, 9, (2 + index % 3,), generator=generator)
+        return {"input_values": torch.randn(400, generator=generator), "labels": ids}
+    if labels == "image":
+        return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": torch.tensor(index % 3)}
+    length = 6 if labels == "spans" else 4 + 7 * index % 5
+    ids = torch.randint(1, VOCABULARY, (length,), generator=generator)
+    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if labels == "ids":
+        return {**row, "labels": ids}
+    if labels == "target":
+        return {**row, "labels": torch.randint(1, VOCABULARY, (3 + index % 2,), generator=generator)}
+    if labels == "class":
+        return {**row, "labels": torch.tensor(index % 3)}
+    if labels == "number":
+        return {**row, "labels": torch.tensor(0.1 * index)}
+    if labels == "several":
+        return {**row, "labels": (torch.arange(3) < index % 4).float()}
+    if labels == "tags":
+        return {**row, "labels": torch.where(ids % 3 == 0, -100, ids % 3)}
+    assert labels == "spans"
+    return {**row, "start_positions": torch.tensor(index % 3), "end_positions": torch.tensor(3)}
+
+
+FILL = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {
+        name: torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=FILL[name])
+        if name in FILL and values[0].ndim == 1
+        else torch.stack(values)
+        for name, values in columns.items()
+    }
+
+
+def run(name: str, wrapped: bool, folder: str) -> dict[str, Any]:
+    """What a usage logs, predicts and ends with."""
+    usage = USAGES[name]
+    size = bmt.world_size() if wrapped else 1
+    torch.manual_seed(0)
+    model = usage.model()
+    given = {
+        "max_steps": -1, "num_train_epochs": 1, "optim": "sgd", "max_grad_norm": 1e9, "seed": 7, **usage.given,
+    }  # fmt: skip
+    for each in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        given[each] = given.get(each, 8) // (1 if usage.alike else size)
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    start = jobs.weights(model)
+    dataset = Stream if usage.stream else Rows
+    try:
+        model = bmt.auto_wrap(model) if wrapped else model
+        options = {"data_collator": collate, **usage.options}
+        options = {key: value() if key in ("compute_metrics", "callbacks") else value for key, value in options.items()}
+        options["callbacks"] = [*options.get("callbacks", []), *([bmt.hf.BMTrainCallback()] if wrapped else [])]
+        trainer = usage.cls(
+            model=model, args=jobs.arguments(folder, **given), train_dataset=dataset(usage.labels, usage.rows),
+            eval_dataset=Rows(usage.labels, usage.evaluated, 1), **options,
+        )  # fmt: skip
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        result = usage.after(trainer) if usage.after else {}
+        predicted = trainer.predict(Rows(usage.labels, usage.evaluated, 2)) if usage.evaluated else None
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if usage.refused:
+            return {"refused": str(error)}
+        raise
+    logged = [{**entry} for entry in trainer.state.log_history]
+    if predicted is not None:
+        logged.append(predicted.metrics)
+        result.update(
+            predictions=without_padding(predicted.predictions, predicted.label_ids), label_ids=predicted.label_ids
+        )
+    return {
+        **result, "logged": [timeless(each) for each in logged], "moved": (start, jobs.weights(trainer.model)),
+        "trainable": trainable, "tokens": trainer.state.num_input_tokens_seen, "steps": trainer.state.global_step,
+    }  # fmt: skip
+
+
+def without_padding(predictions: Any, labels: Any) -> Any:
+    """Zero where labels are ignored: Trainer fills the shorter batches of a rank with -100."""
+    if isinstance(predictions, tuple):
+        return tuple(without_padding(each, labels) for each in predictions)
+    if not isinstance(labels, numpy.ndarray) or predictions.shape[:-1] != labels.shape or labels.ndim != 2:
+        return predictions
+    return numpy.where((labels != -100)[..., None], predictions, 0)
+
+
+OURS = ("runtime", "per_second", "per_device", "memory_gib", "preparation_time", "total_flos")
+
+
+def timeless(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(OURS)}
+
+
+def difference(ours: dict[str, Any], plain: dict[str, Any]) -> str:
+    """What differs, and by how much; empty if nothing does."""
+    found = []
+    start, end = plain["moved"]
+    moved = max((end[name] - start[name]).abs().max().item() for name in start if end[name].is_floating_point())
+    apart, worst = max(
+        (
+            (ours["moved"][1][name] - end[name]).abs().max().item()
+            if end[name].shape == ours["moved"][1][name].shape
+            else math.inf,
+            name,
+        )
+        for name in end
+    )
+    if not apart <= 2e-5 * moved:
+        found.append(f"weights: {worst} by {100 * apart / moved:.2g} % of a movement of {moved:.2g}")
+    for mine, theirs in zip(ours["logged"], plain["logged"]):
+        if mine.keys() != theirs.keys():
+            found.append(f"log: {mine.keys() ^ theirs.keys()}")
+        found += [
+            f"{name}: {mine[name]} for {theirs[name]}"
+            for name in theirs
+            if name in mine and not close(mine[name], theirs[name])
+        ]
+    if len(ours["logged"]) != len(plain["logged"]):
+        found.append(f"{len(ours['logged'])} log entries for {len(plain['logged'])}")
+    for name in plain:
+        if name not in ("moved", "logged") and not close(ours[name], plain[name]):
+            found.append(f"{name}: {describe(ours[name])} for {describe(plain[name])}")
+    return "; ".join(found)
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, numpy.ndarray):
+        return f"{value.shape} {value.reshape(-1)[:4]}"
+    return str(value)[:80]
+
+
+def close(mine: Any, theirs: Any) -> bool:
+    if isinstance(theirs, (tuple, list)):
+        return len(mine) == len(theirs) and all(map(close, mine, theirs))
+    if isinstance(theirs, dict):
+        return mine.keys() == theirs.keys() and all(close(mine[name], theirs[name]) for name in theirs)
+    if isinstance(theirs, (str, type(None))):
+        return mine == theirs
+    mine, theirs = torch.as_tensor(mine).double(), torch.as_tensor(theirs).double()
+    if mine.shape != theirs.shape:
+        return False
+    return bool(((mine - theirs).abs() <= 1e-4 * theirs.abs().max().clamp_min(1e-6)).all()) if theirs.numel() else True
+
+
+# -- the rows -----------------------------------------------------------------------------------------------------
+
+
+def bert(head: str, **options: Any) -> Callable[[], torch.nn.Module]:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return getattr(transformers, f"BertFor{head}")(transformers.BertConfig(**BERT, **options))
+
+    return make
+
+
+def llama() -> torch.nn.Module:
+    return build("llama")
+
+
+def t5() -> torch.nn.Module:
+    model = build("t5")
+    model.generation_config.max_length = 8
+    return model
+
+
+def ctc() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(
+        vocab_size=10, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
+        conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2, feat_extract_norm="layer", do_stable_layer_norm=True, hidden_dropout=0.0,
+        attention_dropout=0.0, feat_proj_dropout=0.0, activation_dropout=0.0, final_dropout=0.0, layerdrop=0.0,
+        mask_time_prob=0.0, mask_feature_prob=0.0, ctc_loss_reduction="mean", num_feat_extract_layers=2,
+    )  # fmt: skip
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+def vit() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
+        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+class Metrics:
+    """Sums over what compute_metrics gets; in batches, too."""
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+
+    def __call__(self, given: Any, compute_result: bool = True) -> dict[str, float]:
+        found = without_padding(
+            *(
+                numpy.asarray(each) if isinstance(each, torch.Tensor) else each
+                for each in (given.predictions, given.label_ids)
+            )
+        )
+        first = found[0] if isinstance(found, tuple) else found
+        self.seen += float(numpy.abs(numpy.asarray(first, dtype=numpy.float64)).sum())
+        extra = {}
+        if given.inputs is not None and not isinstance(given.inputs, dict):
+            extra["rows_of_inputs"] = len(given.inputs)
+        if given.losses is not None:
+            extra["losses"] = len(given.losses)
+        return {"sum": self.seen, "rows": len(first), **extra} if compute_result else {}
+
+
+STEPS = {"eval_strategy": "steps", "eval_steps": 1}
+TOKENS = {"include_num_input_tokens_seen": "non_padding"}
+ALL_TOKENS = {"include_num_input_tokens_seen": "all"}
+GENERATE = {"predict_with_generate": True, **STEPS}
+NOT_GENERATED = {"predict_with_generate": False}
+SEQ2SEQ = transformers.Seq2SeqTrainer
+WITH_METRICS = {"compute_metrics": Metrics}
+
+USAGES: dict[str, Usage] = {
+    "causal": Usage(llama),
+    "causal, the second rank has no row left": Usage(llama, rows=18),
+    "causal, accumulated": Usage(llama, given={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+    "causal, accumulated, no row left": Usage(
+        llama, rows=18, given={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    ),
+    "label smoothing": Usage(llama, given={"label_smoothing_factor": 0.2, **STEPS}),
+    "label smoothing of classes": Usage(
+        bert("SequenceClassification", num_labels=3), "class", given={"label_smoothing_factor": 0.2, **STEPS}
+    ),
+    "classes": Usage(bert("SequenceClassification", num_labels=3), "class", STEPS, WITH_METRICS),
+    "classes, no row left": Usage(bert("SequenceClassification", num_labels=3), "class", STEPS, rows=17),
+    "regression": Usage(bert("SequenceClassification", num_labels=1), "number", STEPS),
+    "regression, no row left": Usage(bert("SequenceClassification", num_labels=1), "number", STEPS, rows=17),
+    "multi-label": Usage(
+        bert("SequenceClassification", num_labels=3, problem_type="multi_label_classification"), "several", STEPS
+    ),
+    "multi-label, no row left": Usage(
+        bert("SequenceClassification", num_labels=3, problem_type="multi_label_classification"),
+        "several",
+        STEPS,
+        rows=20,
+    ),
+    "token classes": Usage(bert("TokenClassification", num_labels=3), "tags", STEPS, WITH_METRICS),
+    "token classes, no row left": Usage(bert("TokenClassification", num_labels=3), "tags", STEPS, rows=18),
+    "questions": Usage(bert("QuestionAnswering"), "spans", STEPS),
+    "questions, no row left": Usage(bert("QuestionAnswering"), "spans", STEPS, rows=18),
+    "CTC": Usage(ctc, "sound", STEPS, rows=21),
+    "CTC, no row left": Usage(ctc, "sound", STEPS, rows=18),
+    "images": Usage(vit, "image", STEPS),
+    "encoder-decoder": Usage(t5, "target", {**STEPS, **NOT_GENERATED}, cls=SEQ2SEQ),
+    "generation": Usage(t5, "target", GENERATE, WITH_METRICS, cls=SEQ2SEQ),
+    "generation, beams": Usage(
+        t5, "target", {**GENERATE, "generation_num_beams": 2, "generation_max_length": 6}, cls=SEQ2SEQ
+    ),
+    "generation, no row left": Usage(t5, "target", GENERATE, WITH_METRICS, cls=SEQ2SEQ, evaluated=10),
+    "generation, one row": Usage(t5, "target", GENERATE, WITH_METRICS, cls=SEQ2SEQ, evaluated=1),
+    "generation, eval_accumulation_steps": Usage(
+        t5, "target", {**GENERATE, "eval_accumulation_steps": 1}, WITH_METRICS, cls=SEQ2SEQ
+    ),
+    "eval_accumulation_steps": Usage(llama, given={**STEPS, "eval_accumulation_steps": 1}, options=WITH_METRICS),
+    "batch_eval_metrics": Usage(llama, given={**STEPS, "batch_eval_metrics": True}, options=WITH_METRICS),
+    "include_for_metrics": Usage(
+        llama, given={**STEPS, "include_for_metrics": ["inputs", "loss"]}, options=WITH_METRICS
+    ),
+    "eval_do_concat_batches=False": Usage(
+        bert("SequenceClassification", num_labels=3), "class", {**STEPS, "eval_do_concat_batches": False}
+    ),
+    "nested outputs": Usage(
+        bert("SequenceClassification", num_labels=3, output_hidden_states=True), "class", STEPS, rows=16
+    ),
+    "label_names": Usage(
+        bert("QuestionAnswering"), "spans", {**STEPS, "label_names": ["start_positions", "end_positions"]}, WITH_METRICS
+    ),
+    "tokens seen, without padding": Usage(llama, given=TOKENS),
+    "tokens seen, no row left": Usage(llama, given=TOKENS, rows=18),
+    "tokens seen, images": Usage(vit, "image", ALL_TOKENS),
+    "stream": Usage(llama, given={"max_steps": 3}, stream=True),
+    "stream, tokens seen": Usage(llama, given={"max_steps": 5, **ALL_TOKENS}, stream=True),
+    "stream, dispatch_batches=False": Usage(
+        llama, given={"max_steps": 2, "accelerator_config": {"dispatch_batches": False}}, stream=True
+    ),
+    # Trainer repeats a batch's loss as often as all ranks have rows, so that a short one would count less.
+    "split_batches": Usage(llama, given={"accelerator_config": {"split_batches": True}}, alike=True, evaluated=16),
+    "even_batches=False, full batches": Usage(
+        llama, given={"accelerator_config": {"even_batches": False}}, rows=16, evaluated=16
+    ),
+    "dataloader_drop_last": Usage(llama, given={"dataloader_drop_last": True}, evaluated=16),
+    "two epochs, evaluated and saved": Usage(
+        llama,
+        given={
+            "num_train_epochs": 2,
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+            "load_best_model_at_end": True,
+        },
+    ),
+    "eval_on_start": Usage(llama, given={**STEPS, "eval_on_start": True}),
+    "logging_nan_inf_filter": Usage(llama, given={"logging_nan_inf_filter": True}),
+    "max_grad_norm=0": Usage(llama, given={"max_grad_norm": 0.0}),
+    "max_grad_norm of a short batch": Usage(llama, given={"max_grad_norm": 0.3}),
+    "auto_find_batch_size": Usage(llama, given={"auto_find_batch_size": True}, refused="auto_find_batch_size"),
+    "no evaluation loss": Usage(llama, given={**STEPS, "prediction_loss_only": True}),
+    "remove_unused_columns=False": Usage(llama, given={"remove_unused_columns": False}),
+    "seed, data_seed": Usage(llama, given={"data_seed": 4, "seed": 9, "num_train_epochs": 2}),
+    "compiled": Usage(llama, given={"torch_compile": True, "torch_compile_backend": "aot_eager"}, slow=True),
+    "neftune": Usage(llama, given={"neftune_noise_alpha": 1e-9}),
+    "average_tokens_across_devices=False, classes": Usage(
+        bert("SequenceClassification", num_labels=3), "class", {"average_tokens_across_devices": False}, rows=16
+    ),
+}
+
+
+def is_missing(usage: Usage) -> bool:
+    return any(importlib.util.find_spec(package) is None for package in usage.needs)
+
+
+def judge(world: Callable, name: str, folder: str) -> str:
+    """What is wrong with a usage; empty if it is right."""
+    usage = USAGES[name]
+    ours = world(run, name, True, os.path.join(folder, "ours"))
+    if usage.refused:
+        return "" if all(usage.refused in each.get("refused", "") for each in ours) else f"not refused: {ours}"
+    plain = run(name, False, os.path.join(folder, "plain"))
+    return "; ".join(dict.fromkeys(filter(None, (difference(each, plain) for each in ours))))
+
+
+def main() -> None:
+    from ranks import Ranks
+
+    parser = argparse.ArgumentParser(prog="python tests trainer_usages", description=__doc__)
+    parser.add_argument("names", nargs="*", help="all whose name contains one of these")
+    parser.add_argument("--errors", type=int, default=300, metavar="N", help="show N characters of what is wrong")
+    arguments = parser.parse_args()
+    world = Ranks(2)
+    for name, usage in USAGES.items():
+        if arguments.names and not any(each in name for each in arguments.names):
+            continue
+        if is_missing(usage):
+            print(f"{name:50} left out: {usage.needs}", flush=True)
+            continue
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                wrong = judge(world, name, folder)
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[-arguments.errors :]}"
+        right = "refused" if usage.refused else "right"
+        print(f"{name:50} {'WRONG ' + wrong[: arguments.errors] if wrong else right}", flush=True)
+    world.stop()
+
+
+if __name__ == "__main__":
+    main()

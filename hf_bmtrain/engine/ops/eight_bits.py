@@ -30,6 +30,7 @@ from .residual import join, split
 
 BLOCK = 32
 _CHUNK = 1 << 20
+_COUNT = 8  # elements of one thread, as in adam8.cu
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
 """From the numbers of a code, in units of 2ᴱ, to the float32 numbers whose bits are the code and zeros."""
@@ -184,9 +185,9 @@ def adam8_update(
     if not master.is_cuda:
         return update_reference(grad, master, moments, weight, record, index_base)
     tensors = [grad, master, moments.exp_avg, moments.exp_avg_sq] + ([] if weight is None else [weight])
-    aligned = all(tensor.data_ptr() % (4 * tensor.element_size()) == 0 for tensor in tensors)
+    aligned = all(tensor.data_ptr() % min(_COUNT * tensor.element_size(), 16) == 0 for tensor in tensors)
     kernel(chosen, "adam8_update", master.device)(
-        -(-n // (4 * THREADS)), THREADS, grad, master, *moments, weight, n, int(aligned), index_base, record
+        -(-n // (_COUNT * THREADS)), THREADS, grad, master, *moments, weight, n, int(aligned), index_base, record
     )
 
 

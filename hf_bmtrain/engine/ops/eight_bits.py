@@ -25,12 +25,13 @@ from torch import Tensor
 
 from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
-from .adam import RECORD, THREADS, random_bits
+from .adam import RECORD, random_bits
 from .residual import join, split
 
 BLOCK = 32
 _CHUNK = 1 << 20
 _COUNT = 8  # elements of one thread, as in adam8.cu
+THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
 """From the numbers of a code, in units of 2ᴱ, to the float32 numbers whose bits are the code and zeros."""

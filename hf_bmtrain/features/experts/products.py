@@ -26,12 +26,12 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         (rows, N).
     """
     # Not torch's kernel in compiled code: Inductor may give its operands strides that the kernel refuses.
-    if not torch.compiler.is_compiling() and _has_kernel(matrices):
+    if not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)
     return _product_of_groups(x, matrices, ends)
 
 
-def _has_kernel(stack: Tensor) -> bool:
+def has_kernel(stack: Tensor) -> bool:
     """Return whether torch has a grouped product with `stack` (groups, rows, columns) on its device."""
     if _KERNEL is None or stack.dtype not in _KERNEL_DTYPES:
         return False
@@ -47,7 +47,7 @@ def _has_kernel(stack: Tensor) -> bool:
 )
 def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """`grouped_product`, for any dtype and device. Without torch's kernel the host waits for the device."""
-    if _has_kernel(matrices):
+    if has_kernel(matrices):
         return _KERNEL(x.contiguous(), matrices, offs=ends)
     y = x.new_empty(len(x), matrices.shape[2])
     for group, rows in _groups(ends):
@@ -61,7 +61,7 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of the matrices of `grouped_product`, (groups, K, N): zero for a group without rows."""
     matrices = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
-    if _has_kernel(matrices):
+    if has_kernel(matrices):
         return _KERNEL(x.contiguous().t(), dy.contiguous(), offs=ends)
     for group, rows in _groups(ends):
         torch.mm(x[rows].t(), dy[rows], out=matrices[group])

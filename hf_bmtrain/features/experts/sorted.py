@@ -12,7 +12,7 @@ from torch import Tensor
 from ...engine.base.torch_internals import functorch_transforms_active
 from ...engine.blocks.sharded_module import extend_class
 from ...engine.tensors.backward import double_backward
-from .products import ALIGNMENT, gradient_of_groups, grouped_product
+from .products import ALIGNMENT, gradient_of_groups, grouped_product, has_kernel
 
 FACTORS = "lora_factors"
 """The keyword by which `SortedExperts` gets the low-rank factors of its stacks."""
@@ -63,7 +63,7 @@ def _replaces(experts: Any) -> bool:
     if getattr(experts, "_is_expert_parallel", False) or "forward" in vars(experts):
         return False
     stack = experts.down_proj
-    if stack.dim() != 3 or not stack.is_floating_point() or stack.itemsize < 2:
+    if stack.dim() != 3 or not has_kernel(stack):
         return False
     return torch.compiler.is_compiling() or not functorch_transforms_active()
 
@@ -71,7 +71,7 @@ def _replaces(experts: Any) -> bool:
 def run_experts(
     experts: Any, factors: dict[str, Factors], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute the output of experts of transformers whose stacks have adapters.
+    """Compute the output of experts of transformers, whose stacks may have adapters.
 
     Args:
         experts: the module, whose stacks are full.
@@ -87,8 +87,8 @@ def run_experts(
     numbers, order = top_k_index.reshape(-1).sort()
     every = torch.arange(experts.num_experts, device=numbers.device, dtype=numbers.dtype)
     ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
-    grouped = functools.partial(_product, experts, factors, numbers, ends)
     places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    grouped = functools.partial(_product, experts, factors, numbers, ends)
     rows = Spread.apply(hidden_states, order, places, k)
     y = grouped("gate_up_proj" if experts.has_gate else "up_proj", rows)
     y = grouped("down_proj", experts._apply_gate(y) if experts.has_gate else experts.act_fn(y))

@@ -17,7 +17,10 @@ constexpr int M_FRACTION = 4, ROOT_FRACTION = 5, COUNT = 8;
 template <typename T> __device__ __forceinline__ void load8(const T* p, long long i, float* y) {
     constexpr int count = Wide<T>::count, loads = COUNT / count;
 #pragma unroll
-    for (int k = 0; k < loads; k++) Wide<T>::unpack(load_once((const uint4*)p + loads * i + k), y + count * k);
+    for (int k = 0; k < loads; k++) {  // two loads read each half of the same sectors: the first may not evict them
+        const uint4* from = (const uint4*)p + loads * i + k;
+        Wide<T>::unpack(loads == 1 ? load_once(from) : load_cached(from), y + count * k);
+    }
 }
 template <typename T> __device__ __forceinline__ void store8(T* p, long long i, const float* x) {
     constexpr int count = Wide<T>::count, stores = COUNT / count;

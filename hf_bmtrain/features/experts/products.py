@@ -33,13 +33,18 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def has_kernel(stack: Tensor) -> bool:
     """Return whether torch has a grouped product with `stack` (groups, rows, columns) on its device."""
-    if _KERNEL is None or stack.dtype not in _KERNEL_DTYPES:
+    return _fits(stack, *stack.shape[1:])
+
+
+def _fits(like: Tensor, rows: int, columns: int) -> bool:
+    """Return whether torch has a grouped product with matrices (rows, columns) of `like`'s dtype and device."""
+    if _KERNEL is None or like.dtype not in _KERNEL_DTYPES:
         return False
-    if any(width * stack.itemsize % ALIGNMENT for width in stack.shape[1:]):
+    if any(width * like.itemsize % ALIGNMENT for width in (rows, columns)):
         return False
-    if stack.device.type == "cuda":
-        return torch.cuda.get_device_capability(stack.device) >= (8, 0)
-    return stack.is_meta or torch.__version__ >= "2.11"
+    if like.device.type == "cuda":
+        return torch.cuda.get_device_capability(like.device) >= (8, 0)
+    return like.is_meta or torch.__version__ >= "2.11"
 
 
 @torch.library.custom_op(
@@ -60,9 +65,9 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 )
 def gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of the matrices of `grouped_product`, (groups, K, N): zero for a group without rows."""
-    matrices = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
-    if has_kernel(matrices):
+    if _fits(x, x.shape[1], dy.shape[1]):
         return _KERNEL(x.contiguous().t(), dy.contiguous(), offs=ends)
+    matrices = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
     for group, rows in _groups(ends):
         torch.mm(x[rows].t(), dy[rows], out=matrices[group])
     return matrices

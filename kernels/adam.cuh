@@ -2,7 +2,7 @@
 #pragma once
 #include "device.cuh"
 
-struct Record {  // the numbers of one run for this step, in the order of RECORD in engine/ops/adam.py
+struct alignas(16) Record {  // the numbers of one run for this step, in the order of RECORD in engine/ops/adam.py
     float skip, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root,
         eps;
     unsigned seed;

@@ -3,112 +3,219 @@
 //
 // Macros: as in adam.cu, without EXP_AVG. Masters that are residuals have no tie flags.
 //
-// Bytes per element, with a bf16 gradient, weight and residual: 8.06 read and 6.06 written. Four elements a thread, so
-// that eight threads share a block; the other half of the time goes into arithmetic, hence the approximate root and
-// quotient, whose errors of 2^-22 are far below those of the formats.
+// Bytes per element, with a bf16 gradient, weight and residual: 8.06 read and 6.06 written. While these move, a GPU
+// issues about a hundred instructions an element, of which integer ones count twice, so instructions are what limits
+// this kernel. Hence eight elements a thread, of which four share a block; codes are unpacked and packed in pairs; what
+// is rare (ties, NaN, foreign weights, huge moments) is looked for in all eight at once; and root, reciprocal and
+// quotient are approximate, with errors of 2^-22, far below those of the formats. A v below 2^-126 counts as 0.
 #include "adam.cuh"
 
-constexpr int M_FRACTION = 4, ROOT_FRACTION = 5;
-constexpr float SHIFT = 0x1p120f;  // see `_SHIFT` in engine/ops/eight_bits.py
+constexpr int M_FRACTION = 4, ROOT_FRACTION = 5, COUNT = 8;
 
-// The code of a magnitude. inverse: 2^-E of its block. random: the bits to add before the lower ones are cut off.
-template <int FRACTION> __device__ __forceinline__ unsigned encode(float magnitude, float inverse, unsigned random) {
-    unsigned code = (__float_as_uint(magnitude * inverse * (1.0f / SHIFT)) + random) >> (23 - FRACTION);
-    return min(code, (8u << FRACTION) - 1);
-}
-// The magnitude of a code. scale: 2^E.
-template <int FRACTION> __device__ __forceinline__ float decode(unsigned code, float scale) {
-    return __uint_as_float(code << (23 - FRACTION)) * SHIFT * scale;
-}
+// ---- eight masters ---------------------------------------------------------------------------------------
 
-// The exponent of a block, of which eight adjacent threads pass magnitudes: that of the largest, or the next one if the
-// largest is above the last number but one of its power of two.
-template <int FRACTION> __device__ __forceinline__ unsigned shared_exponent(unsigned bits) {
+template <typename T> __device__ __forceinline__ void load8(const T* p, long long i, float* y) {
+    constexpr int count = Wide<T>::count, loads = COUNT / count;
 #pragma unroll
-    for (int offset = 1; offset < 8; offset *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
-    return min((bits + (2u << (23 - FRACTION)) - 1) >> 23, 255u);
+    for (int k = 0; k < loads; k++) {  // two loads read each half of the same sectors: the first may not evict them
+        const uint4* from = (const uint4*)p + loads * i + k;
+        Wide<T>::unpack(loads == 1 ? load_once(from) : load_cached(from), y + count * k);
+    }
 }
-__device__ __forceinline__ float inverse_of(unsigned exponent) {  // of 2^E, 0 if E is 128: inf or NaN
-    return __uint_as_float((254u - min(exponent, 254u)) << 23);
+template <typename T> __device__ __forceinline__ void store8(T* p, long long i, const float* x) {
+    constexpr int count = Wide<T>::count, stores = COUNT / count;
+#pragma unroll
+    for (int k = 0; k < stores; k++) store_once((uint4*)p + stores * i + k, Wide<T>::pack(x + count * k));
+}
+__device__ __forceinline__ void store8(none*, long long, const float*) {}
+
+template <typename W>
+__device__ __forceinline__ void load_master8(const float* p, const W*, long long i, float* y) {
+    load8(p, i, y);
+}
+__device__ __forceinline__ void load_master8(const short* p, const bf16* weight, long long i, float* y) {
+    uint4 residual = load_once((const uint4*)p + i), w = load_once((const uint4*)weight + i);
+    const unsigned r[4] = {residual.x, residual.y, residual.z, residual.w}, words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        y[2 * k] = __uint_as_float((words[k] << 16) + (unsigned)(int)(short)r[k]);
+        y[2 * k + 1] = __uint_as_float((words[k] & 0xffff0000u) + (unsigned)((int)r[k] >> 16));
+    }
+    uint4 rounded = Wide<bf16>::pack(y);
+    if ((rounded.x ^ w.x) | (rounded.y ^ w.y) | (rounded.z ^ w.z) | (rounded.w ^ w.w)) {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {  // as `join` in adam.cuh: a weight that someone else wrote is the new master
+            bf16 own = as_bf16(words[k / 2] >> 16 * (k % 2)), found;
+            from_float(y[k], found);
+            y[k] = found.bits == own.bits ? y[k] : to_float(own);
+        }
+    }
 }
 
 // A residual without a tie flag must not be that of a tie that is rounded down: move it by the last bit.
-template <typename M> __device__ __forceinline__ float off_tie(float p, const M*) { return p; }
-__device__ __forceinline__ float off_tie(float p, const short*) {
-    unsigned u = __float_as_uint(p);
-    return __uint_as_float(u - ((u & 0x1ffffu) == 0x8000u));
+__device__ __forceinline__ void off_ties(float*, const float*) {}
+__device__ __forceinline__ void off_ties(float* p, const short*) {
+    unsigned nearest = 1;
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) nearest = min(nearest, (__float_as_uint(p[k]) & 0x1ffffu) ^ 0x8000u);
+    if (nearest == 0) {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            unsigned u = __float_as_uint(p[k]);
+            p[k] = __uint_as_float(u - ((u & 0x1ffffu) == 0x8000u));
+        }
+    }
 }
 
-// Update n elements. aligned: whether all arrays of n elements are aligned to four. index_base: the number of element 0
-// in the whole model, for the random bits.
+template <typename W>
+__device__ __forceinline__ void store_master8(float* p, W* weight, long long i, const float* x) {
+    store8(p, i, x);
+    store8(weight, i, x);
+}
+__device__ __forceinline__ void store_master8(short* p, bf16* weight, long long i, const float* x) {
+    unsigned r[4];  // without ties a residual is the lower half of its master
+    bool numbers = true;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        r[k] = __byte_perm(__float_as_uint(x[2 * k]), __float_as_uint(x[2 * k + 1]), 0x5410);
+        numbers = numbers && (x[2 * k] <= x[2 * k + 1] || x[2 * k] > x[2 * k + 1]);
+    }
+    if (!numbers) {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            if (x[k] != x[k]) r[k / 2] &= k % 2 ? 0x0000ffffu : 0xffff0000u;
+    }
+    store_once((uint4*)p + i, make_uint4(r[0], r[1], r[2], r[3]));
+    store_once((uint4*)weight + i, Wide<bf16>::pack(x));
+}
+
+// ---- codes -----------------------------------------------------------------------------------------------
+
+// The numbers of four codes, in units of 2^(E-8). A code moved to the upper bits of fp16's fraction and the lower ones
+// of its exponent is this number. SIGNED: whether the first bit of a code is a sign.
+template <int FRACTION, bool SIGNED> __device__ __forceinline__ void decode4(unsigned codes, float* y) {
+    constexpr int shift = FRACTION - 2;
+    constexpr unsigned half = (SIGNED ? 0x7f00u : 0xff00u) >> shift, mask = half << 16 | half;
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) {
+        unsigned bytes = __byte_perm(codes, 0, pair ? 0x3424 : 0x1404), h = bytes >> shift & mask;
+        if (SIGNED) h |= bytes & 0x80008000u;
+        y[2 * pair] = to_float(fp16{(unsigned short)h});
+        y[2 * pair + 1] = to_float(fp16{(unsigned short)(h >> 16)});
+    }
+}
+__device__ __forceinline__ float scale_of(unsigned exponent) {  // 2^(E+8); blocks beyond 2^119 count as infinite
+    return __uint_as_float(min(exponent + 8, 255u) << 23);
+}
+
+// The exponent of magnitudes up to `largest`: that of it, or the next one if it is above the last number but one of its
+// power of two.
+template <int FRACTION> __device__ __forceinline__ unsigned exponent_of(float largest) {
+    return min((__float_as_uint(largest) + (2u << (23 - FRACTION)) - 1) >> 23, 255u);
+}
+
+// Multiply eight values by 2^(-E-120), after which the bits of a float begin with the code.
+__device__ __forceinline__ void shift_to_codes(float* x, unsigned exponent) {
+    if (exponent > 133) {  // the factor is no normal number
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) x[k] *= 0x1p-127f;
+        exponent -= 127;
+    }
+    float factor = __uint_as_float((134 - exponent) << 23);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) x[k] *= factor;
+}
+
+// Four codes from the bits of four floats, of which 30 .. 26 are 0.
+template <int FRACTION, bool SIGNED> __device__ __forceinline__ unsigned codes_of4(const unsigned* bits) {
+    unsigned one = __byte_perm(bits[0], bits[1], 0x7632), two = __byte_perm(bits[2], bits[3], 0x7632);
+    unsigned codes = __byte_perm(one >> (7 - FRACTION), two >> (7 - FRACTION), 0x6420);
+    return SIGNED ? (codes & 0x7f7f7f7fu) | (__byte_perm(one, two, 0x7531) & 0x80808080u) : codes;
+}
+
+// Update n elements. aligned: whether all arrays of n elements are aligned to eight, or to 16 bytes. index_base: the
+// number of element 0 in the whole model, for the random bits.
 extern "C" __global__ __launch_bounds__(256) void adam8_update(
     const GRAD* __restrict__ grad, MASTER* __restrict__ master, unsigned char* __restrict__ exp_avg,
     unsigned char* __restrict__ exp_avg_exponents, unsigned char* __restrict__ exp_avg_sq,
     unsigned char* __restrict__ exp_avg_sq_exponents, WEIGHT* __restrict__ weight, long long n, int aligned,
     long long index_base, const float* __restrict__ record) {
-    const Record r = *(const Record*)record;
+    long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, first = COUNT * thread, block = first / 32;
+    int inside = (int)max(0ll, min((long long)COUNT, n - first));  // how many of this thread's elements there are
+    bool wide = aligned && inside == COUNT;
+    float g[COUNT] = {}, p[COUNT] = {};
+    unsigned m_codes[2] = {}, root_codes[2] = {}, m_exponent = 0, root_exponent = 0;
+    if (wide) {
+        load8(grad, thread, g);
+        load_master8(master, weight, thread, p);
+        uint2 codes = load_once((const uint2*)exp_avg + thread), roots = load_once((const uint2*)exp_avg_sq + thread);
+        m_codes[0] = codes.x, m_codes[1] = codes.y, root_codes[0] = roots.x, root_codes[1] = roots.y;
+    } else {
+        for (int k = 0; k < inside; k++) {
+            float no_ties = 0;
+            g[k] = to_float(grad[first + k]), p[k] = load_master(master + first + k, weight + first + k, no_ties);
+            m_codes[k / 4] |= (unsigned)exp_avg[first + k] << 8 * (k % 4);
+            root_codes[k / 4] |= (unsigned)exp_avg_sq[first + k] << 8 * (k % 4);
+        }
+    }
+    if (inside > 0) m_exponent = exp_avg_exponents[block], root_exponent = exp_avg_sq_exponents[block];
+    const Record r = *(const Record*)record;  // after the other loads, which do not wait for it
     if (r.skip != 0.0f) return;
-    long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, first = 4 * thread, block = thread / 8;
-    int inside = (int)max(0ll, min(4ll, n - first));  // how many of this thread's elements there are
-    bool wide = aligned && inside == 4;
-    float g[4] = {}, p[4] = {}, m[4] = {}, v[4] = {}, no_ties[4] = {};
-    unsigned m_codes = 0, root_codes = 0;
+
+    float m[COUNT], root[COUNT], m_largest = 0, m_scale = scale_of(m_exponent), root_scale = scale_of(root_exponent);
+    unsigned root_largest = 0;
+    decode4<M_FRACTION, true>(m_codes[0], m), decode4<M_FRACTION, true>(m_codes[1], m + 4);
+    decode4<ROOT_FRACTION, false>(root_codes[0], root), decode4<ROOT_FRACTION, false>(root_codes[1], root + 4);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        m[k] *= m_scale, root[k] *= root_scale;
+        float v = root[k] * root[k];
+        average(r, g[k], p[k], m[k], v);
+        root[k] = sqrt_approx(v);
+        p[k] = p[k] * r.decay - r.step_size * m[k] * reciprocal_approx(fmaf(root[k], r.inverse_root, r.eps));
+        m_largest = fmaxf(m_largest, fabsf(m[k]));
+        root_largest = max(root_largest, __float_as_uint(root[k]));
+    }
+    off_ties(p, master);
     if (wide) {
-        load4(grad, thread, g);
-        load_master4(master, weight, thread, p, no_ties);
-        m_codes = load_once((const unsigned*)exp_avg + thread);
-        root_codes = load_once((const unsigned*)exp_avg_sq + thread);
+        store_master8(master, weight, thread, p);
     } else {
         for (int k = 0; k < inside; k++) {
-            g[k] = to_float(grad[first + k]), p[k] = load_master(master + first + k, weight + first + k, no_ties[k]);
-            m_codes |= (unsigned)exp_avg[first + k] << 8 * k, root_codes |= (unsigned)exp_avg_sq[first + k] << 8 * k;
+            float no_ties = 0;
+            store_master(master + first + k, weight + first + k, p[k], no_ties);
         }
     }
-    float m_scale = 0, root_scale = 0;
-    if (inside > 0) {
-        m_scale = __uint_as_float((unsigned)exp_avg_exponents[block] << 23);
-        root_scale = __uint_as_float((unsigned)exp_avg_sq_exponents[block] << 23);
-    }
-    unsigned m_largest = 0, root_largest = 0;
-    float root[4];
+
+    unsigned exponents = exponent_of<M_FRACTION>(m_largest) |
+                         exponent_of<ROOT_FRACTION>(__uint_as_float(root_largest & 0x7fffffffu)) << 16;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        unsigned code = m_codes >> 8 * k & 255u;
-        m[k] = decode<M_FRACTION>(code & 127u, m_scale);
-        m[k] = code & 128u ? -m[k] : m[k];
-        root[k] = decode<ROOT_FRACTION>(root_codes >> 8 * k & 255u, root_scale);
-        v[k] = root[k] * root[k];
-        average(r, g[k], p[k], m[k], v[k]);
-        root[k] = sqrt_approx(v[k]);
-        p[k] = off_tie(p[k] * r.decay - __fdividef(r.step_size * m[k], fmaf(root[k], r.inverse_root, r.eps)), master);
-        if (k < inside) {
-            m_largest = max(m_largest, __float_as_uint(m[k]) & 0x7fffffffu);
-            root_largest = max(root_largest, __float_as_uint(root[k]));
-        }
-    }
-    unsigned m_exponent = shared_exponent<M_FRACTION>(m_largest);
-    unsigned root_exponent = shared_exponent<ROOT_FRACTION>(root_largest & 0x7fffffffu);
-    float m_inverse = inverse_of(m_exponent), root_inverse = inverse_of(root_exponent);
-    m_codes = root_codes = 0;
+    for (int offset = 1; offset < 32 / COUNT; offset *= 2)
+        exponents = __vmaxu2(exponents, __shfl_xor_sync(0xffffffffu, exponents, offset));
+    m_exponent = exponents & 0xffffu, root_exponent = exponents >> 16;
+    unsigned present[COUNT], m_bits[COUNT], root_bits[COUNT];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < COUNT; k++) present[k] = min(__float_as_uint(root[k]), 1u << (23 - ROOT_FRACTION));
+    shift_to_codes(m, m_exponent), shift_to_codes(root, root_exponent);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
         unsigned random = random_bits(index_base + first + k, r.seed);
-        unsigned code = encode<M_FRACTION>(fabsf(m[k]), m_inverse, (random & 0xffffu) << (7 - M_FRACTION));
-        m_codes |= (code | (__float_as_uint(m[k]) >> 31) << 7) << 8 * k;
-        code = encode<ROOT_FRACTION>(root[k], root_inverse, (random >> 16) << (7 - ROOT_FRACTION));
-        root_codes |= max(code, root[k] > 0.0f ? 1u : 0u) << 8 * k;
+        m_bits[k] = __float_as_uint(m[k]) + ((random & 0xffffu) << (7 - M_FRACTION));
+        root_bits[k] = max(__float_as_uint(root[k]) + ((random >> 16) << (7 - ROOT_FRACTION)), present[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        m_codes[k] = codes_of4<M_FRACTION, true>(m_bits + 4 * k);
+        root_codes[k] = codes_of4<ROOT_FRACTION, false>(root_bits + 4 * k);
     }
     if (wide) {
-        store_master4(master, weight, thread, p, no_ties);
-        store_once((unsigned*)exp_avg + thread, m_codes);
-        store_once((unsigned*)exp_avg_sq + thread, root_codes);
+        store_once((uint2*)exp_avg + thread, make_uint2(m_codes[0], m_codes[1]));
+        store_once((uint2*)exp_avg_sq + thread, make_uint2(root_codes[0], root_codes[1]));
     } else {
         for (int k = 0; k < inside; k++) {
-            store_master(master + first + k, weight + first + k, p[k], no_ties[k]);
-            exp_avg[first + k] = m_codes >> 8 * k, exp_avg_sq[first + k] = root_codes >> 8 * k;
+            exp_avg[first + k] = m_codes[k / 4] >> 8 * (k % 4), exp_avg_sq[first + k] = root_codes[k / 4] >> 8 * (k % 4);
         }
     }
-    if (thread % 8 == 0 && inside > 0) {
+    if (first % 32 == 0 && inside > 0) {
         exp_avg_exponents[block] = m_exponent;
         exp_avg_sq_exponents[block] = root_exponent;
     }

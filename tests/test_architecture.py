@@ -19,7 +19,7 @@ ORDER = [
 BETWEEN_FEATURES = {
     ("features.float8.calibrate", "features.replay"), ("features.parity", "features.replay"),
     ("features.prediction", "features.auto_wrap"), ("features.options", "features.packed.arithmetic"),
-    ("features.installation", "features.float8.arithmetic"),
+    ("features.installation", "features.float8.arithmetic"), ("features.lora", "features.experts"),
 }  # fmt: skip
 """The imports from one feature to another. features.auto_wrap, which lists them, may import each, and each may import
 features.options."""

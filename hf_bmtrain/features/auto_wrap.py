@@ -19,6 +19,7 @@ from ..engine.runtime.world import check_zero_level, current_world
 from ..engine.sharding.parameter import DistributedParameter
 from ..engine.wrap.extension import Extension
 from ..engine.wrap.wrap import wrap
+from .experts import Experts
 from .float8 import Float8
 from .lora import Lora
 from .memory import Memory, choose_recompute
@@ -30,7 +31,7 @@ from .sequence import SequenceParallel
 
 def extensions_of(options: Options) -> list[Extension]:
     """Return the extensions of a model that is wrapped with `options`, in the order in which the engine calls them."""
-    return [Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options)]
+    return [Experts(), Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options)]
 
 
 class LayerFeatures:

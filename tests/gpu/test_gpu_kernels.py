@@ -73,6 +73,25 @@ def test_adam_skips() -> None:
     checks.check_adam_skips(place)
 
 
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.bfloat16, torch.int16), (torch.float32, torch.bfloat16, torch.int16),
+        (torch.float32, None, torch.float32), (torch.float16, torch.float16, torch.float32),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(("n", "offset"), [(1_000_003, 0), (4096, 0), (2001, 3)])
+def test_eight_bits(dtypes, n: int, offset: int) -> None:
+    checks.check_eight_bits(place, dtypes, n, offset)
+
+
+def test_eight_bits_of_parts_and_rare_values() -> None:
+    checks.check_eight_bits_of_parts(place, 10013)
+    checks.check_eight_bits_of_rare_values(place)
+    checks.check_eight_bits_over_time(place)
+
+
 def test_stochastic_rounding() -> None:
     checks.check_stochastic_rounding(place, 1_000_000)
 

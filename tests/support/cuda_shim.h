@@ -51,6 +51,15 @@ inline unsigned __float_as_uint(float f) {
     return u;
 }
 inline float __fdividef(float a, float b) { return a / b; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    unsigned result = 0;
+    for (int k = 0; k < 4; k++) {
+        unsigned byte = selector >> 4 * k & 7;
+        result |= ((byte < 4 ? a >> 8 * byte : b >> 8 * (byte - 4)) & 255u) << 8 * k;
+    }
+    return result;
+}
+inline unsigned __vmaxu2(unsigned a, unsigned b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
 inline float __fmul_rn(float a, float b) { return a * b; }  // this compiler fuses nothing: no -mfma
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline int atomicMax(int* p, int x) {  // a fiber gives way only where it waits
@@ -233,7 +242,8 @@ template <typename T> void store4(T* p, long long i, const float* x) {
     for (int k = 0; k < 4; k++) from_float(x[k], aligned(p, 4 * sizeof(T))[4 * i + k]);
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
-inline float sqrt_approx(float x) { return std::sqrt(x); }
+inline float sqrt_approx(float x) { return x < 0x1p-126f ? 0.0f : std::sqrt(x); }
+inline float reciprocal_approx(float x) { return 1 / x; }
 
 inline uint4* shared_memory() { return block().shared.data(); }
 inline void copy_async(uint4* shared, const uint4* global) {

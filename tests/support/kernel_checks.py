@@ -367,6 +367,38 @@ def check_eight_bits_of_parts(place: Place, n: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(update(0, n, 3, skip=True)[1:], kept))
 
 
+def check_eight_bits_of_rare_values(place: Place) -> None:
+    """Masters that become ties, weights that someone else wrote, NaN, and moments of any size: the reference's bits."""
+    n, size = 1024, torch.tensor([1e-13, 1.0, 1e13, 1e17]).repeat_interleave(256)
+    torch.manual_seed(0)
+    grad, values = torch.randn(n) * size, torch.randn(n)
+    # 1.5 times this has 0x08000 in its last 17 bits: halfway between two bfloat16 numbers, of which the lower is even.
+    tie = torch.tensor(0x3F800000 + 2 * (0x8000 * pow(3, -1, 1 << 17) % (1 << 17)), dtype=torch.int32)
+    values[::37], grad[::37] = tie.view(torch.float32), 0.0
+    weight, residuals = values.bfloat16(), torch.empty(n, dtype=torch.int16)
+    residual.split(values, weight, residuals, None)
+    weight.view(torch.int16)[5::64], residuals[5::64] = 0x3F81, -0x8000  # of another weight: this would round down
+    weight.view(torch.int16)[300], residuals[300] = 0x7FFF, 5
+    grad[7::64] *= 1e-9
+    numbers = record(place)
+    numbers[adam.RECORD.index("decay")] = 1.5
+    results = []
+    for where in (place, lambda tensor: tensor):
+        moments = eight_bits.Moments(*map(where, eight_bits.Moments.zeros(n, torch.device("cpu"))))
+        moments.write(where(grad * 0.01), where((grad * 0.01).square()))
+        w, low = where(weight.clone()), where(residuals.clone())
+        eight_bits.adam8_update(where(grad.clone()), low, moments, w, where(_plain(numbers)))
+        results.append([_plain(tensor) for tensor in (w, low, *moments)])
+    (w, low, *codes), (expected, expected_low, *expected_codes) = results
+    assert int((low[::37] == 0x7FFF).sum()) >= n // 37 - 1  # a tie, moved by its last bit
+    assert torch.equal(low[::37], expected_low[::37]) and low[300] == expected_low[300] == 0
+    found, exact = (residual.join(*masters, None)[0] for masters in ((w, low), (expected, expected_low)))
+    torch.testing.assert_close(found, exact, rtol=4e-6, atol=2e-6, equal_nan=True)
+    for one, other in zip(codes, expected_codes):
+        assert float((one == other).float().mean()) > 0.99
+    assert torch.equal(codes[2] > 0, expected_codes[2] > 0)
+
+
 def check_eight_bits_over_time(place: Place) -> None:
     """Averages follow gradients that grow and shrink by less than a step of the formats, and are stored exactly."""
     torch.manual_seed(0)

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
-from .adam import RECORD, THREADS, combinations, macros, random_bits
+from .adam import RECORD, combinations, macros, random_bits
 from .residual import join, split
 
 BLOCK = 32
 _CHUNK = 1 << 20
+_COUNT = 8  # elements of one thread, as in adam8.cu
+THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
 """From the numbers of a code, in units of 2ᴱ, to the float32 numbers whose bits are the code and zeros."""
@@ -169,9 +171,9 @@ def adam8_update(
     if not master.is_cuda:
         return update_reference(grad, master, moments, weight, record, index_base)
     tensors = [grad, master, moments.exp_avg, moments.exp_avg_sq] + ([] if weight is None else [weight])
-    aligned = all(tensor.data_ptr() % (4 * tensor.element_size()) == 0 for tensor in tensors)
+    aligned = all(tensor.data_ptr() % min(_COUNT * tensor.element_size(), 16) == 0 for tensor in tensors)
     kernel(chosen, "adam8_update", master.device)(
-        -(-n // (4 * THREADS)), THREADS, grad, master, *moments, weight, n, int(aligned), index_base, record
+        -(-n // (_COUNT * THREADS)), THREADS, grad, master, *moments, weight, n, int(aligned), index_base, record
     )
 
 

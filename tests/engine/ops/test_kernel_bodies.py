@@ -215,6 +215,11 @@ def test_eight_bits_of_parts(place: checks.Place) -> None:
     checks.check_eight_bits_of_parts(place, 10013)
 
 
+@pytest.mark.parametrize("place", ["shim"], indirect=True)
+def test_eight_bits_of_rare_values(place: checks.Place) -> None:
+    checks.check_eight_bits_of_rare_values(place)
+
+
 @pytest.mark.parametrize("place", ["reference", *in_full("shim")], indirect=True)
 def test_eight_bits_over_time(place: checks.Place) -> None:
     checks.check_eight_bits_over_time(place)

@@ -1,0 +1,109 @@
+"""Grouped products: each row times the matrix of its group, for all groups at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KERNEL: Any = getattr(torch.nn.functional, "grouped_mm", None)  # public since torch 2.10
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ALIGNMENT = 16
+"""Bytes: what torch's kernel requires of the strides of its operands."""
+
+
+def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Return the product of each row with the matrix of its group.
+
+    Args:
+        x: (rows, K), sorted by group.
+        matrices: (groups, K, N), in the dtype of x.
+        ends: (groups,) int32, the row after the last one of each group; the last one is `rows`.
+
+    Returns:
+        (rows, N).
+    """
+    # Not torch's kernel in compiled code: Inductor may give its operands strides that the kernel refuses.
+    if not torch.compiler.is_compiling() and has_kernel(matrices):
+        return _KERNEL(x, matrices, offs=ends)
+    return _product_of_groups(x, matrices, ends)
+
+
+def has_kernel(stack: Tensor) -> bool:
+    """Return whether torch has a grouped product with `stack` (groups, rows, columns) on its device."""
+    return _fits(stack, *stack.shape[1:])
+
+
+def _fits(like: Tensor, rows: int, columns: int) -> bool:
+    """Return whether torch has a grouped product with matrices (rows, columns) of `like`'s dtype and device."""
+    if _KERNEL is None or like.dtype not in _KERNEL_DTYPES:
+        return False
+    if any(width * like.itemsize % ALIGNMENT for width in (rows, columns)):
+        return False
+    if like.device.type == "cuda":
+        return torch.cuda.get_device_capability(like.device) >= (8, 0)
+    return like.is_meta or torch.__version__ >= "2.11"
+
+
+@torch.library.custom_op(
+    "hf_bmtrain::product_of_groups", mutates_args=(), schema="(Tensor x, Tensor matrices, Tensor ends) -> Tensor"
+)
+def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_product`, for any dtype and device. Without torch's kernel the host waits for the device."""
+    if has_kernel(matrices):
+        return _KERNEL(x.contiguous(), matrices, offs=ends)
+    y = x.new_empty(len(x), matrices.shape[2])
+    for group, rows in _groups(ends):
+        torch.mm(x[rows], matrices[group], out=y[rows])
+    return y
+
+
+@torch.library.custom_op(
+    "hf_bmtrain::gradient_of_groups", mutates_args=(), schema="(Tensor x, Tensor dy, Tensor ends) -> Tensor"
+)
+def gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient of the matrices of `grouped_product`, (groups, K, N): zero for a group without rows."""
+    if _fits(x, x.shape[1], dy.shape[1]):
+        return _KERNEL(x.contiguous().t(), dy.contiguous(), offs=ends)
+    matrices = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
+    for group, rows in _groups(ends):
+        torch.mm(x[rows].t(), dy[rows], out=matrices[group])
+    return matrices
+
+
+@_product_of_groups.register_fake
+def _(x, matrices, ends):
+    return x.new_empty(x.shape[0], matrices.shape[2])
+
+
+@gradient_of_groups.register_fake
+def _(x, dy, ends):
+    return x.new_empty(ends.shape[0], x.shape[1], dy.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, matrices, ends = ctx.saved_tensors
+    dx = grouped_product(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    if not ctx.needs_input_grad[1]:
+        return dx, None, None
+    if matrices.stride(1) == 1 != matrices.stride(2):  # a transposed stack, whose gradient has the stack's own layout
+        return dx, gradient_of_groups(dy, x, ends).transpose(1, 2), None
+    return dx, gradient_of_groups(x, dy, ends), None
+
+
+_product_of_groups.register_autograd(_backward, setup_context=_keep)
+
+
+def _groups(ends: Tensor) -> Iterable[tuple[int, slice]]:
+    """Yield the number and the rows of each group that has rows."""
+    begin = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > begin:
+            yield group, slice(begin, end)
+        begin = end

@@ -1,0 +1,189 @@
+"""The forward of experts: rows sorted by expert, grouped products, rows in the order of the tokens again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.base.torch_internals import functorch_transforms_active
+from ...engine.blocks.sharded_module import extend_class
+from ...engine.tensors.backward import double_backward
+from .products import ALIGNMENT, gradient_of_groups, grouped_product, has_kernel
+
+FACTORS = "lora_factors"
+"""The keyword by which `SortedExperts` gets the low-rank factors of its stacks."""
+_SETTINGS = ("down_proj", "has_gate", "has_bias", "is_transposed", "num_experts", "config")
+
+Factors = list[tuple[Tensor, Tensor, float]]
+"""A, B and a scaling of each product that is added to that of one stack."""
+
+
+class SortedExperts(torch.nn.Module):
+    """Experts of transformers, extended in place.
+
+    In training they run `run_experts` instead of `experts_implementation="grouped_mm"`. Factors of their stacks may be
+    passed by keyword.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        factors = kwargs.pop(FACTORS, None)
+        if factors is None and not _replaces(self):
+            return super().forward(*args, **kwargs)
+        return run_experts(self, factors or {}, *args, **kwargs)
+
+
+def can_sort(experts: Any) -> bool:
+    """Return whether `experts` is a module of transformers that can run by grouped_mm, with several experts."""
+    known = hasattr(experts, "_apply_gate") and all(hasattr(experts, setting) for setting in _SETTINGS)
+    return known and experts.num_experts > 1
+
+
+def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
+    """Make the experts of transformers among `modules` SortedExperts, in place, and return their number."""
+    found = [module for module in modules if can_sort(module) and not isinstance(module, SortedExperts)]
+    for module in found:
+        module.__class__ = _extended_class(type(module))
+    return len(found)
+
+
+@functools.cache
+def _extended_class(cls: Any) -> Any:
+    """Return the subclass of SortedExperts and `cls` that all modules of class `cls` get."""
+    return extend_class(SortedExperts, cls, {})
+
+
+def _replaces(experts: Any) -> bool:
+    """Return whether `run_experts` shall compute this forward: in training, where transformers' grouped_mm would."""
+    if not torch.is_grad_enabled() or experts.config._experts_implementation != "grouped_mm":
+        return False
+    if getattr(experts, "_is_expert_parallel", False) or "forward" in vars(experts):
+        return False
+    stack = experts.down_proj
+    if stack.dim() != 3 or not has_kernel(stack):
+        return False
+    return torch.compiler.is_compiling() or not functorch_transforms_active()
+
+
+def run_experts(
+    experts: Any, factors: dict[str, Factors], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute the output of experts of transformers, whose stacks may have adapters.
+
+    Args:
+        experts: the module, whose stacks are full.
+        factors: the adapters of each adapted stack, by its name.
+        hidden_states: (tokens, width).
+        top_k_index: (tokens, k), the numbers of each token's experts.
+        top_k_weights: (tokens, k), the factors of their outputs.
+
+    Returns:
+        (tokens, width), in the dtype of `hidden_states`.
+    """
+    tokens, k = top_k_index.shape
+    numbers, order = top_k_index.reshape(-1).sort()
+    every = torch.arange(experts.num_experts, device=numbers.device, dtype=numbers.dtype)
+    ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
+    places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    grouped = functools.partial(_product, experts, factors, numbers, ends)
+    rows = Spread.apply(hidden_states, order, places, k)
+    y = grouped("gate_up_proj" if experts.has_gate else "up_proj", rows)
+    y = grouped("down_proj", experts._apply_gate(y) if experts.has_gate else experts.act_fn(y))
+    if getattr(experts, "has_post_expert_norm", False):
+        y = experts.post_expert_norm(y)
+    y = y * Permute.apply(top_k_weights.reshape(-1, 1), order, places)
+    y = Permute.apply(y, places, order)  # back into the order of the tokens
+    return y.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+
+def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: Tensor, name: str, x: Tensor) -> Tensor:
+    """Return x times the matrix, plus the bias, of each row's expert, with the adapters of stack `name`.
+
+    x: (rows, K), sorted by expert. numbers: (rows,), the experts' numbers. ends: (experts,) int32, the row after the
+    last one of each expert.
+    """
+    stack = getattr(experts, name)
+    matrices = stack if experts.is_transposed else stack.transpose(1, 2)
+    x = x.to(stack.dtype)
+    y = grouped_product(x, matrices, ends)
+    if name in factors:
+        a, b = _combined(factors[name], matrices)
+        y.add_(grouped_product(grouped_product(x, a, ends), b, ends))
+    if experts.has_bias:
+        y.add_(Biases.apply(getattr(experts, f"{name}_bias"), numbers, ends))
+    return y
+
+
+def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Aᵀ and (s B)ᵀ of all experts, (E, K, r) and (E, r, N), for the adapters together.
+
+    r is the sum of their ranks, filled with zeros up to what torch's kernel requires.
+
+    matrices: (E, K, N), the experts' own.
+    """
+    count, dtype = len(matrices), matrices.dtype
+    all_a = [a.view(count, -1, a.shape[1]) for a, _, _ in factors]
+    all_b = [(b * scaling).view(len(b), -1, count).permute(2, 1, 0) for _, b, scaling in factors]
+    a, b = (each[0] if len(each) == 1 else torch.cat(each, 1) for each in (all_a, all_b))
+    more = -a.shape[1] % (ALIGNMENT // matrices.itemsize)
+    a, b = (torch.nn.functional.pad(each, (0, 0, 0, more)) if more else each for each in (a, b))
+    return a.to(dtype).transpose(1, 2), b.to(dtype).contiguous()
+
+
+class Spread(torch.autograd.Function):
+    """The row of x for each of its k experts, in the given order: x[order // k].
+
+    places: the inverse of `order`, by which the backward finds the k rows of a token. That of torch's indexing sorts.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, places, k: int):
+        ctx.save_for_backward(places)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise double_backward()
+        (places,) = ctx.saved_tensors
+        return dy.index_select(0, places).view(-1, ctx.k, dy.shape[1]).sum(1), None, None, None
+
+
+class Permute(torch.autograd.Function):
+    """x[order], whose backward is dy[places]. places: the inverse of `order`."""
+
+    @staticmethod
+    def forward(ctx, x, order, places):
+        ctx.save_for_backward(places)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise double_backward()
+        (places,) = ctx.saved_tensors
+        return dy.index_select(0, places), None, None
+
+
+class Biases(torch.autograd.Function):
+    """bias[numbers] for sorted numbers, whose backward sums the rows of each group, as a product with ones.
+
+    ends: the row after the last one of each group.
+    """
+
+    @staticmethod
+    def forward(ctx, bias, numbers, ends):
+        ctx.save_for_backward(ends)
+        return bias.index_select(0, numbers)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise double_backward()
+        (ends,) = ctx.saved_tensors
+        ones = dy.new_ones(len(dy), ALIGNMENT // dy.itemsize)
+        return gradient_of_groups(ones, dy, ends)[:, 0], None, None

@@ -15,11 +15,12 @@ from ..engine.blocks.block import CheckpointBlock
 from ..engine.blocks.block_list import TransformerBlockList
 from ..engine.blocks.block_state import BlockState
 from ..engine.blocks.distributed_module import DistributedModule
-from ..engine.blocks.recompute import Recompute
+from ..engine.blocks.recompute import InputStore, Recompute
 from ..engine.runtime.world import check_zero_level, current_world
 from ..engine.sharding.parameter import DistributedParameter
 from ..engine.wrap.extension import Extension
 from ..engine.wrap.wrap import wrap
+from .activations import OffloadActivations, input_store
 from .float8 import Float8
 from .lora import Lora
 from .memory import Memory, choose_recompute
@@ -31,7 +32,10 @@ from .sequence import SequenceParallel
 
 def extensions_of(options: Options) -> list[Extension]:
     """Return the extensions of a model that is wrapped with `options`, in the order in which the engine calls them."""
-    return [Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options)]
+    return [
+        Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options),
+        OffloadActivations(options),
+    ]  # fmt: skip
 
 
 class LayerFeatures:
@@ -49,6 +53,9 @@ class LayerFeatures:
     def replay(self, layer: torch.nn.Module) -> Replay:
         return Replay(layer)
 
+    def inputs(self) -> InputStore | None:
+        return input_store(current_world())
+
 
 def auto_wrap(
     model: torch.nn.Module,
@@ -62,6 +69,7 @@ def auto_wrap(
     float8: UseFloat8 = False,
     keep: Sequence[str] = (),
     sequence_parallel: int = 1,
+    offload_activations: bool = False,
 ) -> torch.nn.Module:
     """Shard a model over all ranks, in place, and return it. Collective.
 
@@ -94,6 +102,8 @@ def auto_wrap(
         keep: names of modules whose linear layers do not compute in float8.
         sequence_parallel: the number of consecutive ranks that share each row, so that each of them computes a part of
             the row's tokens. They must get the same rows.
+        offload_activations: whether the inputs of recomputed blocks are kept in host memory until backward. The copies
+            run behind the computation. It changes nothing on the CPU.
 
     Returns:
         `model`.
@@ -125,6 +135,7 @@ def auto_wrap(
         float8=float8,
         keep=keep,
         sequence_parallel=sequence_parallel,
+        offload_activations=offload_activations,
     )
     check_zero_level(level)
     world.check_same_on_all_ranks("auto_wrap", options.facts())

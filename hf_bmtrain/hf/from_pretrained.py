@@ -43,6 +43,7 @@ def from_pretrained(
     float8: UseFloat8 = False,
     keep: Sequence[str] = (),
     sequence_parallel: int = 1,
+    offload_activations: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Load a model of transformers and shard it while its files are read. Collective.
@@ -70,6 +71,7 @@ def from_pretrained(
         float8: as for `auto_wrap`.
         keep: as for `auto_wrap`.
         sequence_parallel: as for `auto_wrap`.
+        offload_activations: as for `auto_wrap`.
         **kwargs: passed to the class's `from_pretrained`.
 
     Returns:
@@ -96,6 +98,7 @@ def from_pretrained(
         float8=float8,
         keep=keep,
         sequence_parallel=sequence_parallel,
+        offload_activations=offload_activations,
     )
     world.barrier("from_pretrained")
     failure: Exception | None = None
@@ -120,7 +123,7 @@ def from_pretrained(
     frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
     auto_wrap(
         model, zero_level, use_checkpoint, compile, chosen, float8=float8, keep=keep,
-        sequence_parallel=sequence_parallel, **frozen,
+        sequence_parallel=sequence_parallel, offload_activations=offload_activations, **frozen,
     )  # fmt: skip
     return loaded
 

@@ -24,6 +24,7 @@ from .activations import OffloadActivations, input_store
 from .float8 import Float8
 from .lora import Lora
 from .memory import Memory, choose_recompute
+from .mlp import MlpChunks
 from .options import KeepFrozen, Options, UseCheckpoint, UseFloat8, check_use_checkpoint
 from .packed import Packed
 from .replay.replay import Replay
@@ -34,7 +35,7 @@ def extensions_of(options: Options) -> list[Extension]:
     """Return the extensions of a model that is wrapped with `options`, in the order in which the engine calls them."""
     return [
         Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options),
-        OffloadActivations(options),
+        OffloadActivations(options), MlpChunks(options),
     ]  # fmt: skip
 
 
@@ -70,6 +71,7 @@ def auto_wrap(
     keep: Sequence[str] = (),
     sequence_parallel: int = 1,
     offload_activations: bool = False,
+    mlp_chunks: int = 1,
 ) -> torch.nn.Module:
     """Shard a model over all ranks, in place, and return it. Collective.
 
@@ -104,6 +106,8 @@ def auto_wrap(
             the row's tokens. They must get the same rows.
         offload_activations: whether the inputs of recomputed blocks are kept in host memory until backward. The copies
             run behind the computation. It changes nothing on the CPU.
+        mlp_chunks: the number of pieces, one after the other, in which the MLP of each block computes its tokens.
+            Intermediate activations then take as many times less memory.
 
     Returns:
         `model`.
@@ -136,6 +140,7 @@ def auto_wrap(
         keep=keep,
         sequence_parallel=sequence_parallel,
         offload_activations=offload_activations,
+        mlp_chunks=mlp_chunks,
     )
     check_zero_level(level)
     world.check_same_on_all_ranks("auto_wrap", options.facts())

@@ -31,6 +31,7 @@ class Options:
     keep: Sequence[str] = ()
     sequence_parallel: int = 1
     offload_activations: bool = False
+    mlp_chunks: int = 1
 
     def __post_init__(self) -> None:
         check_use_checkpoint(self.use_checkpoint)
@@ -51,6 +52,8 @@ class Options:
                 "offload_activations=True moves the inputs of recomputed blocks, and use_checkpoint=False recomputes "
                 "none: pass use_checkpoint=True or 'auto'."
             )
+        wanted = "at least 1, the number of pieces of an MLP's tokens"
+        expect_number("mlp_chunks", self.mlp_chunks, wanted, lambda chunks: chunks >= 1, integer=True)
         wanted = "at least 1, the number of ranks that share a row"
         expect_number("sequence_parallel", self.sequence_parallel, wanted, lambda ranks: ranks >= 1, integer=True)
 

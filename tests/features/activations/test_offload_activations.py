@@ -6,11 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_bmtrain as bmt
 from cases import by_default, in_full
 from hf_bmtrain.features import activations
 from hf_bmtrain.features.activations import host_inputs
+from hf_bmtrain.features.prediction.prediction import predict
 from ranks import on_ranks
 from slow_streams import Clock
 from tiny_models import batch, build
@@ -153,6 +155,21 @@ def test_option_of_transformers(call):
             enable(every_n_layers=0)
     enable()
     assert all(state.recompute.recomputes((), {}, 0) for state in states)
+
+
+def test_predicted_memory():
+    """Host memory has the input of each block, which the device does not keep; MLPs in pieces take less."""
+    sizes = {"vocab_size": 60, "hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4}
+    found, ids = [], torch.zeros(1, 4096, dtype=torch.long)
+    for options in ({}, {"offload_activations": True}, {"mlp_chunks": 8}):
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes))
+        batch = {"input_ids": ids, "labels": ids}
+        found.append(predict(model.train(), batch, bmt.optim.AdamOptimizer, ranks=2, total=80 << 30, **options))
+    plain, offloaded, pieces = found
+    one = 4096 * 64 * 4
+    assert (plain.host, offloaded.host) == (0, 6 * one)
+    assert offloaded.peak < plain.peak - 2 * one and pieces.peak < plain.peak - 4096 * 512 * 4
 
 
 @on_ranks(1)

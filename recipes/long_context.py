@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     options.steps = options.steps or (20 if options.model else 240)
     options.lr = options.lr or (1e-5 if options.model else 3e-3)
     if options.memory is None and not options.model and device.type == "cpu":
-        options.memory = 160
+        options.memory = 208
     with one_line_errors():
         model, batches = prepare(options)
     bmt.auto_wrap(

@@ -18,7 +18,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--length", type=at_least(SHORTEST), default=8192, help="tokens of a row (%(default)s)")
     add = parser.add_argument_group("processes and memory").add_argument
     add("--processes", type=at_least(1), help="processes that share each row (the GPUs, or 2)")
-    add("--memory", type=at_least(1), help="MiB that each process may allocate beside the model (embedded, CPU: 160)")
+    add("--memory", type=at_least(1), help="MiB that each process may allocate beside the model (embedded, CPU: 208)")
     add("--offload", action="store_true", help="keep the inputs of layers in host memory until backward")
     add("--mlp-chunks", type=at_least(1), default=1, help="pieces in which an MLP computes its tokens (%(default)s)")
     add("--trial", action="store_true", help="take one step on the longest rows and report whether memory suffices")

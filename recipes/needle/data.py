@@ -36,11 +36,11 @@ def rows(count: int, length: int, generator: torch.Generator) -> dict[str, torch
 def lengths(longest: int, steps: int) -> Iterator[tuple[int, int]]:
     """Yield the number of rows and their length for each of `steps` steps.
 
-    For half of the steps rows are short, which teaches the model what to do; then they double up to `longest`.
+    For two thirds of the steps rows are short, which teaches the model what to do; then they double up to `longest`.
     """
     doublings = max(0, (longest - 1).bit_length() - SHORTEST.bit_length() + 1)
     for step in range(steps):
-        late = max(0.0, 2 * step / steps - 1) * 1.25  # the last tenth of the steps has the full length
+        late = max(0.0, 3 * step / steps - 2)
         length = min(longest, SHORTEST << min(doublings, int(late * (doublings + 1))))
         yield max(1, min(32, 1024 // length)), length
 

@@ -14,15 +14,17 @@ from ..engine.base.arguments import expect_flag, expect_kind, expect_module, exp
 from ..engine.blocks.block import CheckpointBlock, TransformerBlockList
 from ..engine.blocks.block_state import BlockState
 from ..engine.blocks.distributed_module import DistributedModule
-from ..engine.blocks.recompute import Recompute
+from ..engine.blocks.recompute import InputStore, Recompute
 from ..engine.runtime.world import check_zero_level, current_world
 from ..engine.sharding.parameter import DistributedParameter
 from ..engine.wrap.extension import Extension
 from ..engine.wrap.wrap import wrap
+from .activations import OffloadActivations, input_store
 from .experts import Experts
 from .float8 import Float8
 from .lora import Lora
 from .memory import Memory, choose_recompute
+from .mlp import MlpChunks
 from .options import KeepFrozen, Options, UseCheckpoint, UseFloat8, check_use_checkpoint
 from .packed import Packed
 from .replay.replay import Replay
@@ -31,7 +33,10 @@ from .sequence import SequenceParallel
 
 def extensions_of(options: Options) -> list[Extension]:
     """Return the extensions of a model that is wrapped with `options`, in the order in which the engine calls them."""
-    return [Experts(), Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options)]
+    return [
+        Experts(), Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options),
+        OffloadActivations(options), MlpChunks(options),
+    ]  # fmt: skip
 
 
 class LayerFeatures:
@@ -49,6 +54,9 @@ class LayerFeatures:
     def replay(self, layer: torch.nn.Module) -> Replay:
         return Replay(layer)
 
+    def inputs(self) -> InputStore | None:
+        return input_store(current_world())
+
 
 def auto_wrap(
     model: torch.nn.Module,
@@ -62,6 +70,8 @@ def auto_wrap(
     float8: UseFloat8 = False,
     keep: Sequence[str] = (),
     sequence_parallel: int = 1,
+    offload_activations: bool = False,
+    mlp_chunks: int = 1,
 ) -> torch.nn.Module:
     """Shard a model over all ranks, in place, and return it. Collective.
 
@@ -95,6 +105,10 @@ def auto_wrap(
         keep: names of modules whose linear layers do not compute in float8.
         sequence_parallel: the number of consecutive ranks that share each row, so that each of them computes a part of
             the row's tokens. They must get the same rows.
+        offload_activations: whether the inputs of recomputed blocks are kept in host memory until backward. The copies
+            run behind the computation. It changes nothing on the CPU.
+        mlp_chunks: the number of pieces, one after the other, in which the MLP of each block computes its tokens.
+            Intermediate activations then take as many times less memory.
 
     Returns:
         `model`.
@@ -126,6 +140,8 @@ def auto_wrap(
         float8=float8,
         keep=keep,
         sequence_parallel=sequence_parallel,
+        offload_activations=offload_activations,
+        mlp_chunks=mlp_chunks,
     )
     check_zero_level(level)
     world.check_same_on_all_ranks("auto_wrap", options.facts())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..engine.base.arguments import expect_number
+from ..engine.base.arguments import expect_flag, expect_number
 from .packed.arithmetic import QUANTIZE_FROZEN
 
 UseCheckpoint = bool | Literal["attention", "auto"]
@@ -30,6 +30,8 @@ class Options:
     float8: UseFloat8 = False
     keep: Sequence[str] = ()
     sequence_parallel: int = 1
+    offload_activations: bool = False
+    mlp_chunks: int = 1
 
     def __post_init__(self) -> None:
         check_use_checkpoint(self.use_checkpoint)
@@ -44,6 +46,14 @@ class Options:
         keep: Any = self.keep
         if not isinstance(keep, (list, tuple)) or not all(isinstance(name, str) for name in keep):
             raise TypeError(f"keep must be a list of names of modules, such as ['down_proj'], got {keep!r}")
+        expect_flag("offload_activations", self.offload_activations)
+        if self.offload_activations and self.use_checkpoint is False:
+            raise ValueError(
+                "offload_activations=True moves the inputs of recomputed blocks, and use_checkpoint=False recomputes "
+                "none: pass use_checkpoint=True or 'auto'."
+            )
+        wanted = "at least 1, the number of pieces of an MLP's tokens"
+        expect_number("mlp_chunks", self.mlp_chunks, wanted, lambda chunks: chunks >= 1, integer=True)
         wanted = "at least 1, the number of ranks that share a row"
         expect_number("sequence_parallel", self.sequence_parallel, wanted, lambda ranks: ranks >= 1, integer=True)
 

@@ -43,6 +43,8 @@ def from_pretrained(
     float8: UseFloat8 = False,
     keep: Sequence[str] = (),
     sequence_parallel: int = 1,
+    offload_activations: bool = False,
+    mlp_chunks: int = 1,
     **kwargs: Any,
 ) -> Any:
     """Load a model of transformers and shard it while its files are read. Collective.
@@ -70,6 +72,8 @@ def from_pretrained(
         float8: as for `auto_wrap`.
         keep: as for `auto_wrap`.
         sequence_parallel: as for `auto_wrap`.
+        offload_activations: as for `auto_wrap`.
+        mlp_chunks: as for `auto_wrap`.
         **kwargs: passed to the class's `from_pretrained`.
 
     Returns:
@@ -96,6 +100,8 @@ def from_pretrained(
         float8=float8,
         keep=keep,
         sequence_parallel=sequence_parallel,
+        offload_activations=offload_activations,
+        mlp_chunks=mlp_chunks,
     )
     world.barrier("from_pretrained")
     failure: Exception | None = None
@@ -120,7 +126,8 @@ def from_pretrained(
     frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
     auto_wrap(
         model, zero_level, use_checkpoint, compile, chosen, float8=float8, keep=keep,
-        sequence_parallel=sequence_parallel, **frozen,
+        sequence_parallel=sequence_parallel, offload_activations=offload_activations, mlp_chunks=mlp_chunks,
+        **frozen,
     )  # fmt: skip
     return loaded
 

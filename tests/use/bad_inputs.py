@@ -184,7 +184,8 @@ def calls() -> Iterator[Call]:
         "auto_wrap", lambda: {"model": Tower()}, model="model", zero_level="choice none", use_checkpoint="choice true",
         compile="flag text", blocks="nothing none empty", weights="choice none", keep_frozen="choice true",
         quantize_frozen="choice none", float8="choice true", keep="nothing empty",
-        sequence_parallel="size huge",
+        sequence_parallel="size huge", offload_activations="flag",
+        mlp_chunks="size huge",
     )  # fmt: skip
     yield Call(
         "gathered", lambda what, modify: enter(bmt.gathered(what, modify)),

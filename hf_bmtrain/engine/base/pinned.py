@@ -21,7 +21,10 @@ CONTROL_GROUPS = (
 memory.stat that counts the file cache, which the system can reclaim."""
 
 
-def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tensor:
+_INSTEAD = "keep the state on the GPU with AdamOptimizer"
+
+
+def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str = _INSTEAD) -> torch.Tensor:
     """Allocate zeroed host memory, page-locked if `device` is a CUDA device.
 
     torch's own pinned allocator rounds sizes up to a power of two; this function does not.
@@ -30,6 +33,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
         nbytes: how many bytes to allocate.
         device: the device that will read and write the memory; "meta" allocates a meta tensor.
         purpose: what the memory is for, to be named in the error.
+        instead: how to do without this memory, also for the error.
 
     Returns:
         A uint8 tensor (nbytes,). The memory is unlocked and freed with the last view of it.
@@ -43,11 +47,13 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
         return torch.zeros(0, dtype=torch.uint8, device="cpu")
     available = available_bytes()
     if nbytes > available:
-        raise RuntimeError(_shortage(nbytes, purpose, f"{available / 2**30:.1f} GiB of host memory are available"))
+        raise RuntimeError(
+            _shortage(nbytes, purpose, instead, f"{available / 2**30:.1f} GiB of host memory are available")
+        )
     try:
         memory = mmap.mmap(-1, nbytes)
     except (OSError, ValueError, OverflowError) as error:
-        raise RuntimeError(_shortage(nbytes, purpose, f"the system refused it: {error}")) from error
+        raise RuntimeError(_shortage(nbytes, purpose, instead, f"the system refused it: {error}")) from error
     shown = memoryview(memory)  # lives as long as the tensor or a view of it: its finalizer unlocks the memory
     tensor = torch.frombuffer(shown, dtype=torch.uint8)
     if device.type == "cuda":
@@ -58,7 +64,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
             locked = "no limit" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.1f} GiB"
             free = f"{available / 2**30:.1f} GiB are free"
             reason = f"CUDA refused to lock it ({error}; ulimit -l allows {locked}, {free})"
-            raise RuntimeError(_shortage(nbytes, purpose, reason)) from error
+            raise RuntimeError(_shortage(nbytes, purpose, instead, reason)) from error
         weakref.finalize(shown, _unlock, memory, tensor.data_ptr(), device).atexit = False
     return tensor
 
@@ -89,11 +95,10 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines}
 
 
-def _shortage(nbytes: int, purpose: str, reason: str) -> str:
+def _shortage(nbytes: int, purpose: str, instead: str, reason: str) -> str:
     return (
         f"{nbytes / 2**30:.1f} GiB of pinned host memory for {purpose} cannot be allocated: {reason}. Train on more "
-        "ranks (each then stores less), give the container more memory, raise `ulimit -l`, or keep the state on the "
-        "GPU with AdamOptimizer."
+        f"ranks (each then stores less), give the container more memory, raise `ulimit -l`, or {instead}."
     )
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot
 from .autograd import enter_backward, leave_backward, uncached_autocast
-from .recompute import ALWAYS, Recompute, Replay
+from .recompute import ALWAYS, InputStore, Recompute, Replay
 from .schedule import Schedule
 
 
@@ -37,6 +37,7 @@ class BlockState:
         replay: makes a recomputation find the state that the first forward found.
         zero_level: 3 frees the full parameters between forward and backward, 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
+        inputs: keeps the inputs of recomputed forwards until backward; None leaves them where they are.
         previous: the block before this one in the block list.
         next: the block after this one in the block list.
         own_forward: called instead of the class's forward if not None: the forward that was set on the instance, or a
@@ -54,6 +55,7 @@ class BlockState:
     replay: Replay
     zero_level: int
     recompute: Recompute = ALWAYS
+    inputs: InputStore | None = None
     previous: weakref.ref[BlockState] | None = None
     next: weakref.ref[BlockState] | None = None
     own_forward: Callable | None = None
@@ -156,7 +158,16 @@ class BlockState:
                 return self._inside(layer_forward, *args, **kwargs)
 
         with self.replay.record(args, kwargs) as snapshot:
-            return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+            saving = self.inputs and self.inputs.saving()
+            if saving is None:
+                return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+            count, names = len(args), list(kwargs)
+
+            def run_on(*values):
+                return run(*values[:count], **dict(zip(names, values[count:])))
+
+            with saving:  # torch saves what it gets by position
+                return checkpoint(run_on, *args, *kwargs.values(), use_reentrant=False)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
         with self.schedule.inside:

@@ -78,6 +78,17 @@ class Replay(Protocol):
         ...
 
 
+class InputStore(Protocol):
+    """Keeps the inputs of recomputed blocks from forward to backward, in place of the device's memory."""
+
+    def saving(self) -> AbstractContextManager[Any] | None:
+        """Return the context in which torch's checkpoint saves the inputs of one forward of a block.
+
+        Returns None inside saved-tensor hooks, such as those of a checkpoint around the block, which save themselves.
+        """
+        ...
+
+
 class LayerFeatures(Protocol):
     """Creates those parts of a block that features define; the engine imports none. See `World.layer_features`."""
 
@@ -90,4 +101,8 @@ class LayerFeatures(Protocol):
 
     def replay(self, layer: torch.nn.Module) -> Replay:
         """Return the Replay for `layer`."""
+        ...
+
+    def inputs(self) -> InputStore | None:
+        """Return a store in host memory for the inputs of the blocks of one model; None on a CPU."""
         ...

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..base.arguments import expect_number
 from ..blocks.block import weak_method
 from ..blocks.block_state import BlockState
 from ..blocks.recompute import ALWAYS, NEVER
@@ -18,7 +19,7 @@ from ..runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
 _OPTIONS = {"every_n_layers": 1, "offload": False}
-"""Options of transformers' activation checkpointing, in its order, with the values that change nothing."""
+"""Options of transformers' activation checkpointing, in its order, with their defaults."""
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
@@ -28,7 +29,7 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
     recomputation on and off.
     """
     # Weak references, because a block may contain a patched module, which would be a reference cycle.
-    states = weakref.WeakSet(block._bmt for block in blocks)
+    states = [weakref.ref(block._bmt) for block in blocks]
     for module in model.modules():
         for word in ("activation", "gradient"):  # the new and the old prefix of these methods in transformers
             disable = getattr(module, f"{word}_checkpointing_disable", None)
@@ -48,24 +49,29 @@ def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
             raise
 
 
-def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwargs) -> None:
-    """Switch the blocks' recomputation on or off. Options of torch.utils.checkpoint are ignored.
+def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, **kwargs) -> None:
+    """Switch the blocks' recomputation on or off.
 
-    Raises ValueError for options of the model's own checkpointing that would change what is recomputed or kept.
+    Of the options of transformers, `every_n_layers` recomputes one block of so many, and `offload` keeps the inputs of
+    recomputed blocks in host memory. Options of torch.utils.checkpoint are ignored.
+
+    Raises ValueError if `every_n_layers` is not a positive integer.
     """
     given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
     for value in (*args, *kwargs.values()):
         given |= value if isinstance(value, dict) else {}
-    refused = {name: given[name] for name, usual in _OPTIONS.items() if given.get(name, usual) not in (None, usual)}
-    if on and refused:
-        told = ", ".join(f"{name}={value!r}" for name, value in refused.items())
-        raise ValueError(
-            f"{told} of activation checkpointing does not work with a sharded model: each block is recomputed, or none "
-            'is. Leave it out. auto_wrap(use_checkpoint="auto") recomputes as many blocks as memory requires.'
-        )
-    _log.info("recompute=%s in %d sharded blocks, as the model's gradient_checkpointing method asks", on, len(states))
-    for state in states:
-        state.recompute = ALWAYS if on else NEVER
+    every, offload = (_OPTIONS[name] if given.get(name) is None else given[name] for name in _OPTIONS)
+    expect_number("every_n_layers", every, "at least 1", lambda layers: layers >= 1, integer=True)
+    blocks = [state for each in states if (state := each()) is not None]
+    recomputed = [on and number % every == 0 for number in range(len(blocks))]
+    _log.info(
+        "recompute=%s in %d of %d sharded blocks, as the model's gradient_checkpointing method asks",
+        on, sum(recomputed) if on else len(blocks), len(blocks),
+    )  # fmt: skip
+    store = current_world().layer_features.inputs() if on and offload else None
+    for state, again in zip(blocks, recomputed):
+        state.recompute = ALWAYS if again else NEVER
+        state.inputs = store or state.inputs  # what auto_wrap was asked for stays
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:

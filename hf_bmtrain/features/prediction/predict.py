@@ -32,6 +32,8 @@ def predict_memory(
     keep_frozen: KeepFrozen = "auto",
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
+    offload_activations: bool = False,
+    mlp_chunks: int = 1,
 ) -> Prediction:
     """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`. It is not collective.
 
@@ -49,6 +51,8 @@ def predict_memory(
         keep_frozen: as for `auto_wrap`.
         quantize_frozen: as for `auto_wrap`.
         float8: as for `auto_wrap`.
+        offload_activations: as for `auto_wrap`.
+        mlp_chunks: as for `auto_wrap`.
 
     Returns:
         A `Prediction`, whose `str` is a table.
@@ -66,6 +70,8 @@ def predict_memory(
         keep_frozen=keep_frozen,
         quantize_frozen=quantize_frozen,
         float8=float8,
+        offload_activations=offload_activations,
+        mlp_chunks=mlp_chunks,
     )
     if any(hasattr(parameter, "buffer") for parameter in model.parameters()):
         raise ValueError("predict_memory: this model is wrapped already. Predict before auto_wrap.")
@@ -77,6 +83,7 @@ def predict_memory(
         on_meta(model).train(), batch, make_optimizer, ranks=world.shard_group.size, zero_level=level,
         use_checkpoint=use_checkpoint, total=total, micro_batches=micro_batches, keep_frozen=keep_frozen,
         quantize_frozen=quantize_frozen, float8=float8,
+        offload_activations=offload_activations, mlp_chunks=mlp_chunks,
     )  # fmt: skip
     if on_device:
         world.schedule.observe(Comparison(prediction, micro_batches, model), model)

@@ -112,6 +112,8 @@ def predict(
     keep_frozen: KeepFrozen = "auto",
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
+    offload_activations: bool = False,
+    mlp_chunks: int = 1,
 ) -> Prediction:
     """Predict the memory of a training step of `model`.
 
@@ -127,11 +129,14 @@ def predict(
         keep_frozen: as for `auto_wrap`.
         quantize_frozen: as for `auto_wrap`.
         float8: as for `auto_wrap`.
+        offload_activations: as for `auto_wrap`.
+        mlp_chunks: as for `auto_wrap`.
     """
     usable = usable_bytes(total, ranks)
     done = simulate(
         model, batch, make_optimizer, ranks, zero_level, use_checkpoint, usable, micro_batches,
         keep_frozen=keep_frozen, quantize_frozen=quantize_frozen, float8=float8,
+        offload_activations=offload_activations, mlp_chunks=mlp_chunks,
     )  # fmt: skip
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     shapes = {tuple(p.shape) for p in model.parameters()}

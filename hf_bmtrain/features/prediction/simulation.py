@@ -83,6 +83,8 @@ def simulate(
     keep_frozen: KeepFrozen = "auto",
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
+    offload_activations: bool = False,
+    mlp_chunks: int = 1,
 ) -> Simulated:
     """Train `model` on the meta device for a few steps, as rank 0 of `ranks`.
 
@@ -98,13 +100,18 @@ def simulate(
         keep_frozen: as for `auto_wrap`.
         quantize_frozen: as for `auto_wrap`.
         float8: as for `auto_wrap`.
+        offload_activations: as for `auto_wrap`.
+        mlp_chunks: as for `auto_wrap`.
     """
     stage = ["wrap"]
     live = LiveBytes(lambda: _label(world, stage[0]))
     world = quiet_world(ranks, zero_level, _Memory(live, usable))
     with simulated(world), _checked_optimizers(), cuda_choices(), live:
         frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
-        auto_wrap(model, zero_level, use_checkpoint, float8=float8, **frozen)
+        auto_wrap(
+            model, zero_level, use_checkpoint, float8=float8, offload_activations=offload_activations,
+            mlp_chunks=mlp_chunks, **frozen,
+        )  # fmt: skip
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         manager = OptimManager()
         manager.add_optimizer(optimizer)

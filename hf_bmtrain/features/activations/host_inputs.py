@@ -1,0 +1,177 @@
+"""HostInputs: copies the inputs of recomputed blocks to host memory in forward, and back in backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ...engine.base.pinned import pinned_bytes
+from ...engine.base.torch_internals import top_saved_tensors_hooks
+from ...engine.comm.streams import DONE, Event, WorkStream, work_stream
+
+_INSTEAD = "pass offload_activations=False"
+
+
+class HostInputs:
+    """The inputs of the recomputed blocks of one model.
+
+    The copies run on a stream of their own, in the order in which they are queued. The computation waits as follows:
+
+    * When a block saves its input, it waits for the copy of the block before it, whose memory on the device is freed
+      then. So at most one input is on the device only because its copy may not be complete.
+    * The input of the last block stays on the device until its backward, which is the first one.
+    * When a block's backward asks for its input, it waits for that copy, and the copy of the input of the block before
+      it is queued. So at most two inputs are on the device.
+
+    Host memory is allocated in the first step and used again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: WorkStream | Any = None  # created in the first forward, so that it can be copied until then
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._saved: list[weakref.ref[_Inputs]] = []  # of the forwards whose backward has not run, in their order
+
+    def __deepcopy__(self, memo: dict) -> HostInputs:
+        return HostInputs(self._device)
+
+    def saving(self) -> AbstractContextManager[Any] | None:
+        """Return the context in which torch's checkpoint saves the inputs of one forward of a block.
+
+        Returns None inside saved-tensor hooks, which only torch 2.6 cannot see.
+        """
+        if top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None:
+            return None
+        self._saved = [each for each in self._saved if each() is not None]
+        newest = self._saved[-1]() if self._saved else None
+        if newest is not None:
+            newest.leave_device()
+        inputs = _Inputs(self)
+        self._saved.append(weakref.ref(inputs))
+        return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
+
+    def before(self, inputs: _Inputs) -> _Inputs | None:
+        """Return the inputs of the forward before that of `inputs`, None if there are none whose backward will run."""
+        found = None
+        for each in (reference() for reference in self._saved):
+            if each is inputs:
+                return found
+            found = each or found
+        return None
+
+    def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Queue copies of (target on the device, source in host memory). Return the event of their completion."""
+        return self._queue(copies)
+
+    def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Queue a copy of a contiguous tensor to host memory.
+
+        Returns:
+            The copy, of the same shape, and the event of its completion.
+        """
+        nbytes = tensor.numel() * tensor.element_size()
+        free = self._free[nbytes]
+        memory = free.pop() if free else pinned_bytes(nbytes, self._device, "inputs of recomputed blocks", _INSTEAD)
+        copy = memory.view(tensor.dtype).view(tensor.shape)
+        return copy, self._queue([(copy, tensor)])
+
+    def give_back(self, copy: torch.Tensor) -> None:
+        """Use the host memory of `copy` for another input. What is queued for it now runs before."""
+        self._free[copy.numel() * copy.element_size()].append(copy.view(-1).view(torch.uint8))
+
+    def _queue(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        if self._stream is None:
+            self._stream = work_stream(self._device)
+        self._stream.follow()  # the source is being computed, and the target's memory may still be in use
+
+        def copy() -> None:
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+
+        self._stream.run(copy)
+        return self._stream.record_event()
+
+
+class _Saved:
+    """One tensor of the inputs of a forward: its copy in host memory and, at times, the tensor on the device.
+
+    A tensor that the forward saved is checked for writes; one that was fetched belongs to nobody else.
+    """
+
+    def __init__(self, inputs: _Inputs, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        self.inputs, self.copy, self.version = inputs, copy, tensor._version
+        self.tensor: torch.Tensor | None = tensor
+
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if the tensor was written while it may have been copied."""
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "The input of a sharded block was modified in place after the block's forward, while it was copied to "
+                "host memory. Write `x = x + y` instead of `x += y`, or pass offload_activations=False."
+            )
+
+    def __del__(self) -> None:
+        self.inputs.give_back(self)
+
+
+class _Inputs:
+    """The inputs of one forward. autograd's graph owns it, by way of what `pack` returns."""
+
+    def __init__(self, store: HostInputs) -> None:
+        self._store, self._event = store, DONE
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what is saved in place of `tensor`: itself, unless it is an activation that this block alone has.
+
+        Masks and positions, which no gradient goes through, are the same tensors in every block.
+        """
+        if not tensor.requires_grad or tensor.is_leaf or not tensor.is_contiguous() or not tensor.numel():
+            return tensor
+        plain = tensor.detach()
+        copy, self._event = self._store.download(plain)
+        saved = _Saved(self, plain, copy)
+        self._saved.add(saved)
+        return saved
+
+    def leave_device(self) -> None:
+        """Free the tensors on the device, behind their copies to the host."""
+        self._event.wait()
+        for saved in self._saved:
+            saved.check_unwritten()
+            saved.tensor = None
+
+    def fetch(self) -> None:
+        """Queue the copies of those tensors to the device that are not there."""
+        copies = []
+        for saved in self._saved:
+            if saved.tensor is None:
+                saved.tensor = torch.empty_like(saved.copy, device=self._store._device, pin_memory=False)
+                copies.append((saved.tensor, saved.copy))
+        if copies:
+            self._event = self._store.upload(copies)
+
+    def take(self, saved: _Saved) -> torch.Tensor:
+        """Return a tensor on the device, for the block's backward, and fetch those of the block before it."""
+        self.fetch()
+        self._event.wait()
+        tensor, saved.tensor = saved.tensor, None
+        assert tensor is not None
+        before = self._store.before(self)
+        if before is not None:
+            before.fetch()
+        return tensor
+
+    def give_back(self, saved: _Saved) -> None:
+        """Let others use the host memory of `saved`, which is dropped, and its tensor's, behind what is queued."""
+        if saved.tensor is not None:
+            self._event.wait()
+        self._store.give_back(saved.copy)
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    return saved.inputs.take(saved) if isinstance(saved, _Saved) else saved

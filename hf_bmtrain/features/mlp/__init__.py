@@ -1,0 +1,74 @@
+"""auto_wrap(mlp_chunks=N): the MLP of each block computes its tokens in N pieces, one after the other.
+
+For long rows, the intermediate activations of one MLP (tokens times intermediate size, several times) are the peak of
+a step in which everything else is recomputed. In pieces they are N times smaller, and they are never kept: backward
+computes each piece again. With use_checkpoint=True, that takes no more operations than without pieces, because the
+recomputation of a block ends at its MLP. Gradients of weights are added in float32.
+
+`chunked` computes; this file finds the modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from typing import Any
+
+import torch
+
+from ...engine.wrap.extension import Extension, WrapPlan
+from ..options import Options
+from .chunked import in_chunks
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+class MlpChunks(Extension):
+    """The extension that applies `auto_wrap(mlp_chunks=)`."""
+
+    def __init__(self, options: Options) -> None:
+        self._count = options.mlp_chunks
+        self._found: list[torch.nn.Module] = []
+
+    def choose(self, plan: WrapPlan) -> None:
+        if self._count == 1:
+            return
+        if plan.compiled:
+            raise ValueError(
+                "auto_wrap: compile cannot be combined with mlp_chunks, because each MLP computes its own gradients, "
+                "which the compiler cannot trace: leave one of them out."
+            )
+        inside = (module for layer in plan.layers for module in layer.modules())
+        self._found = [module for module in inside if _is_mlp(module, plan.shared)]
+        if not self._found:
+            raise ValueError(
+                f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__}: a "
+                "module whose class is called ...MLP, that takes one tensor, has no dropout, and shares no weights. "
+                "Leave it out."
+            )
+
+    def prepare(self, plan: WrapPlan) -> None:
+        for module in self._found:
+            whole: Any = type(module).forward
+            forward = functools.wraps(whole)(functools.partial(in_chunks, self._count, whole))
+            module.forward = types.MethodType(forward, module)  # pyright: ignore[reportAttributeAccessIssue]
+        if self._found and plan.world.rank == 0:
+            kind = type(self._found[0]).__name__
+            _log.info("mlp_chunks=%d in %d modules, such as %s", self._count, len(self._found), kind)
+
+
+def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
+    """Return whether `module` computes its output for each token alone, from one tensor, and draws no numbers.
+
+    shared: ids of parameters that other modules use too.
+    """
+    if not type(module).__name__.endswith("MLP") or "forward" in vars(module):
+        return False
+    names = [*inspect.signature(type(module).forward).parameters]
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if len(names) != 2 or code is None or {"functional", "dropout"} <= {*code.co_names}:
+        return False
+    draws = any(isinstance(each, torch.nn.modules.dropout._DropoutNd) and each.p > 0 for each in module.modules())
+    return not draws and not any(id(parameter) in shared for parameter in module.parameters())

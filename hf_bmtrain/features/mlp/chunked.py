@@ -1,0 +1,124 @@
+"""The forward and backward of a module that computes its tokens in pieces.
+
+Two nodes of autograd stand for the module: `_Keep`, which saves its input, and `_Compute` behind it, which saves
+nothing. So the last tensor that a recomputed block saves is the input of its MLP, and torch's checkpoint ends the
+recomputation there. Backward reaches `_Compute` first, which passes the output's gradient on, and `_Keep` computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.base.torch_internals import autocast_type
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a module.
+
+    Attributes:
+        forward: the forward of the module.
+        count: the number of pieces.
+        parameters: those of the module that require a gradient.
+        autocast: the device and the dtype of autocast, None if it is off.
+        gradient: that of the output, once backward has reached it.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    count: int
+    parameters: list[Tensor]
+    autocast: tuple[str, torch.dtype] | None
+    gradient: Tensor | None = field(default=None)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return a context with the autocast of the forward, without its cache, which would keep casts of weights."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
+
+
+def in_chunks(count: int, forward: Callable[[Any, Tensor], Tensor], module: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """Compute `forward(module, tokens)` in `count` pieces, and its gradients likewise.
+
+    Args:
+        count: the number of pieces. Fewer are made of fewer tokens.
+        forward: the forward of the module's class.
+        module: the module.
+        tokens: (..., tokens, features).
+
+    Returns:
+        The output, (..., tokens, features of the output).
+    """
+    count = min(count, tokens.shape[-2] if tokens.dim() > 1 else 1)
+    parameters: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if count < 2 or not torch.is_grad_enabled() or not (parameters or tokens.requires_grad):
+        return forward(module, tokens)
+    device = autocast_type(tokens.device)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    call = _Call(lambda piece: forward(module, piece), count, parameters, dtype and (device, dtype))
+    return _Compute.apply(call, _Keep.apply(call, tokens, *parameters))
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, tokens: Tensor, *parameters: Tensor):
+        ctx.call = call
+        ctx.save_for_backward(tokens)
+        return tokens.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *nothing: Tensor):
+        (tokens,), call = ctx.saved_tensors, ctx.call
+        gradient, call.gradient = call.gradient, None
+        through = ctx.needs_input_grad[1]
+        of_tokens = torch.empty_like(tokens) if through else None
+        sums: list[Tensor | None] = [None] * len(call.parameters)
+        with torch.enable_grad(), call.context():
+            for at, piece, given in _pieces(call.count, tokens, gradient):
+                piece = piece.detach().requires_grad_(through)
+                wanted = [*call.parameters, *([piece] if through else [])]
+                found = torch.autograd.grad(call.forward(piece), wanted, given, allow_unused=True)
+                if of_tokens is not None:
+                    of_tokens.narrow(-2, at, piece.shape[-2]).copy_(found[-1])
+                sums = [_added(total, each) for total, each in zip(sums, found)]
+        dtypes = [parameter.dtype for parameter in call.parameters]
+        return None, of_tokens, *(None if total is None else total.to(dtype) for total, dtype in zip(sums, dtypes))
+
+
+class _Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, tokens: Tensor):
+        ctx.call, ctx.shape = call, tokens.shape
+        whole: Any = None
+        for at, piece in _pieces(call.count, tokens):
+            output = call.forward(piece)
+            if whole is None:
+                whole = output.new_empty(*tokens.shape[:-1], output.shape[-1])
+            whole.narrow(-2, at, piece.shape[-2]).copy_(output)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        ctx.call.gradient = gradients[0]
+        return None, gradients[0].new_zeros(()).expand(ctx.shape)  # `_Keep` does not read it
+
+
+def _pieces(count: int, *tensors: Any) -> Any:
+    """Yield for each of `count` pieces its first token, and the views of `tensors` with its tokens."""
+    at = 0
+    for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
+        yield at, *(view.contiguous() for view in views)  # as modules get them without pieces
+        at += views[0].shape[-2]
+
+
+def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """Add a piece's gradient of a weight to that of the pieces before it, in float32."""
+    if gradient is None:
+        return total
+    return gradient.float() if total is None else total.add_(gradient)

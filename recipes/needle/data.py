@@ -1,0 +1,69 @@
+"""Rows with a few needles in much hay, of numbers for the embedded model or of text for another one."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+KEYS, VALUES, HAY = 4, 16, 16
+VOCABULARY = HAY + KEYS * VALUES + KEYS + VALUES
+SHORTEST = 32  # tokens
+IGNORED = -100  # the loss does not count such a target
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gwen", "Hal")
+SENTENCES = ("The rain fell on the hills.", "A cart went by on the road.", "Nobody spoke for a while.", "It was late.")
+
+
+def rows(count: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return `input_ids` and `labels`, (count, length).
+
+    The first half of a row is hay and, at random places, one needle for each key: a token that stands for the key and
+    its value. Every token of the second half is a key, whose value is to be predicted. So attention must go over half
+    of the row at least.
+    """
+    half = length // 2
+    ids = torch.randint(HAY, (count, length), generator=generator)
+    labels = torch.full((count, length), IGNORED)
+    values = torch.randint(VALUES, (count, KEYS), generator=generator)
+    places = torch.rand(count, half, generator=generator).argsort(1)[:, :KEYS]
+    ids.scatter_(1, places, HAY + torch.arange(KEYS) * VALUES + values)
+    asked = torch.randint(KEYS, (count, length - half), generator=generator)
+    ids[:, half:] = HAY + KEYS * VALUES + asked
+    labels[:, half + 1 :] = HAY + KEYS * VALUES + KEYS + values.gather(1, asked[:, :-1])
+    return {"input_ids": ids, "labels": labels}
+
+
+def lengths(longest: int, steps: int) -> Iterator[tuple[int, int]]:
+    """Yield the number of rows and their length for each of `steps` steps.
+
+    For two thirds of the steps rows are short, which teaches the model what to do; then they double up to `longest`.
+    """
+    doublings = max(0, (longest - 1).bit_length() - SHORTEST.bit_length() + 1)
+    for step in range(steps):
+        late = max(0.0, 3 * step / steps - 2)
+        length = min(longest, SHORTEST << min(doublings, int(late * (doublings + 1))))
+        yield max(1, min(32, 1024 // length)), length
+
+
+def text_row(tokenizer: Any, length: int, draw: random.Random) -> dict[str, torch.Tensor]:
+    """Return one row of text, `input_ids` and `labels` (1, length): hay, a needle in its first half, and the question.
+
+    The labels are the tokens of the answer alone. Raises ValueError if the question does not fit.
+    """
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    name, code = draw.choice(NAMES), str(draw.randrange(10000, 100000))
+    asked, answer = tokens(f" What is the code of {name}? The code of {name} is"), tokens(f" {code}.")
+    needle = tokens(f" The code of {name} is {code}.")
+    room = length - len(asked) - len(answer) - len(needle)
+    if room < 0:
+        raise ValueError(f"--length {length} is too short for a question: give at least {length - room}")
+    hay = tokens(" ".join(draw.choice(SENTENCES) for _ in range(room // 4 + 1)))
+    while len(hay) < room:
+        hay += hay
+    at = draw.randrange(room // 2 + 1)
+    ids = hay[:at] + needle + hay[at:room] + asked + answer
+    labels = [IGNORED] * (length - len(answer)) + answer
+    return {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}

@@ -1,0 +1,28 @@
+"""A limit of the memory that a process may allocate, on a GPU or on the CPU."""
+
+import resource
+from pathlib import Path
+
+import torch
+
+
+def limit_memory(mebibytes: int, device: torch.device) -> None:
+    """Let this process allocate so many MiB more than it has now. Beyond that, allocations fail."""
+    more = mebibytes << 20
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, (torch.cuda.memory_reserved(device) + more) / total), device
+        )
+        return
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    now = next(int(words[1]) for words in lines if words[0] == "VmData:") << 10
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (now + more, hard))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory could not be allocated."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,0 +1,83 @@
+"""auto_wrap(mlp_chunks=N): losses and gradients of a plain process; no piece is larger than it may be."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from cases import by_default
+from ranks import on_ranks
+from sequence_models import MODELS, check
+
+VARIANTS = {
+    "llama": {"name": "llama"},
+    "kept": {"name": "llama", "use_checkpoint": False},
+    "level 2": {"name": "gemma3", "zero_level": 2},
+    "more pieces than tokens": {"name": "llama", "mlp_chunks": 50},
+    "experts": {"name": "deepseek-v3"},
+    "gpt2": {"name": "gpt2"},
+}
+
+
+@pytest.mark.parametrize("case", by_default(VARIANTS, "llama", "kept", "gpt2"))
+@on_ranks(2)
+def test_parity(case):
+    check(**{"share": 2, "mlp_chunks": 3, **VARIANTS[case]})
+
+
+@on_ranks(2)
+def test_adapters():
+    peft = pytest.importorskip("peft")
+
+    def prepare(model):
+        torch.manual_seed(7)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+
+    check("llama", 1, prepare=prepare, mlp_chunks=4)
+
+
+@on_ranks(1)
+def test_operations_and_sizes():
+    """Under recomputation an MLP runs twice, as without pieces; a piece has its share of the tokens."""
+    calls = {}
+    for chunks in (1, 4):
+        model = bmt.auto_wrap(MODELS["llama"](), mlp_chunks=chunks)
+        seen = calls[chunks] = []
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.register_forward_hook(lambda _, args, output, seen=seen: seen.append(output.shape[1]))
+        ids = torch.arange(1, 23)[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert sum(calls[1]) == sum(calls[4]) == 2 * 2 * 22
+    assert max(calls[4]) == 6
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@on_ranks(1)
+def test_gradients_in_16_bits(autocast):
+    """Closer to float32 than without pieces, or as close."""
+    ids = torch.randint(1, 61, (1, 60), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for name, dtype, chunks in (
+        ("truth", torch.float32, 1),
+        ("whole", torch.bfloat16, 1),
+        ("pieces", torch.bfloat16, 6),
+    ):
+        model = MODELS["llama"]().to(torch.float32 if autocast else dtype)
+        model = bmt.auto_wrap(model, mlp_chunks=chunks)
+        with torch.autocast("cpu", torch.bfloat16) if autocast and name != "truth" else nullcontext():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found[name] = torch.cat([p.grad.part.float().flatten() for p in model.model.layers.parameters()])
+    errors = {name: float((found[name] - found["truth"]).norm() / found["truth"].norm()) for name in found}
+    assert 0 < errors["pieces"] < 1.2 * errors["whole"]
+
+
+@on_ranks(1)
+def test_refusals():
+    with pytest.raises(ValueError, match="finds no MLP"):
+        bmt.auto_wrap(MODELS["bert"](), mlp_chunks=2)
+    with pytest.raises(ValueError, match="compile cannot be combined with mlp_chunks"):
+        bmt.auto_wrap(MODELS["llama"](), mlp_chunks=2, compile=True)
+    with pytest.raises(ValueError, match="mlp_chunks must be at least 1"):
+        bmt.auto_wrap(MODELS["llama"](), mlp_chunks=0)

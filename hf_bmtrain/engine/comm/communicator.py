@@ -90,6 +90,12 @@ class Communicator(Protocol):
         """
 
 
+class OpenGroup(Protocol):
+    """Opens the communicator of this rank's group, see `group_of`."""
+
+    def __call__(self, size: int, stride: int = 1, /) -> Communicator: ...
+
+
 class Gather(Protocol):
     """A way to allocate shards and to all-gather them into full buffers: by collectives or by peer copies.
 
@@ -257,20 +263,22 @@ class GlooCommunicator:
     Args:
         name: for messages.
         timeout: how long operations wait for other ranks.
-        group_size: the ranks are divided into groups of so many consecutive ones, each with operations of its own; None
-            for one group of all ranks.
+        group_size: the ranks are divided into groups of so many, each with operations of its own; None for one group of
+            all ranks.
+        stride: the distance between neighbouring ranks of a group; 1 for consecutive ranks.
     """
 
-    def __init__(self, name: str, timeout: timedelta, group_size: int | None = None) -> None:
+    def __init__(self, name: str, timeout: timedelta, group_size: int | None = None, stride: int = 1) -> None:
         self._name, self.collective_log, self._seconds = name, CollectiveLog(name), timeout.total_seconds() + PATIENCE
         self._under_way: set[dist.Work] = set()
-        rank, ranks = dist.get_rank(), range(dist.get_world_size())
-        self.size = len(ranks) if group_size is None else group_size
-        self.rank, self._first = rank % self.size, rank - rank % self.size
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.size = ranks if group_size is None else group_size
+        self._ranks = group_of(rank, self.size, stride)
+        self.rank = self._ranks.index(rank)
         self._group: Any = None
-        for first in ranks[:: self.size]:  # torch requires that every rank creates every group
-            group = dist.new_group([*ranks[first : first + self.size]], timeout + _LATER, backend="gloo")
-            self._group = group if first == self._first else self._group
+        for group in dict.fromkeys(group_of(each, self.size, stride) for each in range(ranks)):
+            made = dist.new_group([*group], timeout + _LATER, backend="gloo")  # torch: every rank creates every group
+            self._group = made if group == self._ranks else self._group
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
         self.collective_log.note(code("all-gather", full.numel()))
@@ -300,7 +308,7 @@ class GlooCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         self.collective_log.note(code("broadcast", tensor.numel()))
-        work = dist.broadcast(as_bytes(tensor), self._first + root, group=self._group, async_op=True)
+        work = dist.broadcast(as_bytes(tensor), self._ranks[root], group=self._group, async_op=True)
         return self._ticket("broadcast", tensor, work)
 
     def all_to_all(
@@ -326,9 +334,15 @@ class GlooCommunicator:
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
         self._under_way.add(work)  # `_GlooTicket.wait` removes it
-        rank, what = self._first + self.rank, f"{operation} of {tensor.numel()} × {tensor.dtype}"
+        rank, what = self._ranks[self.rank], f"{operation} of {tensor.numel()} × {tensor.dtype}"
         label = f"rank {rank}: {what} on communicator '{self._name}'"
         return _GlooTicket(label, work, self._under_way, self.collective_log, self._seconds, finish)
+
+
+def group_of(rank: int, size: int, stride: int) -> range:
+    """Return the ranks of the group of `rank`, if ranks are divided into groups of `size` at a distance of `stride`."""
+    first = rank - rank % (size * stride) + rank % stride
+    return range(first, first + size * stride, stride)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,7 +20,15 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from ..comm.agreement import agree
-from ..comm.communicator import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
+from ..comm.communicator import (
+    CollectiveGather,
+    Communicator,
+    Gather,
+    GlooCommunicator,
+    OpenGroup,
+    SingleProcess,
+    group_of,
+)
 from ..comm.nccl import NcclCommunicator, abort_all, import_nccl
 from ..comm.object_comm import ObjectComm
 from ..comm.peer_gather import PeerGather
@@ -47,8 +55,9 @@ class Backend(NamedTuple):
         outside: averages the gradients of root parameters.
         control: exchanges Python objects.
         opened: all communicators that have been opened.
-        open_group: divides the ranks into groups of a number of consecutive ranks, and returns the communicator of this
-            rank's group. Called with the same number again, it returns the same communicator. Collective.
+        open_group: called with (size, stride), divides the ranks into groups of `size` at a distance of `stride`, and
+            returns the communicator of this rank's group. With the same arguments again, it returns the same
+            communicator. Collective.
     """
 
     gather: Communicator
@@ -58,7 +67,7 @@ class Backend(NamedTuple):
     outside: Reduction
     control: ObjectComm
     opened: list[Communicator]
-    open_group: Callable[[int], Communicator]
+    open_group: OpenGroup
 
 
 def check_addresses(gather: str, init_method: str) -> None:
@@ -101,7 +110,7 @@ def open_backend(
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
         control = ObjectComm(1, timeout)
-        return Backend(single, single, CollectiveGather(single), local, local, control, [], lambda group_size: single)
+        return Backend(single, single, CollectiveGather(single), local, local, control, [], lambda size, stride=1: single)
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout, init_method, monitor)
@@ -117,20 +126,26 @@ def open_backend(
     def busy() -> bool:
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
-    def open_communicator(name: str, group_size: int = size) -> Communicator:
+    def open_communicator(name: str, group_size: int = size, stride: int = 1) -> Communicator:
         if device.type == "cpu":
-            opened.append(GlooCommunicator(name, timeout, group_size))
+            opened.append(GlooCommunicator(name, timeout, group_size, stride))
         else:
-            place = rank % group_size
-            ids = control.gather(import_nccl().get_unique_id() if place == 0 else None)
-            opened.append(NcclCommunicator(name, place, group_size, ids[rank - place], device))
+            group = group_of(rank, group_size, stride)
+            ids = control.gather(import_nccl().get_unique_id() if rank == group[0] else None)
+            opened.append(NcclCommunicator(name, group.index(rank), group_size, ids[group[0]], device))
         monitor.add(opened[-1])
         return opened[-1]
 
     monitor.open(control, rank, interrupt, busy)
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
     shards, reduction = CollectiveGather(gathering), CollectiveReduction(reducing, device)
-    open_group = functools.cache(lambda group_size: open_communicator(f"groups of {group_size}", group_size))
+
+    @functools.cache
+    def open_group(group_size: int, stride: int = 1) -> Communicator:
+        if group_size == 1:
+            return SingleProcess()
+        return open_communicator(f"groups of {group_size} at a distance of {stride}", group_size, stride)
+
     found = Backend(gathering, reducing, shards, reduction, reduction, control, opened, open_group)
     smallest = _smallest_copied(rank, device, gather, control.gather)
     if smallest is None:

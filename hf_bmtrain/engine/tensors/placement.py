@@ -21,13 +21,16 @@ class Placement:
         layout: the layout of a flat buffer with this tensor.
         index: the tensor's index in the layout.
         shape: the shape of the full tensor.
-        communicator: the communicator of all ranks, which gathers and reduces sharded tensors.
+        communicator: the communicator of the ranks that share the tensor, which gathers it and adds up its elements.
+        norms: the communicator that reduces norms, and searches for inf and nan. It has more ranks than `communicator`
+            if the tensor is one part of a tensor whose other parts are other ranks'.
     """
 
     layout: Layout
     index: int
     shape: torch.Size
     communicator: Communicator
+    norms: Communicator
 
     @cached_property
     def range(self) -> Range:

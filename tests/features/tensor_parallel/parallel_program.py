@@ -222,6 +222,27 @@ def check_layer(layer, own_rows: bool, own_features: bool, rows_out: bool, featu
     close(whole_gradient(layer.bias), total_b, f"{what}: gradient of the bias")
 
 
+def collectives() -> None:
+    """Between the ranks of a group, and between those with the same parts."""
+    rank, ranks = bmt.rank(), bmt.world_size()
+    group = [rank - rank % TOGETHER + place for place in range(TOGETHER)]
+    column = [*range(rank % TOGETHER, ranks, TOGETHER)]
+    for key, members, summed in (("tp_comm", group, 1), ("tp_zero_comm", column, len(column))):
+        comm, place = bmt.config[key], members.index(rank)
+        x = torch.full((2 * len(members),), 1.0 + rank, requires_grad=True)
+        stacked = bmt.distributed.all_gather(x, comm=comm)
+        assert stacked[:, 0].tolist() == [1.0 + member for member in members]
+        stacked.sum().backward()
+        assert x.grad.unique().tolist() == [summed], (key, x.grad)
+        assert bmt.distributed.all_reduce(x, "max", comm=comm)[0].item() == 1.0 + members[-1]
+        assert bmt.distributed.broadcast(x, 0, comm=comm)[0].item() == 1.0 + members[0]
+        x.grad = None
+        own = bmt.distributed.reduce_scatter(x, comm=comm)
+        assert own.tolist() == [sum(1.0 + member for member in members)] * 2
+        (own * (1 + place)).sum().backward()  # the gradient of each rank's rows, of all ranks
+        assert x.grad.tolist() == [1.0 + i // 2 for i in range(2 * len(members))], (key, x.grad)
+
+
 def wrong_declarations() -> None:
     """A parameter whose rows are not as declared is refused by name."""
     for tp_mode in (False, True):
@@ -240,6 +261,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         wrong_declarations()
         sys.exit()
+    collectives()
     single_layers()
     for case in ((False, True, 3, False), (True, False, 2, False), (False, False, 2, True), (True, True, 3, True)):
         train(Path(sys.argv[1]), *case)

@@ -110,7 +110,7 @@ class Config(Mapping):
         return key in (*_READ, *self._together(), "initialized")
 
     def __len__(self) -> int:
-        return len([*self])
+        return sum(1 for _ in self)
 
     def _together(self) -> tuple[str, ...]:
         return tuple(_TOGETHER) if _initialized() and current_world().grid is not None else ()

@@ -298,6 +298,11 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             )
 
 
+def is_part(parameter: object) -> bool:
+    """Return whether `parameter` is a DistributedParameter that is one part of a tensor, see its `tp_split_dim`."""
+    return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.is_part
+
+
 def is_read_only(parameter: object) -> bool:
     """Return whether `parameter` is a DistributedParameter whose storage can be neither written nor trained."""
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.read_only is not None

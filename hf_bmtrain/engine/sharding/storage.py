@@ -50,6 +50,7 @@ class Storage:
         unpacks: whether `after_gather` does anything.
         read_only: if the parameters can be neither written nor trained, the reason and the way out, for messages.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
+        is_part: whether the full parameters are parts of whole tensors, see `whole_shape`.
         kind: the kind that makes this storage again if the parameters are moved to another buffer; None for the plain
             kind, or if the kind is chosen anew.
     """
@@ -60,6 +61,7 @@ class Storage:
     read_only: str | None = None
     full: ResizableStorage | None = None
     kind: StorageKind | None = None
+    is_part = False
 
     @property
     def buffer(self) -> ShardedBuffer:

@@ -6,6 +6,8 @@ make its gradient tp_size times too large or small. In the same rows the ranks' 
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ...engine.blocks.observer import Observer
@@ -13,6 +15,7 @@ from ...engine.runtime.world import World
 from ...engine.sharding.gradient import GradientBuffer
 from .groups import Part, SameRows
 
+_log = logging.getLogger("hf_bmtrain")
 _EQUAL, _SIMILAR = 1e-6, 0.05
 """Relative differences of norms of gradients, up to which they are of the same values, or may be but for rounding."""
 _QUIET = 100
@@ -22,7 +25,8 @@ _QUIET = 100
 class SameRowsCheck(Observer):
     """Compares the norms of the ranks' own gradients in the first backward of each parameter.
 
-    `end_backward` raises RuntimeError on every rank if a parameter is declared wrongly.
+    `end_backward` raises RuntimeError on every rank if parameters are declared wrongly, and logs a warning if a single
+    one may be.
     """
 
     def __init__(self, world: World) -> None:
@@ -37,7 +41,10 @@ class SameRowsCheck(Observer):
         if local is None or isinstance(local.buffer.storage.kind, Part):
             return
         same = isinstance(local.buffer.storage.kind, SameRows)
-        name = local.buffer.names[index] or f"parameter {index + 1} of buffer {gradient.number}"
+        origin = local.origin
+        name = f"parameter {index + 1} of buffer {gradient.number}"
+        if origin is not None:
+            name = f"{origin.block}.{origin.name}" if origin.block else origin.name
         if (key := (same, f"{name}, of shape {tuple(local.full_shape)}")) in self._seen:
             return
         squares = values.detach().double().square().sum()
@@ -56,21 +63,26 @@ class SameRowsCheck(Observer):
         self._squares.clear()
         self._quiet = 0
         groups = [everyone[first : first + grid.size] for first in range(0, len(everyone), grid.size)]
-        equal, unlike = [], []
+        equal, unlike, undeclared = [], [], 0
         for declared, name in dict.fromkeys(key for norms in everyone for key in norms):
             norms = [[rank.get((declared, name), 0.0) for rank in group] for group in groups]
             spread = max((max(each) - min(each)) / max(max(each), 1e-300) for each in norms)
+            undeclared += not declared and max(map(max, norms)) > 0
             if not declared and spread < _EQUAL and max(map(max, norms)) > 0:
                 equal.append(name)
             elif declared and spread > _SIMILAR:
                 unlike.append(name)
         if equal:
-            raise RuntimeError(
-                f"The {grid.size} ranks that compute together have the same gradient of {_listing(equal)}. They would "
-                f"be added up, because each rank is expected to use rows of its own, so the gradient would be "
-                f"{grid.size} times too large. Where all ranks have the same rows, make the parameter with "
-                "bmt.DistributedParameter(..., tp_mode=True); or give each rank its part of the rows."
+            told = (
+                f"The {grid.size} ranks that compute together have the same gradient of {_listing(equal)}. They are "
+                f"added up, because each rank is expected to use rows of its own. If all ranks have the same rows, the "
+                f"gradient is {grid.size} times too large: make the parameter with "
+                "bmt.DistributedParameter(..., tp_mode=True), or give each rank its part of the rows."
             )
+            if len(equal) == undeclared > 1:
+                raise RuntimeError(told)
+            if self._world.rank == 0:  # of a loss such as y.sum(), a bias has the same gradient for all rows
+                _log.warning("%s", told)
         if unlike:
             raise RuntimeError(
                 f"The {grid.size} ranks that compute together have different gradients of {_listing(unlike)}, which "

@@ -24,6 +24,8 @@ class PartStorage(WholeStorage):
         dim: the dimension on which the tensors are split.
     """
 
+    is_part = True
+
     def __init__(self, kind: StorageKind, grid: Grid, dim: int) -> None:
         super().__init__(kind)
         self.grid, self.dim = grid, dim

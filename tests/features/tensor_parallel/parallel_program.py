@@ -246,10 +246,10 @@ def collectives() -> None:
 def wrong_declarations() -> None:
     """A parameter whose rows are not as declared is refused by name."""
     for tp_mode in (False, True):
-        parameter = bmt.DistributedParameter(torch.ones(3), tp_mode=tp_mode)
+        parameters = [bmt.DistributedParameter(torch.ones(3), tp_mode=tp_mode) for _ in "12"]
         rows = torch.ones(3) if not tp_mode else torch.ones(3) * (1 + bmt.config["tp_rank"])
         try:
-            (parameter.gather() * rows).sum().backward()
+            (parameters[0].gather() * parameters[1].gather() * rows).sum().backward()
         except RuntimeError as error:
             assert ("have the same gradient" if not tp_mode else "have different gradients") in str(error), error
         else:

@@ -44,7 +44,9 @@ class Topology:
 
     def get_group_id(self, group_name: str) -> int:
         """Return the number of this rank's group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
-        return {"pipe": self.pipe_idx, "zero": self.zero_idx, "tp_zero": self.tp_zero_idx, "tp": self.tp_idx}[group_name]
+        return {"pipe": self.pipe_idx, "zero": self.zero_idx, "tp_zero": self.tp_zero_idx, "tp": self.tp_idx}[
+            group_name
+        ]
 
     def get_group_rank(self, group_name: str) -> int:
         """Return this rank's number in its group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
@@ -69,7 +71,10 @@ _VALUES: dict[str, Callable[[World], Any]] = {
     "pipe_enabled": lambda world: False,
 }
 _OBJECTS: dict[str, Callable[[World], Any]] = {
-    "comm": lambda world: world, "zero_comm": lambda world: world, "calc_stream": _stream, "load_stream": _stream,
+    "comm": lambda world: world,
+    "zero_comm": lambda world: world,
+    "calc_stream": _stream,
+    "load_stream": _stream,
     "topology": Topology,
 }
 _TOGETHER: dict[str, Callable[[Grid], Any]] = {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ..engine.base.arguments import expect_number
 from ..engine.base.device_memory import DeviceMemory
-from ..engine.comm.reduce import CollectiveReduction
 from ..engine.blocks.schedule import ForwardDepth, Schedule
+from ..engine.comm.reduce import CollectiveReduction
 from ..engine.optim import compat
 from ..engine.runtime.backend import check_addresses, open_backend
 from ..engine.runtime.launcher import check_seed, choose_device, find_place, seed_everything
@@ -93,7 +93,9 @@ def init_distributed(
     check_no_world()
     rank, size, local_rank = find_place()
     together = "1, or a number that divides the number of ranks"
-    expect_number("tp_size", tp_size, f"{together}, {size}", lambda n: n == -1 or (n > 0 and size % n == 0), integer=True)
+    expect_number(
+        "tp_size", tp_size, f"{together}, {size}", lambda n: n == -1 or (n > 0 and size % n == 0), integer=True
+    )
     device = choose_device(local_rank)
     seed_everything(seed, rank, device)
     joined = dist.is_initialized()

@@ -32,7 +32,9 @@ from .tensor_parallel.refuse import TensorParallel
 
 def extensions_of(options: Options) -> list[Extension]:
     """Return the extensions of a model that is wrapped with `options`, in the order in which the engine calls them."""
-    return [Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options), TensorParallel(options)]
+    return [
+        TensorParallel(options), Lora(), Packed(options), Float8(options), Memory(options), SequenceParallel(options),
+    ]  # fmt: skip
 
 
 class LayerFeatures:

@@ -110,7 +110,9 @@ def open_backend(
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
         control = ObjectComm(1, timeout)
-        return Backend(single, single, CollectiveGather(single), local, local, control, [], lambda size, stride=1: single)
+        return Backend(
+            single, single, CollectiveGather(single), local, local, control, [], lambda size, stride=1: single
+        )
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout, init_method, monitor)

@@ -307,6 +307,6 @@ def refuse_parallelism(what: str) -> NoReturn:
     """Raise NotImplementedError for `what`, an option of BMTrain's for pipeline parallelism."""
     raise NotImplementedError(
         f"{what} is not offered: hf_bmtrain shards weights, gradients and optimizer state over all ranks (ZeRO-2/3), "
-        "and each rank computes all layers. Leave pipe_size at 1; PipelineTransformerBlockList then runs all its blocks "
-        "on every rank. To split single layers over ranks, use tp_size."
+        "and each rank computes all layers. Leave pipe_size at 1; PipelineTransformerBlockList then runs all its "
+        "blocks on every rank. To split single layers over ranks, use tp_size."
     )

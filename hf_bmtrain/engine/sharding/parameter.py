@@ -112,7 +112,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             )
         full = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         expect_flag("tp_mode", tp_mode)
-        expect_number("tp_split_dim", tp_split_dim, "a dimension of data, or -1", lambda dim: -1 <= dim < data.dim(), integer=True)
+        expect_number(
+            "tp_split_dim", tp_split_dim, "a dimension of data, or -1", lambda dim: -1 <= dim < data.dim(), integer=True
+        )
         world = current_world()
         kind = PLAIN if world.split_kind is None or not tp_mode else world.split_kind(tp_split_dim)
         ranks, mean = kind.share(world, world.schedule.outside)
@@ -184,9 +186,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.read_full()
 
     def gather_all(self) -> torch.Tensor:
-        """Return the whole tensor of which this parameter is a part, without a gradient; see `tp_split_dim`. Collective.
+        """Return the whole tensor of which this parameter is a part, without a gradient. Collective.
 
-        Without `tp_split_dim` it is the full parameter.
+        See `tp_split_dim`. Without `tp_split_dim` it is the full parameter.
         """
         return self.buffer.storage.whole(self.index, self.gather().detach())
 
@@ -198,7 +200,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Set on `full`, a full copy, the attributes by which it is initialized, grouped and sharded like this parameter."""
+        """Set on `full`, a full copy, how this parameter is initialized, grouped and sharded."""
         full.init_method, full.group, full.storage_kind = self.init_method, self.group, self.storage_kind
 
     def gather_gradient(self) -> torch.Tensor | None:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ...engine.base.arguments import expect_flag, expect_tensor
 from .criterion import Criterion, NumItems, criterion, refuse_double_backward
-from .parallel import parallel_cross_entropy
 from .cross_entropy import rescale_
 from .linear import DTYPES, linear_cross_entropy
+from .parallel import parallel_cross_entropy
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 

@@ -21,7 +21,7 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
         logits: (..., classes / tp_size), floating; the classes are those that a ColumnParallelLinear or the projection
             of a VPEmbedding assigns to this rank.
         target: (...) int, the classes. Targets below 0, such as -100, have loss 0 and gradient 0.
-        label_smoothing: the share of the loss that is the mean over all classes, as in torch.nn.functional.cross_entropy.
+        label_smoothing: as in torch.nn.functional.cross_entropy.
 
     Returns:
         (...) float32.

@@ -25,7 +25,7 @@ class TensorParallel(Extension):
         # A deep copy's parameters are plain ones, marked with their kind.
         if not any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters()):
             raise ValueError(
-                f"auto_wrap: with tp_size={grid.size}, {grid.size} ranks compute together, but {type(model).__name__} has "
+                f"auto_wrap: tp_size={grid.size}, {grid.size} ranks compute together, but {type(model).__name__} has "
                 "no layers that are split over them (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding): "
                 "leave tp_size out."
             )

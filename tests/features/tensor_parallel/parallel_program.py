@@ -10,6 +10,7 @@ import itertools
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -79,6 +80,10 @@ class Split(bmt.DistributedModule):
         return bmt.loss.FusedCrossEntropy(parallel=True)(logits, targets)
 
 
+def whole() -> Plain:
+    return Plain([Block(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in "12"])
+
+
 def whole_gradient(parameter) -> Tensor:
     return parameter.buffer.storage.whole(parameter.index, parameter.gather_gradient())
 
@@ -102,7 +107,7 @@ def train(folder: Path, same_rows: bool, use_checkpoint: bool, zero_level: int, 
     grid = bmt.config["topology"]
     groups = bmt.config["tp_zero_size"]
     torch.manual_seed(5)
-    true = Plain([Block(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in "12"])
+    true = whole()
     for parameter in true.parameters():
         nn.init.normal_(parameter, std=0.5)
     model = bmt.BMTrainModelWrapper(Split(same_rows, use_checkpoint, zero_level))
@@ -132,8 +137,7 @@ def train(folder: Path, same_rows: bool, use_checkpoint: bool, zero_level: int, 
     bmt.synchronize()
     file = torch.load(folder / "model.pt")
     assert file.keys() == state.keys() and all(torch.equal(file[name], value) for name, value in state.items())
-    Plain([Block(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in "12"]) \
-        .load_state_dict(file)
+    whole().load_state_dict(file)
     model.load_state_dict(before)
     bmt.load(model, folder / "model.pt")
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -156,8 +160,9 @@ def optimizer_state() -> None:
     columns[:, WIDTH // TOGETHER :] *= 2
     close(moment.reshape(4, WIDTH), columns * 0.1, "exp_avg")
     optimizer.load_state_dict(everyone)
-    close(optimizer.state_dict(gather=True)["state"][0]["exp_avg"], moment, "exp_avg again") if bmt.rank() == 0 else \
-        optimizer.state_dict(gather=True)
+    again = optimizer.state_dict(gather=True)
+    if bmt.rank() == 0:
+        close(again["state"][0]["exp_avg"], moment, "exp_avg again")
 
 
 def single_layers() -> None:
@@ -243,27 +248,55 @@ def collectives() -> None:
         assert x.grad.tolist() == [1.0 + i // 2 for i in range(2 * len(members))], (key, x.grad)
 
 
+class Small(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = bmt.nn.ColumnParallelLinear(WIDTH, 4)
+        self.norm = nn.LayerNorm(WIDTH)
+
+
+def refusals(folder: Path) -> None:
+    """What cannot be done with parts is refused by name; copies and `gathered` are done part by part."""
+    model = bmt.auto_wrap(Small())
+    bmt.init_parameters(model)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    for message, call in (
+        ("no layers that are split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
+        ("sequence_parallel cannot be", lambda: bmt.auto_wrap(Small(), sequence_parallel=TOGETHER)),
+        ("do not support weights that are split", lambda: bmt.save_state(folder / "states", model)),
+        ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer(model)),
+        ("check_parity does not support tp_size", lambda: bmt.check_parity(model, {})),
+        ("out_features=7 must be a multiple of tp_size=2", lambda: bmt.nn.ColumnParallelLinear(WIDTH, 7)),
+        ("computes with full matrices", torch.optim.Adafactor(model.parameters()).step),
+    ):
+        with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+            call()
+    state = model.state_dict()
+    copied = bmt.auto_wrap(copy.deepcopy(model))
+    assert all(torch.equal(value, state[name]) for name, value in copied.state_dict().items())
+    with bmt.gathered(model, modify=True):
+        model.linear.weight.fill_(1.0 + bmt.config["tp_rank"])
+    assert model.state_dict()["linear.weight"][:, 0].tolist() == [1, 1, 2, 2]
+    assert len(bmt.config) == len([*bmt.config]) and {"tp_comm", "topology"} < {*bmt.config}
+
+
 def wrong_declarations() -> None:
     """A parameter whose rows are not as declared is refused by name."""
     for tp_mode in (False, True):
         parameters = [bmt.DistributedParameter(torch.ones(3), tp_mode=tp_mode) for _ in "12"]
         rows = torch.ones(3) if not tp_mode else torch.ones(3) * (1 + bmt.config["tp_rank"])
-        try:
+        with pytest.raises(RuntimeError, match="have different gradients" if tp_mode else "have the same gradient"):
             (parameters[0].gather() * parameters[1].gather() * rows).sum().backward()
-        except RuntimeError as error:
-            assert ("have the same gradient" if not tp_mode else "have different gradients") in str(error), error
-        else:
-            raise AssertionError("not refused")
 
 
 if __name__ == "__main__":
     bmt.init_distributed(tp_size=TOGETHER)
-    if len(sys.argv) > 2:
-        wrong_declarations()
-        sys.exit()
     collectives()
     single_layers()
     for case in ((False, True, 3, False), (True, False, 2, False), (False, False, 2, True), (True, True, 3, True)):
         train(Path(sys.argv[1]), *case)
     optimizer_state()
+    refusals(Path(sys.argv[1]))
+    wrong_declarations()
     bmt.print_rank("equal")

@@ -10,7 +10,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full
-from twins import WIDTH, Tower
+from twins import Tower
 
 
 def config():

@@ -89,15 +89,22 @@ def whole_gradient(parameter) -> Tensor:
 
 
 def close(mine: Tensor, true: Tensor, what: str) -> None:
+    mine, true = (each.detach().cpu() for each in (mine, true))
     torch.testing.assert_close(mine, true, rtol=2e-5, atol=2e-6, msg=lambda text: f"{what}: {text}")
+
+
+def noise(seed: int, *shape: int) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(bmt.config["device"])
 
 
 def batches(groups: int) -> list[tuple[Tensor, Tensor]]:
     """For each step, tokens and targets (groups, ROWS); some targets are left out, equally many in each group."""
     made = []
     for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        tokens, targets = (torch.randint(WORDS, (groups, ROWS), generator=generator) for _ in range(2))
+        generator = torch.Generator("cpu").manual_seed(step)
+        made_of = (torch.randint(WORDS, (groups, ROWS), generator=generator, device="cpu") for _ in range(2))
+        tokens, targets = (each.to(bmt.config["device"]) for each in made_of)
         targets[:, step] = -100
         made.append((tokens, targets))
     return made
@@ -181,7 +188,7 @@ def single_layers() -> None:
     bmt.init_parameters(embedding)
     whole = embedding.weight.gather_all()
     close(embedding(torch.arange(WORDS)).detach(), whole, "embedding")
-    logits = torch.randn(5, WORDS, generator=torch.Generator().manual_seed(group))
+    logits = noise(group, 5, WORDS)
     target = torch.tensor([0, 11, -100, 5, 7])
     mine, true = logits.chunk(TOGETHER, -1)[place].clone().requires_grad_(), logits.clone().requires_grad_()
     losses = bmt.nn.parallel_cross_entropy_func(mine, target, 0.1)
@@ -198,14 +205,14 @@ def check_layer(layer, own_rows: bool, own_features: bool, rows_out: bool, featu
     group, place, groups = (bmt.config[key] for key in ("tp_zero_rank", "tp_rank", "tp_zero_size"))
     bmt.init_parameters(layer)
     state = layer.state_dict()
-    state["bias"] += torch.arange(4.0)
+    state["bias"] += torch.arange(4.0, device="cpu")
     layer.load_state_dict(state)
     layer = bmt.CheckpointBlock(layer)
     close(layer.state_dict()["bias"], state["bias"], "bias")
     total_w, total_b = 0, 0
     for number in range(groups):
-        x = torch.randn(4, 2, WIDTH, generator=torch.Generator().manual_seed(number)).requires_grad_()
-        cotangent = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(100 + number))
+        x = noise(number, 4, 2, WIDTH).requires_grad_()
+        cotangent = noise(100 + number, 4, 2, 4)
         true = nn.Linear(WIDTH, 4)
         true.load_state_dict(state)
         y = true(x)
@@ -292,6 +299,7 @@ def wrong_declarations() -> None:
 
 if __name__ == "__main__":
     bmt.init_distributed(tp_size=TOGETHER)
+    torch.set_default_device(bmt.config["device"])
     collectives()
     single_layers()
     for case in ((False, True, 3, False), (True, False, 2, False), (False, False, 2, True), (True, True, 3, True)):

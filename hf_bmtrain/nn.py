@@ -1,5 +1,17 @@
 """Layers under BMTrain's names."""
 
-from .bmtrain.nn import ColumnParallelLinear, Linear, OpLinear, RowParallelLinear, VPEmbedding
+from .bmtrain.nn import (
+    ColumnParallelLinear,
+    Linear,
+    OpLinear,
+    OpParallelLinear,
+    ReduceType,
+    RowParallelLinear,
+    VPEmbedding,
+    parallel_cross_entropy_func,
+)
 
-__all__ = ["ColumnParallelLinear", "Linear", "OpLinear", "RowParallelLinear", "VPEmbedding"]
+__all__ = [
+    "ColumnParallelLinear", "Linear", "OpLinear", "OpParallelLinear", "ReduceType", "RowParallelLinear", "VPEmbedding",
+    "parallel_cross_entropy_func",
+]  # fmt: skip

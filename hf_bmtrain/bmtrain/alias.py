@@ -41,11 +41,16 @@ _OFFERED = {
         "utils",
         "AverageRecorder check_torch_version print_block print_dict print_rank round_up see_memory",
     ),
-    "bmtrain.nn": ("nn", "Linear OpLinear ColumnParallelLinear RowParallelLinear VPEmbedding"),
+    "bmtrain.nn": (
+        "nn",
+        "Linear OpLinear ColumnParallelLinear RowParallelLinear VPEmbedding OpParallelLinear "
+        "parallel_cross_entropy_func",
+    ),
     "bmtrain.nn.linear": ("nn", "Linear OpLinear"),
     "bmtrain.nn.column_parallel_linear": ("nn", "ColumnParallelLinear"),
     "bmtrain.nn.row_parallel_linear": ("nn", "RowParallelLinear"),
     "bmtrain.nn.parallel_embedding": ("nn", "VPEmbedding"),
+    "bmtrain.nn.parallel_linear_func": ("nn", "OpParallelLinear ReduceType"),
     "bmtrain.loss": ("loss", _LOSS),
     "bmtrain.loss.cross_entropy": ("loss", _LOSS),
     "bmtrain.loss._function": ("utils", "has_inf_nan"),
@@ -79,7 +84,7 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"module '{self.__name__}', provided by hf_bmtrain, has no attribute '{name}': BMTrain's internals and its "
-            "tensor and pipeline parallelism are not available"
+            "pipeline parallelism are not available"
         )
 
 

@@ -7,12 +7,50 @@ from typing import Any
 
 import torch
 
-from ..engine.runtime.world import World, current_world
+from ..engine.runtime.world import Grid, World, current_world
 
 
 def _stream(world: World) -> Any:
     """Return the device's current stream."""
     return torch.get_device_module(world.device).current_stream()
+
+
+class Topology:
+    """The groups of BMTrain that this process is in, as `config["topology"]`.
+
+    Attributes:
+        rank: this process's rank.
+        stages: the number of stages of a pipeline, 1.
+        pipe_idx: the number of the pipeline.
+        stage_id: the stage, 0.
+        tp_id: this rank's number among the ranks that compute together.
+        tp_idx: the number of their group.
+        zero_idx: 0, the group of all ranks.
+        zero_id: this process's rank.
+        tp_zero_idx: the number of the group of ranks that have the same parts of weights.
+        tp_zero_id: this rank's number in that group.
+        pp_zero_idx: 0, as `stage_id`.
+        pp_zero_id: as `pipe_idx`.
+        pp_tp_zero_idx: as `tp_zero_idx`.
+        pp_tp_zero_id: as `tp_zero_id`.
+    """
+
+    def __init__(self, world: World) -> None:
+        size, self.tp_id = (1, 0) if world.grid is None else (world.grid.size, world.grid.place)
+        self.rank = self.pipe_idx = self.zero_id = self.pp_zero_id = world.rank
+        self.stages, self.stage_id, self.zero_idx, self.pp_zero_idx = 1, 0, 0, 0
+        self.tp_idx = self.tp_zero_id = self.pp_tp_zero_id = world.rank // size
+        self.tp_zero_idx = self.pp_tp_zero_idx = self.tp_id
+
+    def get_group_id(self, group_name: str) -> int:
+        """Return the number of this rank's group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
+        return {"pipe": self.pipe_idx, "zero": self.zero_idx, "tp_zero": self.tp_zero_idx, "tp": self.tp_idx}[
+            group_name
+        ]
+
+    def get_group_rank(self, group_name: str) -> int:
+        """Return this rank's number in its group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
+        return {"pipe": self.stage_id, "zero": self.zero_id, "tp_zero": self.tp_zero_id, "tp": self.tp_id}[group_name]
 
 
 _VALUES: dict[str, Callable[[World], Any]] = {
@@ -25,15 +63,22 @@ _VALUES: dict[str, Callable[[World], Any]] = {
     "device": lambda world: world.device,
     "zero_rank": lambda world: world.rank,
     "zero_size": lambda world: world.size,
-    "tp_rank": lambda world: 0,
-    "tp_size": lambda world: 1,
-    "tp_zero_rank": lambda world: world.rank,
-    "tp_zero_size": lambda world: world.size,
+    "tp_rank": lambda world: Topology(world).tp_id,
+    "tp_size": lambda world: 1 if world.grid is None else world.grid.size,
+    "tp_zero_rank": lambda world: Topology(world).tp_zero_id,
+    "tp_zero_size": lambda world: world.size if world.grid is None else world.grid.groups,
     "pipe_size": lambda world: 1,
     "pipe_enabled": lambda world: False,
 }
 _OBJECTS: dict[str, Callable[[World], Any]] = {
-    "comm": lambda world: world, "zero_comm": lambda world: world, "calc_stream": _stream, "load_stream": _stream,
+    "comm": lambda world: world,
+    "zero_comm": lambda world: world,
+    "calc_stream": _stream,
+    "load_stream": _stream,
+    "topology": Topology,
+}
+_TOGETHER: dict[str, Callable[[Grid], Any]] = {
+    "tp_comm": lambda grid: grid.together, "tp_zero_comm": lambda grid: grid.across,
 }  # fmt: skip
 _READ = _VALUES | _OBJECTS
 
@@ -44,15 +89,19 @@ class Config(Mapping):
     Before `init_distributed` only `initialized` can be read; it is False. The keys are:
 
     * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
-    * Those of BMTrain's process groups. zero_rank, zero_size, tp_zero_rank and tp_zero_size describe the group of all
-      ranks; tp_rank, tp_size, pipe_size and pipe_enabled a group of this rank alone.
-    * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks.
+    * Those of BMTrain's process groups. zero_rank and zero_size describe the group of all ranks; tp_rank and tp_size
+      the ranks that compute together; tp_zero_rank and tp_zero_size the ranks that have the same parts of weights;
+      pipe_size and pipe_enabled a group of this rank alone. topology has them as attributes.
+    * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks. With `tp_size` also
+      tp_comm and tp_zero_comm, which mean the ranks that compute together, and those that have the same parts.
     * calc_stream and load_stream: both are the device's current stream. Communication synchronizes with it by itself.
     """
 
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return _initialized()
+        if key in _TOGETHER and (grid := current_world().grid) is not None:  # as in BMTrain, absent otherwise
+            return _TOGETHER[key](grid)
         if key not in _READ:
             raise KeyError(
                 f"{key}: config has the keys {', '.join(self)}, but not BMTrain's other groups, streams and events"
@@ -60,13 +109,16 @@ class Config(Mapping):
         return _READ[key](current_world())
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*_READ, "initialized"))
+        return iter((*_READ, *self._together(), "initialized"))
 
     def __contains__(self, key: object) -> bool:
-        return key in (*_READ, "initialized")
+        return key in (*_READ, *self._together(), "initialized")
 
     def __len__(self) -> int:
-        return len(_READ) + 1
+        return sum(1 for _ in self)
+
+    def _together(self) -> tuple[str, ...]:
+        return tuple(_TOGETHER) if _initialized() and current_world().grid is not None else ()
 
     def __setitem__(self, key: str, value: Any) -> None:
         raise TypeError(f"config is read-only: pass {key!r} to init_distributed, auto_wrap or CheckpointBlock instead.")

@@ -5,16 +5,21 @@ adjoint of that map: each rank gets the gradient of the *sum* of all ranks' loss
 Gradients of sharded parameters are then averaged over the ranks, so do not divide the loss for their sake. If you use
 the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation, in the same
 order, and run its backward.
+
+With `comm=config["tp_comm"]` the operations are between the ranks that compute one loss together. What is the same on
+all of them, such as the result of `all_gather`, has the same gradient on each, which is not added up, as in BMTrain and
+as in the layers whose weights are split.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..engine.base.arguments import expect_number
-from ..engine.comm.communicator import as_bytes
+from ..engine.comm.communicator import Communicator, as_bytes, group_of
 from ..engine.runtime.world import current_world
 
 _OPERATIONS = ("sum", "avg", "max", "min", "prod")
@@ -25,7 +30,7 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
+        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
 
     Returns:
         (world size, ...), a new tensor on the device of `x`, equal on all ranks.
@@ -33,9 +38,9 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
     """
-    current_world().check_comm(comm)
-    _check_alike("all_gather", "x", x)
-    return _AllGather.apply(x)
+    ranks = _ranks(comm)
+    _check_alike("all_gather", "x", x, ranks)
+    return _AllGather.apply(ranks, x)
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
@@ -45,7 +50,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
         x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
         op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype. If several ranks have the maximum or
             minimum, its gradient is divided evenly between them, as in torch.amax.
-        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
+        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
 
     Returns:
         (...), a new tensor on the device of `x`, equal on all ranks.
@@ -53,17 +58,20 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
     Raises:
         ValueError: `op` is unknown or cannot reduce this dtype; or, on every rank, shapes or dtypes differ.
     """
-    current_world().check_comm(comm)
+    return _all_reduce(_ranks(comm), x, op)
+
+
+def _all_reduce(ranks: _Ranks, x: torch.Tensor, op: str) -> torch.Tensor:
     if not isinstance(op, str) or op not in _OPERATIONS:
         raise ValueError(f"op must be one of the operations {', '.join(_OPERATIONS)}, not {op!r}")
     _check_tensor("all_reduce", "x", x)
     if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
         raise ValueError(f"all_reduce cannot take the {op} of {x.dtype}: convert it first, for example with .float()")
-    _check_alike("all_reduce", "x", x)
+    _check_alike("all_reduce", "x", x, ranks)
     if op in ("sum", "avg"):
-        total = _Sum.apply(x)
-        return total / current_world().size if op == "avg" else total
-    everyone = _AllGather.apply(x)
+        total = _Sum.apply(ranks, x)
+        return total / ranks.size if op == "avg" else total
+    everyone = _AllGather.apply(ranks, x)
     return {"max": everyone.amax, "min": everyone.amin, "prod": everyone.prod}[op](0)
 
 
@@ -73,7 +81,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
     Args:
         x: (world size * n, ...); shape and dtype must be equal on all ranks.
         op: as in `all_reduce`.
-        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
+        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
 
     Returns:
         (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
@@ -81,15 +89,15 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
     Raises:
         ValueError: the size of dimension 0 is not a multiple of the world size, or for the reasons of `all_reduce`.
     """
-    world = current_world()
+    ranks = _ranks(comm)._replace(together=False)  # each rank gets other rows, so their gradients are added up
     _check_tensor("reduce_scatter", "x", x)
-    if x.dim() == 0 or x.shape[0] % world.size:
+    if x.dim() == 0 or x.shape[0] % ranks.size:
         raise ValueError(
-            f"reduce_scatter splits dimension 0 of x evenly over {world.size} ranks, so its size must be a multiple "
+            f"reduce_scatter splits dimension 0 of x evenly over {ranks.size} ranks, so its size must be a multiple "
             f"of the world size: got shape {tuple(x.shape)}"
         )
-    rows = x.shape[0] // world.size
-    return all_reduce(x, op, comm)[world.rank * rows : (world.rank + 1) * rows]
+    rows = x.shape[0] // ranks.size
+    return _all_reduce(ranks, x, op)[ranks.rank * rows : (ranks.rank + 1) * rows]
 
 
 def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
@@ -98,7 +106,7 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
         root: the rank whose `x` is returned.
-        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
+        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
 
     Returns:
         (...), a new tensor on the device of `x`.
@@ -106,11 +114,47 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     Raises:
         ValueError: `root` is not a rank; or, on every rank, shapes or dtypes differ.
     """
-    current_world().check_comm(comm)
-    size = current_world().size
+    ranks = _ranks(comm)
+    size = ranks.size
     expect_number("root", root, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, integer=True)
-    _check_alike("broadcast", "x", x)
-    return _Broadcast.apply(x, root)
+    _check_alike("broadcast", "x", x, ranks)
+    return _Broadcast.apply(ranks, x, root)
+
+
+class _Ranks(NamedTuple):
+    """The ranks of an operation.
+
+    Attributes:
+        gather: the communicator for all-gathers and broadcasts.
+        reduce: the communicator for reductions.
+        groups: all groups of such ranks, this one's among them.
+        together: whether they compute one loss, so that gradients of what is the same on all of them are not added up.
+    """
+
+    gather: Communicator
+    reduce: Communicator
+    groups: Sequence[range]
+    together: bool
+
+    @property
+    def rank(self) -> int:
+        return self.gather.rank
+
+    @property
+    def size(self) -> int:
+        return self.gather.size
+
+
+def _ranks(comm: Any) -> _Ranks:
+    """Return the ranks that an argument `comm` means. Raises NotImplementedError if it is not one of `config`."""
+    world, grid = current_world(), current_world().grid
+    if grid is not None and comm is not None:
+        for communicator, size, stride in ((grid.together, grid.size, 1), (grid.across, grid.groups, grid.size)):
+            if comm is communicator:
+                groups = dict.fromkeys(group_of(rank, size, stride) for rank in range(world.size))
+                return _Ranks(comm, comm, [*groups], comm is grid.together)
+    world.check_comm(comm)
+    return _Ranks(world.gather, world.reduce, [range(world.size)], False)
 
 
 def _check_tensor(function: str, name: str, x: Any) -> None:
@@ -120,24 +164,23 @@ def _check_tensor(function: str, name: str, x: Any) -> None:
         raise ValueError(f"{function} takes a tensor with values as {name}, not {kind}: pass torch.tensor(...)")
 
 
-def _check_alike(function: str, name: str, x: torch.Tensor) -> None:
-    """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal on all ranks. Collective."""
+def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> None:
+    """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal in each group. Collective."""
     _check_tensor(function, name, x)
     everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
-    if any(other != everyone[0] for other in everyone):
+    if any(everyone[rank] != everyone[group[0]] for group in ranks.groups for rank in group):
         listing = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(everyone))
         raise ValueError(
             f"{function} needs equal shapes and dtypes on all ranks, got {listing}. Pad to a common length first."
         )
 
 
-def _stack(x: torch.Tensor) -> torch.Tensor:
-    """Return the `x` of all ranks as one new tensor (world size, ...) on the device of `x`. Collective."""
-    world = current_world()
-    local = x.detach().to(world.device).contiguous()
-    full = local.new_empty((world.size, *local.shape))
+def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
+    """Return the `x` of all ranks as one new tensor (ranks.size, ...) on the device of `x`. Collective."""
+    local = x.detach().to(current_world().device).contiguous()
+    full = local.new_empty((ranks.size, *local.shape))
     if local.numel():
-        world.gather.all_gather(as_bytes(full), as_bytes(local)).wait()
+        ranks.gather.all_gather(as_bytes(full), as_bytes(local)).wait()
     return full.to(x.device)
 
 
@@ -145,46 +188,51 @@ class _AllGather(torch.autograd.Function):
     """y_s = (x_0, ..., x_{N-1}) on every rank s. Adjoint: rank r gets the sum over s of part r of y_s's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return _stack(x)
+    def forward(ctx: Any, ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
+        ctx.ranks = ranks
+        return _stack(ranks, x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _Sum.apply(gradient)[current_world().rank]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _added_up(ctx.ranks, gradient)[ctx.ranks.rank]
 
 
 class _Sum(torch.autograd.Function):
     """y_s = x_0 + ... + x_{N-1} on every rank s. It is its own adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        world = current_world()
-        total = x.detach().to(world.device, copy=True).contiguous()
+    def forward(ctx: Any, ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
+        ctx.ranks = ranks
+        total = x.detach().to(current_world().device, copy=True).contiguous()
         if total.numel():
-            world.reduce.all_reduce(total.view(-1)).wait()
+            ranks.reduce.all_reduce(total.view(-1)).wait()
         return total.to(x.device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _Sum.apply(gradient)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _added_up(ctx.ranks, gradient)
+
+
+def _added_up(ranks: _Ranks, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the ranks of the gradients of what is the same on all of them. Collective."""
+    return gradient if ranks.together else _Sum.apply(ranks, gradient)
 
 
 class _Broadcast(torch.autograd.Function):
     """y_s = x_root on every rank s. Adjoint: the root gets the sum over s of y_s's gradients, other ranks zeros."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: int) -> torch.Tensor:
-        ctx.root = root
-        world = current_world()
-        values = x.detach().to(world.device, copy=True).contiguous()
+    def forward(ctx: Any, ranks: _Ranks, x: torch.Tensor, root: int) -> torch.Tensor:
+        ctx.ranks, ctx.root = ranks, root
+        values = x.detach().to(current_world().device, copy=True).contiguous()
         if values.numel():
-            world.gather.broadcast(as_bytes(values), root).wait()
+            ranks.gather.broadcast(as_bytes(values), root).wait()
         return values.to(x.device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = _Sum.apply(gradient)
-        return (total if current_world().rank == ctx.root else torch.zeros_like(total)), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        total = _added_up(ctx.ranks, gradient)
+        return None, (total if ctx.ranks.rank == ctx.root else torch.zeros_like(total)), None
 
 
 def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
@@ -195,7 +243,7 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
-        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
+        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
 
     Returns:
         (...) float32, on the device of `loss`. Calling backward on it, on every rank, gives the gradients of the mean.
@@ -203,12 +251,11 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
     """
-    world = current_world()
-    world.check_comm(comm)
+    ranks = _ranks(comm)
     _check_tensor("sum_loss", "loss", loss)
     if loss.dim():
-        _check_alike("sum_loss", "loss", loss)
-    return _Sum.apply(loss.to(torch.float32)) / world.size
+        _check_alike("sum_loss", "loss", loss, ranks)
+    return _Sum.apply(ranks, loss.to(torch.float32)) / ranks.size
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
@@ -223,5 +270,6 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
     """
-    _check_alike("gather_result", "result", result)
-    return _stack(result.reshape(1) if result.dim() == 0 else result).flatten(0, 1)
+    ranks = _ranks(None)
+    _check_alike("gather_result", "result", result, ranks)
+    return _stack(ranks, result.reshape(1) if result.dim() == 0 else result).flatten(0, 1)

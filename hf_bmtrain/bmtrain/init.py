@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..engine.base.arguments import expect_number
 from ..engine.base.device_memory import DeviceMemory
 from ..engine.blocks.schedule import ForwardDepth, Schedule
+from ..engine.comm.reduce import CollectiveReduction
 from ..engine.optim import compat
 from ..engine.runtime.backend import check_addresses, open_backend
 from ..engine.runtime.launcher import check_seed, choose_device, find_place, seed_everything
@@ -29,6 +30,8 @@ from ..faults.process import install
 from ..faults.watch import Watch
 from ..features.auto_wrap import LayerFeatures
 from ..features.float8.calibrate import float8_decision, restore_decision
+from ..features.tensor_parallel.groups import Groups, make_grid
+from ..features.tensor_parallel.same_rows import SameRowsCheck
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -67,7 +70,9 @@ def init_distributed(
             numbers of ranks. "auto": on GPUs "peer" for large shards if possible; "two-level" over several hosts if
             possible; else "collective".
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
-        tp_size: for compatibility with BMTrain; must be 1 or -1.
+        tp_size: the number of consecutive ranks that compute together, over which `nn.ColumnParallelLinear` and its
+            like split their weights. It must divide the number of ranks; 1 or -1 for none. Give the ranks of a group
+            the same rows of the data set.
         init_method: where the ranks meet, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
         shard_over: the ranks that weights, gradients and optimizer state are divided between. "world": all ranks.
@@ -79,7 +84,7 @@ def init_distributed(
     Raises:
         RuntimeError: it was called before, a rank does not call it within `timeout`, or ranks pass different arguments;
             or the hosts do not allow `gather` or `shard_over`.
-        NotImplementedError: `pipe_size` or `tp_size` is neither 1 nor -1.
+        NotImplementedError: `pipe_size` is neither 1 nor -1.
         TypeError, ValueError: another argument has the wrong type or is out of range.
 
     Example::
@@ -92,31 +97,44 @@ def init_distributed(
     expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
     expect_number("timeout", timeout, "of seconds, above 0 and at most 1e8", lambda seconds: 0 < seconds <= 1e8)
     check_addresses(gather, shard_over, init_method)
-    for name, parts in (("pipe_size", pipe_size), ("tp_size", tp_size)):
-        expect_number(name, parts, "1", integer=True)
-        if parts not in (1, -1):  # BMTrain accepts -1 too, and treats it as 1
-            refuse_parallelism(f"{name}={parts}")
+    expect_number("pipe_size", pipe_size, "1", integer=True)
+    if pipe_size not in (1, -1):  # BMTrain accepts -1 too, and treats it as 1
+        refuse_parallelism(f"pipe_size={pipe_size}")
     check_no_world()
     rank, size, local_rank = find_place()
+    together = "1, or a number that divides the number of ranks"
+    expect_number(
+        "tp_size", tp_size, f"{together}, {size}", lambda n: n == -1 or (n > 0 and size % n == 0), integer=True
+    )
+    if tp_size > 1 and shard_over != "world":
+        raise ValueError(f"tp_size={tp_size} needs shard_over='world', not {shard_over!r}")
     device = choose_device(local_rank)
     seed_everything(seed, rank, device)
     joined = dist.is_initialized()
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
-    facts = {"zero_level": zero_level, "HF_BMTRAIN_POISON": poison}
+    facts = {"zero_level": zero_level, "tp_size": max(tp_size, 1), "HF_BMTRAIN_POISON": poison}
     facts |= {"loss_scale_factor": loss_scale_factor, "loss_scale_steps": loss_scale_steps}
     watch = Watch() if size > 1 else None
     monitor = watch or Monitor()
     waits = timedelta(seconds=timeout)
     found = open_backend(rank, size, device, waits, gather, shard_over, init_method, facts, monitor)
+    blocks, outside, grid, split_kind = found.blocks, found.outside, None, None
+    if tp_size > 1:
+        grid = make_grid(rank, size, tp_size, found.open_group)
+        split_kind = Groups(grid, device, outside).kind
+        assert isinstance(outside, CollectiveReduction)  # with shard_over="world"
+        blocks = outside = CollectiveReduction(outside.communicator, device, summed=tp_size)
     inside = ForwardDepth()
-    schedule = Schedule(found.shards, found.blocks, found.outside, inside, found.control)
+    schedule = Schedule(found.shards, blocks, outside, inside, found.control)
     world = World(
         rank, size, local_rank, device, found.gather, found.reduce, found.shards, found.shard_group, found.control,
         monitor, inside, schedule, LayerFeatures(), zero_level, loss_scale_factor, loss_scale_steps, found.open_group,
-        found.saves_shards, poison,
+        found.saves_shards, poison, grid=grid, split_kind=split_kind,
         device_memory=None if device.type == "cpu" else DeviceMemory(device),
     )  # fmt: skip
     schedule.observe(GradientWatcher(world))
+    if grid is not None:
+        SameRowsCheck(world)
     world.saved_states["float8"] = SavedState(float8_decision, restore_decision)
     enter_world(world)
     atexit.register(compat.install())

@@ -113,10 +113,13 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     mine, sharded = [], []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if fnmatch.fnmatchcase(prefix + name, param_name):
-            sharded.append(isinstance(parameter, DistributedParameter))
             gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
             values = parameter.data.as_subclass(torch.Tensor)  # `.data` waits for a pending update
-            mine.append(_Local(prefix + name, parameter.shape, values, gradient))
+            shape = parameter.shape
+            if isinstance(parameter, DistributedParameter):
+                shape = parameter.buffer.storage.whole_shape(parameter.index)
+            sharded.append(isinstance(parameter, DistributedParameter))
+            mine.append(_Local(prefix + name, shape, values, gradient))
     ranks = zip(*world.gather_objects(mine))
     lines = [_line(all_ranks if cut else [own], own.shape) for own, cut, all_ranks in zip(mine, sharded, ranks)]
     return [{key: 0.0 if value is None else value for key, value in line.items()} for line in lines]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from ..engine.base.arguments import expect_flag, expect_kind, expect_number
 from ..engine.blocks.distributed_module import DistributedModule, ParameterInitializer
-from ..engine.runtime.world import refuse_parallelism
 from ..engine.sharding.parameter import DistributedParameter
+from ..features.loss.parallel import parallel_cross_entropy_func
+from ..features.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    OpParallelLinear,
+    ReduceType,
+    RowParallelLinear,
+    VPEmbedding,
+)
 
 __all__ = [
-    "ColumnParallelLinear", "Linear", "OpLinear", "RowParallelLinear", "VPEmbedding",
+    "ColumnParallelLinear", "Linear", "OpLinear", "OpParallelLinear", "ReduceType", "RowParallelLinear", "VPEmbedding",
+    "parallel_cross_entropy_func",
 ]  # fmt: skip
 
 
@@ -76,46 +82,3 @@ class OpLinear:
             (..., out_features).
         """
         return F.linear(x, weight, bias)
-
-
-class _Refused:
-    """Base of the classes of BMTrain that are not supported: their constructor raises NotImplementedError."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse_parallelism(type(self).__name__)
-
-
-class ColumnParallelLinear(_Refused):
-    """BMTrain's linear layer whose outputs are split over ranks. Not supported.
-
-    Args:
-        *args: ignored.
-        **kwargs: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-
-
-class RowParallelLinear(_Refused):
-    """BMTrain's linear layer whose inputs are split over ranks. Not supported.
-
-    Args:
-        *args: ignored.
-        **kwargs: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """
-
-
-class VPEmbedding(_Refused):
-    """BMTrain's embedding whose vocabulary is split over ranks. Not supported.
-
-    Args:
-        *args: ignored.
-        **kwargs: ignored.
-
-    Raises:
-        NotImplementedError: always.
-    """

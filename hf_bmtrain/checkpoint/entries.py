@@ -15,7 +15,7 @@ from ..engine.optim.adam import AdamOptimizer
 from ..engine.optim.manager import OptimManager
 from ..engine.optim.state import check_keys, divide_state
 from ..engine.runtime.world import World
-from ..engine.sharding.parameter import DistributedParameter, is_read_only
+from ..engine.sharding.parameter import DistributedParameter, is_part, is_read_only
 from ..engine.tensors.tensor import ShardBase
 from .header import TensorSpec
 
@@ -56,6 +56,11 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
     """
     if chosen is None:
         refuse_quantized(model)
+    if any(map(is_part, model.parameters())):
+        raise NotImplementedError(
+            "save_state and load_state do not support weights that are split over ranks by tp_size. Save whole tensors "
+            "with bmt.save(model, file) and torch.save(manager.state_dict(gather_opt=True), file), on all ranks."
+        )
     entries = [
         _of_parameter(name, parameter, parameter)
         for name, parameter in model.named_parameters()

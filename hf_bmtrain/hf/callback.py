@@ -90,6 +90,11 @@ class BMTrainCallback(TrainerCallback):
         self._adopt(args, model)
         self._follow_losses(model)
         world, problem = current_world(), None
+        if world.grid is not None:
+            raise NotImplementedError(
+                "Trainer does not support tp_size, because it gives each rank rows of its own. Leave tp_size out; to "
+                "share the rows of long contexts between ranks, use auto_wrap(sequence_parallel=)."
+            )
         world.barrier("Trainer(...)")
         if world.rank == 0:
             try:

@@ -131,7 +131,7 @@ def models() -> Iterator[Row]:
     yield "gathered", "an ordinary tensor", lambda: gather(ordinary), "what must be .*an ordinary tensor is full"
     yield "gathered", "an unsharded model's", lambda: gather(unsharded), "what must be .* sharded"
     for name, message, options in (
-        ("tp_size 2", "tp_size=2 is not offered", {"tp_size": 2}),
+        ("pipe_size 2", "pipe_size=2 is not offered", {"pipe_size": 2}),
         ("a host", "init_method must be env://", {"init_method": "host:1"}),
         ("a backend", "unexpected keyword.*'backend'", {"backend": "nccl"}),
     ):
@@ -271,7 +271,7 @@ def losses() -> Iterator[Row]:
     yield entropy("items of a sum", "num_items_in_batch is what the mean", reduction="sum", num_items_in_batch=3)
     yield entropy("two items", "num_items_in_batch must be one number", num_items_in_batch=torch.ones(2))
     yield entropy("a leaf in place", "Use inplace=False", inplace=True)
-    yield "FusedCrossEntropy", "parallel", lambda: bmt.loss.FusedCrossEntropy(parallel=True), "not offered"
+    yield "FusedCrossEntropy", "parallel", lambda: bmt.loss.FusedCrossEntropy(parallel=True, softcap=1.0), "softcap"
     rows, head = torch.randn(4, 3), torch.randn(5, 3)
 
     def linear(name: str, message: str, *given: Any, **options: Any) -> Row:

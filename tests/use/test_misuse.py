@@ -167,7 +167,9 @@ MISUSES = {
         lambda: bmt.inspect.record_tensor(nn.Parameter(torch.ones(1)), "w"), ValueError, "inspect_model",
     ),
     "nested inspectors": (two_inspectors, RuntimeError, "one `with inspect_tensor"),
-    "tensor parallelism": (lambda: bmt.nn.ColumnParallelLinear(2, 2), NotImplementedError, r"bmt\.nn\.Linear"),
+    "no such dimension": (
+        lambda: bmt.DistributedParameter(torch.ones(1), tp_mode=True, tp_split_dim=1), ValueError, "a dimension of",
+    ),
     "a target out of range": (
         lambda: bmt.loss.FusedCrossEntropy()(torch.ones(2, 3), torch.tensor([0, 3])), ValueError, r"target 3 at \[1\]",
     ),

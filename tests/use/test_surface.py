@@ -10,7 +10,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full
-from twins import WIDTH, Tower
+from twins import Tower
 
 
 def config():
@@ -22,11 +22,12 @@ def config():
     assert bmt.config["initialized"] is True
     assert bmt.config["loss_scale_steps"] == 1024
     assert {"rank", "local_rank", "world_size"} <= set(bmt.config) == set(dict(bmt.config))
-    assert len(bmt.config) == len(list(bmt.config)) and "topology" not in bmt.config
+    assert len(bmt.config) == len(list(bmt.config)) and "tp_comm" not in bmt.config
+    assert bmt.config["topology"].tp_id == bmt.config["topology"].get_group_rank("tp") == 0
     assert bmt.config["tp_zero_size"] == bmt.config["zero_size"] == bmt.world_size()
     assert bmt.config["load_stream"] == bmt.config["calc_stream"]
     with pytest.raises(KeyError, match="world_size"):
-        bmt.config["topology"]
+        bmt.config["tp_comm"]
     with pytest.raises(TypeError, match="read-only"):
         bmt.config["zero_level"] = 2
 
@@ -75,12 +76,7 @@ def whole_parameter():
 
 
 def not_offered():
-    for name in ("ColumnParallelLinear", "RowParallelLinear", "VPEmbedding"):
-        with pytest.raises(NotImplementedError, match=f"{name} is not offered"):
-            getattr(bmt.nn, name)(WIDTH, WIDTH)
-    with pytest.raises(NotImplementedError, match="parallel=True.* is not offered"):
-        bmt.loss.FusedCrossEntropy(None, -100, "mean", 0.0, True)
-    with pytest.raises(NotImplementedError, match="collectives are over all ranks"):
+    with pytest.raises(NotImplementedError, match="leave comm out for all ranks"):
         bmt.sum_loss(torch.ones(()), comm="pipe")
 
 
@@ -103,8 +99,8 @@ def test_before_init():
     code = (
         "import hf_bmtrain as bmt, pytest\n"
         "assert bmt.config['initialized'] is False and 'before' in repr(bmt.config)\n"
-        "for size in ({'pipe_size': 2}, {'tp_size': 4}):\n"
-        "    with pytest.raises(NotImplementedError, match='is not offered'): bmt.init_distributed(**size)\n"
+        "with pytest.raises(NotImplementedError, match='is not offered'): bmt.init_distributed(pipe_size=2)\n"
+        "with pytest.raises(ValueError, match='divides the number of ranks, 1'): bmt.init_distributed(tp_size=4)\n"
         "with pytest.raises(RuntimeError, match='init_distributed'): bmt.config['rank']\n"
         "bmt.init_distributed(seed=0, pipe_size=-1, tp_size=1)\n"
         "assert bmt.config['world_size'] == 1\n"

@@ -189,10 +189,11 @@ def init_parameters(model: torch.nn.Module) -> None:
     world.schedule.wait_for_readers()
     for parameter in model.parameters():
         if isinstance(parameter, DistributedParameter) and parameter.init_method is not None:
-            full = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
-            parameter.init_method(full)
-            world.gather.broadcast(full, 0).wait()
-            parameter.copy_(parameter.take(full))
+            shape = parameter.buffer.storage.whole_shape(parameter.index)
+            whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.init_method(whole)
+            world.gather.broadcast(whole, 0).wait()
+            parameter.copy_(parameter.take_whole(whole))
 
 
 def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:

@@ -165,7 +165,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
             parameter.refuse_copy()
         for parameter, full in clone_full_params(sharded).items():
             copied: Any = full
-            copied.init_method, copied.group = parameter.init_method, parameter.group
+            parameter.mark(copied)
             memo[id(parameter)] = full
     made = []
     for each in modules:  # make all copies before filling any of them, because their attributes refer to each other

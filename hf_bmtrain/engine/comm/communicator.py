@@ -96,6 +96,12 @@ class Communicator(Protocol):
         """
 
 
+class OpenGroup(Protocol):
+    """Opens the communicator of this rank's group, see `group_of`."""
+
+    def __call__(self, size: int, stride: int = 1, /) -> Communicator: ...
+
+
 class Gather(Protocol):
     """A way to allocate shards and to all-gather them into full buffers: by collectives or by peer copies.
 
@@ -343,6 +349,12 @@ class GlooCommunicator:
         rank, what = self._members[self.rank], f"{operation} of {tensor.numel()} × {tensor.dtype}"
         label = f"rank {rank}: {what} on communicator '{self._name}'"
         return _GlooTicket(label, work, self._under_way, self.collective_log, self._seconds, finish)
+
+
+def group_of(rank: int, size: int, stride: int) -> range:
+    """Return the ranks of the group of `rank`, if ranks are divided into groups of `size` at a distance of `stride`."""
+    first = rank - rank % (size * stride) + rank % stride
+    return range(first, first + size * stride, stride)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

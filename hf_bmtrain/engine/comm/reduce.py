@@ -214,10 +214,17 @@ class CollectingReducer:
 
 
 class CollectiveReduction(Reduction):
-    """Reduces gradients by reduce-scatter. Packed gradients stay in memory until the reduction was waited for."""
+    """Reduces gradients by reduce-scatter. Packed gradients stay in memory until the reduction was waited for.
 
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        self.communicator, self.stream = communicator, work_stream(device, priority=-1)
+    Args:
+        communicator: the ranks.
+        device: this rank's device.
+        summed: the number of ranks of a group, if the gradients are summed in each group of ranks and averaged over the
+            groups.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device, summed: int = 1) -> None:
+        self.communicator, self.summed, self.stream = communicator, summed, work_stream(device, priority=-1)
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
         return _CollectiveReducer(self, layout, shapes, like, poison)
@@ -253,6 +260,8 @@ class _CollectiveReducer(CollectingReducer):
         def reduce() -> None:
             packed = gradients[0] if packing is None else packing.complete(gradients)
             assert packed is not None
+            if self._owner.summed != 1:
+                packed = packed * self._owner.summed if packing is None else packed.data.mul_(self._owner.summed)
             tickets.append(self._owner.communicator.reduce_scatter_mean(arriving, packed.view(-1)))
 
         stream = self._owner.stream

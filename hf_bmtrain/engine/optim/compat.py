@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..base.torch_internals import FOREACH_TYPES
 from ..comm.collective_log import CollectiveLog, option_kind, value_code
 from ..runtime.world import World, current_world
-from ..sharding.parameter import DistributedParameter
+from ..sharding.parameter import DistributedParameter, is_part
 from ..tensors.tensor import ShardTensor
 from .adam import AdamOptimizer
 from .runs import same_members
@@ -228,6 +228,11 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
         parted = _difference(flat, moved)
         if parted is None and type(optimizer).__module__.startswith("torch.optim."):
             continue
+        if any(is_part(parameter) for parameter in group["params"]):
+            raise TypeError(
+                f"{type(optimizer).__name__} computes with full matrices, but with tp_size each rank has a part of a "
+                "split one. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or torch.optim.AdamW."
+            )
         # A matrix large enough that every rank stores a part of it.
         shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size
         values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)

@@ -94,7 +94,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
         for key, values in state.items():
             parameter = parameters[key]
             if isinstance(parameter, DistributedParameter):
-                values.update({name: parameter.take(values[name]) for name in saved["sliced"] if name in values})
+                values.update({name: parameter.take_whole(values[name]) for name in saved["sliced"] if name in values})
     elif (saved["rank"], saved["world_size"]) != (world.rank, world.size):
         raise ValueError(
             f"this optimizer state was saved by rank {saved['rank']} of {saved['world_size']}, but is loaded on rank "
@@ -194,8 +194,9 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
         return value
     if _is_laid_out_like(value, parameter):
         return ShardTensor.of(value.as_subclass(torch.Tensor), parameter.placement)
-    if value.numel() == parameter.full_shape.numel():
-        return parameter.take(value.reshape(parameter.full_shape))
+    whole_shape = parameter.buffer.storage.whole_shape(parameter.index)
+    if value.numel() == whole_shape.numel():
+        return parameter.take_whole(value.reshape(whole_shape))
     if value.numel() == 1 or name in _BLOCKWISE or _is_factor(value.shape, parameter.full_shape):
         return value
     if value.shape[1:] == parameter.full_shape:  # several full tensors, stacked: every rank has them
@@ -251,6 +252,7 @@ def _gather(
     for (name, buffer, _), keys in places.items():
         pieces = {index: state[key][name] for index, key in keys.items()}
         for index, value in buffer.gather_like_local(pieces).items():
+            value = buffer.storage.whole(index, value)
             if keep:
                 full[keys[index]][name] = _copy(value)
     return full if keep else {}, sorted({name for name, _ in sharded})

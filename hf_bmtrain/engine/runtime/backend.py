@@ -20,7 +20,16 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from ..comm.agreement import agree
-from ..comm.communicator import CollectiveGather, Communicator, Gather, GlooCommunicator, Groups, SingleProcess
+from ..comm.communicator import (
+    CollectiveGather,
+    Communicator,
+    Gather,
+    GlooCommunicator,
+    Groups,
+    OpenGroup,
+    SingleProcess,
+    group_of,
+)
 from ..comm.groups import EqualSums, ReplicatedReduction, ShardGroup, TwoLevels
 from ..comm.nccl import NcclCommunicator, abort_all, import_nccl
 from ..comm.object_comm import ObjectComm
@@ -57,8 +66,9 @@ class Backend(NamedTuple):
         outside: averages the gradients of root parameters.
         control: exchanges Python objects.
         opened: all communicators that have been opened.
-        open_group: divides the ranks into groups of a number of consecutive ranks, and returns the communicator of this
-            rank's group. Called with the same number again, it returns the same communicator. Collective.
+        open_group: called with (size, stride), divides the ranks into groups of `size` at a distance of `stride`, and
+            returns the communicator of this rank's group. With the same arguments again, it returns the same
+            communicator. Collective.
     """
 
     gather: Communicator
@@ -70,7 +80,7 @@ class Backend(NamedTuple):
     outside: Reduction
     control: ObjectComm
     opened: list[Communicator]
-    open_group: Callable[[int], Communicator]
+    open_group: OpenGroup
 
 
 class _Division(NamedTuple):
@@ -138,7 +148,9 @@ def open_backend(
         single, local = SingleProcess(), LocalReduction()
         control = ObjectComm(1, timeout)
         shards = CollectiveGather(single)
-        return Backend(single, single, shards, single, True, local, local, control, [], lambda group_size: single)
+        return Backend(
+            single, single, shards, single, True, local, local, control, [], lambda group_size, stride=1: single
+        )
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout, init_method, monitor)
@@ -181,13 +193,14 @@ def open_backend(
     def replicated(inside: Reduction) -> Reduction:
         return inside if divided.rail is None else ReplicatedReduction(inside, divided.rail, device)
 
-    def open_consecutive(group_size: int) -> Communicator:
-        groups = [range(first, first + group_size) for first in range(0, size, group_size)]
-        return open_communicator(f"groups of {group_size}", groups)
+    @functools.cache
+    def open_group(group_size: int, stride: int = 1) -> Communicator:
+        groups = [*dict.fromkeys(group_of(each, group_size, stride) for each in range(size))]
+        return open_communicator(f"groups of {group_size} at a distance of {stride}", groups)
 
     found = Backend(
         gathering, reducing, shards, divided.sums, divided.rail is None or rank in hosts[0], replicated(reduction),
-        replicated(reduction), control, opened, functools.cache(open_consecutive),
+        replicated(reduction), control, opened, open_group,
     )  # fmt: skip
     smallest = _smallest_copied(rank, device, gather, divided.members, hosts, control.gather)
     if smallest is None:

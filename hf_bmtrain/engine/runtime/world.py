@@ -14,13 +14,14 @@ import torch
 from ..base.arguments import expect_number
 from ..base.device_memory import DeviceMemory
 from ..comm.agreement import agree
-from ..comm.communicator import Communicator, Gather
+from ..comm.communicator import Communicator, Gather, OpenGroup
 from ..comm.object_comm import ObjectComm
 from .monitor import Monitor
 
 if TYPE_CHECKING:  # `blocks` may import this folder, so this folder may not import `blocks` at run time
     from ..blocks.recompute import LayerFeatures
     from ..blocks.schedule import ForwardDepth, Schedule
+    from ..sharding.storage import StorageKind
 
 
 class BufferCount:
@@ -46,6 +47,27 @@ class SavedState(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Grid:
+    """A division of the ranks into groups of `size` consecutive ranks, whose ranks compute together.
+
+    Attributes:
+        size: the number of ranks of a group.
+        place: this rank's number in its group.
+        groups: the number of groups.
+        group: the number of this rank's group.
+        together: the communicator of this rank's group.
+        across: the communicator of the ranks with this rank's place, one of each group, in the order of the groups.
+    """
+
+    size: int
+    place: int
+    groups: int
+    group: int
+    together: Communicator
+    across: Communicator
+
+
+@dataclass(frozen=True)
 class World:
     """The ranks that train together, with this rank's number, device and communicators.
 
@@ -68,10 +90,14 @@ class World:
         zero_level: the default for `auto_wrap`.
         loss_scale_factor: the default for OptimManager.
         loss_scale_steps: the default for OptimManager.
-        open_group: divides the ranks into groups of a number of consecutive ranks, and returns the communicator of this
-            rank's group. Collective.
+        open_group: called with (size, stride), divides the ranks into groups of `size` at a distance of `stride`, and
+            returns the communicator of this rank's group. Collective.
         saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, one
             does.
+        norms: reduces norms, and searches for inf and nan; None for `shard_group`, otherwise it has further ranks.
+        grid: the groups of ranks that compute together; None if each rank computes alone.
+        split_kind: called with a dimension or -1, returns the storage kind of a parameter that ranks which compute
+            together split on this dimension, or do not split; None if each rank computes alone.
         poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
         buffers: counts the flat buffers.
         kept: the object that saves the checkpoints of a folder, by folder.
@@ -97,9 +123,12 @@ class World:
     zero_level: int
     loss_scale_factor: float
     loss_scale_steps: int
-    open_group: Callable[[int], Communicator]
+    open_group: OpenGroup
     saves_shards: bool = True
     poison: bool = False
+    norms: Communicator | None = None
+    grid: Grid | None = None
+    split_kind: Callable[[int], StorageKind] | None = None
     buffers: BufferCount = field(default_factory=BufferCount)
     kept: dict[Path, Any] = field(default_factory=dict)
     copying: set[threading.Event] = field(default_factory=set)
@@ -167,8 +196,8 @@ class World:
         """
         if comm is not None and comm is not self:
             raise NotImplementedError(
-                f"comm={comm!r} is not supported: collectives are over all ranks. Leave comm out, or pass "
-                "bmt.config['comm']."
+                f"comm={comm!r} is not supported: leave comm out for all ranks, or pass bmt.config['comm'] or, with "
+                "tp_size and where it is offered, bmt.config['tp_comm'] or bmt.config['tp_zero_comm']."
             )
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
@@ -282,9 +311,9 @@ def check_zero_level(zero_level: int) -> None:
 
 
 def refuse_parallelism(what: str) -> NoReturn:
-    """Raise NotImplementedError for `what`, an option of BMTrain's for tensor or pipeline parallelism."""
+    """Raise NotImplementedError for `what`, an option of BMTrain's for pipeline parallelism."""
     raise NotImplementedError(
         f"{what} is not offered: hf_bmtrain shards weights, gradients and optimizer state over all ranks (ZeRO-2/3), "
-        "and each rank computes every layer in full. Leave pipe_size and tp_size at 1, and use bmt.nn.Linear or any "
-        "torch layer."
+        "and each rank computes all layers. Leave pipe_size at 1; PipelineTransformerBlockList then runs all its "
+        "blocks on every rank. To split single layers over ranks, use tp_size."
     )

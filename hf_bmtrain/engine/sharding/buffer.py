@@ -76,7 +76,9 @@ class ShardedBuffer:
         self.storage = storage or Storage()
         self.storage.buffer = self
         self.layout = self.storage.layout([p.numel() for p in parameters], size, dtype)
-        self.placements = [Placement(self.layout, i, p.shape, world.shard_group) for i, p in enumerate(parameters)]
+        group = world.shard_group
+        norms = world.norms or group
+        self.placements = [Placement(self.layout, i, p.shape, group, norms) for i, p in enumerate(parameters)]
         self.local_ranges = [placement.range for placement in self.placements]
         self.update = PendingUpdate(self._gather)
         self._entries = [code(kind, self.number) for kind in ("gather of", "gather without gradients of")]

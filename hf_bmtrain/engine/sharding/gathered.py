@@ -148,7 +148,7 @@ def _write_back(world: World, full_params: Wholes) -> None:
     for sharded, full in full_params.items():
         values = full.detach().to(sharded.device, copy=True).contiguous()
         if values.numel():
-            world.gather.broadcast(_bytes(values), 0).wait()
+            sharded.buffer.communicator.broadcast(_bytes(values), 0).wait()
         sharded.copy_(sharded.take(values))
 
 

@@ -217,7 +217,7 @@ class GradientBuffer:
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
-            self._norms = SegmentNorms(values, self._segments, self._communicator, self._squares)
+            self._norms = SegmentNorms(values, self._segments, self._placements[0].norms, self._squares)
         if not self._absent:
             self._hand_out(self._indices)
             return False

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..base.arguments import expect_callable, expect_flag, expect_kind, expect_tensor
+from ..base.arguments import expect_callable, expect_flag, expect_kind, expect_number, expect_tensor
 from ..runtime.world import current_world
 from ..tensors.backward import double_backward
 from ..tensors.tensor import ShardBase, ShardTensor
 from .buffer import ShardedBuffer
 from .on_demand import OnDemandGather
+from .storage import PLAIN, StorageKind
 
 
 class Origin(NamedTuple):
@@ -38,6 +39,11 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective.
 
+    With `tp_mode` the ranks that compute together (see `tp_size` of `init_distributed`) treat the parameter as one. If
+    there is a `tp_split_dim`, each of them passes its part of a whole tensor, and the parameter, with the part's shape,
+    is sharded over the ranks that have the same part; state dicts have the whole tensor. Otherwise all of them use the
+    parameter for the same rows, so its gradient is the mean over all ranks.
+
     The parameter has the full shape, but its memory contains only this rank's elements: a 1-D view of the shard of a
     `ShardedBuffer`, so that writing to the parameter writes to the shard. `part` is the plain tensor of these elements;
     it may be empty. When a forward reads the parameter as an attribute of a `DistributedModule`, it gets the full
@@ -52,6 +58,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         requires_grad: whether the parameter requires a gradient.
         init_method: a function that fills a full tensor in place, see `init_parameters`.
         group: a name for `grouped_parameters`.
+        tp_mode: see above. Without it, ranks that compute together use the parameter for different rows, whose
+            gradients are added up.
+        tp_split_dim: the dimension on which the whole tensor is split, -1 for none.
 
     Attributes:
         full_shape: the shape of the full parameter, equal to `shape`.
@@ -72,9 +81,20 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     if TYPE_CHECKING:  # torch's metaclass hides what __new__ takes
 
-        def __init__(self, data, requires_grad: bool = True, init_method=None, group: str | None = None) -> None: ...
+        def __init__(
+            self, data, requires_grad: bool = True, init_method=None, group: str | None = None, tp_mode: bool = False,
+            tp_split_dim: int = -1,
+        ) -> None: ...  # fmt: skip
 
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, init_method=None, group: str | None = None):
+    def __new__(
+        cls,
+        data: torch.Tensor,
+        requires_grad: bool = True,
+        init_method=None,
+        group: str | None = None,
+        tp_mode: bool = False,
+        tp_split_dim: int = -1,
+    ):
         expect_tensor("data", data)
         expect_flag("requires_grad", requires_grad)
         if requires_grad and not (data.is_floating_point() or data.is_complex()):
@@ -91,8 +111,14 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
                 "pass init_method= if init_parameters() is to fill in the values later."
             )
         full = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
+        expect_flag("tp_mode", tp_mode)
+        expect_number(
+            "tp_split_dim", tp_split_dim, "a dimension of data, or -1", lambda dim: -1 <= dim < data.dim(), integer=True
+        )
         world = current_world()
-        buffer = ShardedBuffer(world, [full], world.schedule.outside)
+        kind = PLAIN if world.split_kind is None or not tp_mode else world.split_kind(tp_split_dim)
+        ranks, mean = kind.share(world, world.schedule.outside)
+        buffer = ShardedBuffer(ranks, [full], mean, kind.make([full], 0))
         (sharded,) = buffer.make_local(cls, [full])
         sharded.init_method, sharded.group = init_method, group
         return sharded
@@ -159,6 +185,24 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         """
         return self.read_full()
 
+    def gather_all(self) -> torch.Tensor:
+        """Return the whole tensor of which this parameter is a part, without a gradient. Collective.
+
+        See `tp_split_dim`. Without `tp_split_dim` it is the full parameter.
+        """
+        return self.buffer.storage.whole(self.index, self.gather().detach())
+
+    tp_gather = gather_all
+
+    @property
+    def storage_kind(self) -> StorageKind:
+        """The storage kind of the buffer to which `shard_places` moves the parameter."""
+        return self.buffer.storage.kind or PLAIN
+
+    def mark(self, full: Any) -> None:
+        """Set on `full`, a full copy, how this parameter is initialized, grouped and sharded."""
+        full.init_method, full.group, full.storage_kind = self.init_method, self.group, self.storage_kind
+
     def gather_gradient(self) -> torch.Tensor | None:
         """Return the full gradient, a new tensor of `full_shape`; None if `.grad` is None. Collective."""
         return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
@@ -182,6 +226,18 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             )
         self.buffer.update.wait()  # the caller is about to write the result into the shard
         return ShardTensor.of(self.placement.cut(full), self.placement)
+
+    def take_whole(self, whole: torch.Tensor) -> ShardTensor:
+        """Return this rank's elements of the tensor that a state dict has for this parameter. Not collective.
+
+        Args:
+            whole: a tensor of the full shape or, of a parameter that is a part of a tensor, of the whole one's shape.
+
+        Raises:
+            ValueError: `whole` has another shape.
+        """
+        expect_tensor("whole", whole)
+        return self.take(self.buffer.storage.own(self.index, whole))
 
     def register_post_accumulate_grad_hook(self, hook):
         """Register a hook that is called after the gradient, averaged over all ranks, was added to `.grad`.
@@ -228,7 +284,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         """Return a full Parameter in new memory, as a deep copy of the module does. Collective."""
         self.refuse_copy()
         full: Any = torch.nn.Parameter(self.gather().detach(), self.requires_grad)
-        full.init_method, full.group = self.init_method, self.group
+        self.mark(full)
         return memo.setdefault(id(self), full)
 
     def refuse_copy(self) -> None:
@@ -242,6 +298,11 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
                 f"A quantized parameter of shape {tuple(self.full_shape)} cannot be deep-copied. Copy the model before "
                 "auto_wrap, or load its state_dict() into another model."
             )
+
+
+def is_part(parameter: object) -> bool:
+    """Return whether `parameter` is a DistributedParameter that is one part of a tensor, see its `tp_split_dim`."""
+    return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.is_part
 
 
 def is_read_only(parameter: object) -> bool:

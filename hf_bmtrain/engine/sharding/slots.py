@@ -118,7 +118,8 @@ def shard_places(
     slices: dict[int, DistributedParameter] = {}
     for key, parameters in groups.items():
         full_params = [_full(parameter) for parameter in parameters.values()]
-        buffer = ShardedBuffer(world, full_params, reduction, key.kind.make(full_params, small.get(key, 0)))
+        ranks, mean = key.kind.share(world, reduction)
+        buffer = ShardedBuffer(ranks, full_params, mean, key.kind.make(full_params, small.get(key, 0)))
         slices.update(zip(parameters, buffer.make_local(key.kind.parameter_class or DistributedParameter, full_params)))
         del full_params
         for parameter in parameters.values():
@@ -155,7 +156,7 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     if not isinstance(parameter, DistributedParameter):
         return parameter
     full: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
-    full.init_method, full.group = parameter.init_method, parameter.group
+    parameter.mark(full)
     return full
 
 

@@ -61,7 +61,7 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
         slots: the slots whose parameters `collect` saves.
         collect: fills `destination` from the slots' modules.
     """
-    full_params = {slot.full for slot in slots}
+    full_params = {slot.full: slot.sharded for slot in slots}
     with ExitStack() as stack:
         for buffer in dict.fromkeys(slot.sharded.buffer for slot in slots):
             stack.enter_context(buffer.unsharded())
@@ -72,7 +72,10 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
         copies = destination if isinstance(destination, StateDict) else StateDict()
         for key, value in destination.items():
             if isinstance(value, torch.nn.Parameter) and value in full_params:
-                destination[key] = copies.copy_to_cpu(value, value)
+                sharded = full_params[value]
+                storage = sharded.buffer.storage
+                whole = value if value in copies.copies else storage.whole(sharded.index, value)
+                destination[key] = copies.copy_to_cpu(value, whole)
 
 
 def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
@@ -130,7 +133,7 @@ def shard_on_load(
                 "buffers. Use assign=False, which copies into them."
             )
         try:
-            state_dict[key] = slot.sharded.take(state_dict[key])
+            state_dict[key] = slot.sharded.take_whole(state_dict[key])
         except ValueError as error:
             errors.append(f"{key}: {error}. Is this the state dict of another model?")
             state_dict[key] = slot.sharded.detach()
@@ -156,4 +159,4 @@ def _gather_on_save(module, state_dict, prefix, metadata) -> None:
         current_world().barrier("state_dict")
     for slot in slots:
         if prefix + slot.name in state_dict:
-            state_dict[prefix + slot.name] = slot.sharded.gather().cpu()
+            state_dict[prefix + slot.name] = slot.sharded.gather_all().cpu()

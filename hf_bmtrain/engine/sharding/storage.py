@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..comm.layout import ALIGNMENT_BYTES, Layout
+from ..comm.reduce import Reduction
 from ..comm.resizable import ResizableStorage, shares_storage
 from ..runtime.world import World
 from .sourced import SourcedParameter
@@ -49,6 +50,9 @@ class Storage:
         unpacks: whether `after_gather` does anything.
         read_only: if the parameters can be neither written nor trained, the reason and the way out, for messages.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
+        is_part: whether the full parameters are parts of whole tensors, see `whole_shape`.
+        kind: the kind that makes this storage again if the parameters are moved to another buffer; None for the plain
+            kind, or if the kind is chosen anew.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -56,6 +60,8 @@ class Storage:
     unpacks = False
     read_only: str | None = None
     full: ResizableStorage | None = None
+    kind: StorageKind | None = None
+    is_part = False
 
     @property
     def buffer(self) -> ShardedBuffer:
@@ -154,6 +160,24 @@ class Storage:
         """Return whether `tensor` is a view of a full parameter. The same on every rank."""
         return self.full is not None and (self.full.holds(tensor) or shares_storage(tensor, self.buffer.shard))
 
+    # A full parameter may be one part of a tensor whose other parts are full parameters of other ranks. That tensor is
+    # called whole; state dicts contain it, and initializers fill it.
+
+    def whole_shape(self, index: int) -> torch.Size:
+        """Return the shape of the whole tensor of parameter `index`, here of the full parameter."""
+        return self.buffer.full_params[index].shape
+
+    def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor. full: this rank's full parameter, or a tensor like it. Collective."""
+        return full
+
+    def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's full parameter from the whole tensor. The inverse of `whole`. Not collective.
+
+        Raises ValueError if `whole` has another shape.
+        """
+        return whole
+
     def memory(self) -> Memory:
         """Return the memory that the buffer uses."""
         buffer = self.buffer
@@ -182,6 +206,15 @@ class StorageKind:
             own: the parameters of this kind.
         """
         return False
+
+    def share(self, world: World, reduction: Reduction) -> tuple[World, Reduction]:
+        """Return the ranks that share a buffer of this kind, and what averages its gradients.
+
+        Args:
+            world: all ranks.
+            reduction: averages gradients of the plain kind.
+        """
+        return world, reduction
 
     @property
     def parameter_class(self) -> type[DistributedParameter] | None:

@@ -22,12 +22,15 @@ class Placement:
         index: the tensor's index in the layout.
         shape: the shape of the full tensor.
         communicator: the communicator of the ranks that the tensor is divided between; gathers and reduces it.
+        norms: the communicator that reduces norms, and searches for inf and nan. It has more ranks than `communicator`
+            if the tensor is one part of a tensor whose other parts are other ranks'.
     """
 
     layout: Layout
     index: int
     shape: torch.Size
     communicator: Communicator
+    norms: Communicator
 
     @cached_property
     def range(self) -> Range:

@@ -40,7 +40,7 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
 def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
     if not pieces:
         return []
-    note_clipping(pieces[0].placement.communicator.collective_log)
+    note_clipping(pieces[0].placement.norms.collective_log)
     real = [torch.promote_types(piece.dtype.to_real(), torch.float32) for piece in pieces]
     wide = torch.float64 if torch.float64 in real else torch.float32
     total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)
@@ -50,7 +50,7 @@ def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
             torch.linalg.vector_norm(piece.abs() if piece.is_complex() else piece, order, dtype=wide, out=norm)
     infinite = order == float("inf")
     total = total if infinite else total.pow_(order)
-    pieces[0].placement.communicator.all_reduce(total, maximum=infinite).wait()
+    pieces[0].placement.norms.all_reduce(total, maximum=infinite).wait()
     total = total if infinite else total.pow_(1.0 / order)
     return [norm.to(dtype) for norm, dtype in zip(total.unbind(), real)]
 
@@ -117,7 +117,7 @@ def _non_finite_check(pieces, found_inf, inv_scale):
     amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
     torch.autograd.graph.increment_version(pieces)  # the operation does not do this itself
     slices = [piece for piece in pieces if _is_local(piece)]
-    slices[0].placement.communicator.all_reduce(found_inf, maximum=True).wait()
+    slices[0].placement.norms.all_reduce(found_inf, maximum=True).wait()
 
 
 REDUCTIONS: dict[Callable, Callable] = {

@@ -249,9 +249,10 @@ class WholeCopy(torch.Tensor):
             if written:
                 problem = "autograd records" if any(each.source is None for each in written) else None
                 if problem is None:
-                    overwrites = name_of(func) in _OVERWRITES and isinstance(args[0], WholeCopy)
+                    target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by keyword
+                    overwrites = name_of(func) in _OVERWRITES and isinstance(target, WholeCopy)
                     changed = [each.source for each in written if each.source is not None]
-                    problem = _pass_on(list(dict.fromkeys(changed)), args[0] if overwrites else None)
+                    problem = _pass_on(list(dict.fromkeys(changed)), target if overwrites else None)
                 if problem is not None:
                     raise RuntimeError(
                         f"{name_of(func)} writes to a view, of shape {tuple(written[0].shape)}, of a sharded "

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ...engine.base.arguments import expect_flag, expect_tensor
-from ...engine.runtime.world import refuse_parallelism
 from .criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .cross_entropy import rescale_
 from .linear import DTYPES, linear_cross_entropy
+from .parallel import parallel_cross_entropy
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 
@@ -54,12 +54,15 @@ class FusedCrossEntropy(torch.nn.Module):
         expect_flag("parallel", parallel)
         expect_flag("inplace", inplace)
         if parallel:
-            refuse_parallelism("FusedCrossEntropy(parallel=True)")
+            given = {"weight": weight is not None, "inplace": inplace, "z_loss": z_loss != 0, "softcap": softcap != 0}
+            if any(given.values()):
+                names = ", ".join(name for name, is_given in given.items() if is_given)
+                raise ValueError(f"FusedCrossEntropy(parallel=True) does not support {names}: leave it out")
         # Refuses wrong arguments now, not in the first forward.
         criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
-        self.inplace, self.z_loss, self.softcap = inplace, z_loss, softcap
+        self.inplace, self.z_loss, self.softcap, self.parallel = inplace, z_loss, softcap, parallel
 
     def forward(self, input: Tensor, target: Tensor, num_items_in_batch: NumItems = None) -> Tensor:
         """Return the loss of the logits `input`, shape (N, C) or (N, C, d...), for `target`, shape (N,) or (N, d...).
@@ -81,6 +84,10 @@ class FusedCrossEntropy(torch.nn.Module):
                 is zero, and the other rows' gradients are unaffected.
             RuntimeError: in backward, for create_graph=True and, with `inplace`, for a second backward.
         """
+        if self.parallel:
+            return parallel_cross_entropy(
+                input, target, self.ignore_index, self.reduction, self.label_smoothing, num_items_in_batch
+            )
         return cross_entropy(
             input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.inplace,
             z_loss=self.z_loss, softcap=self.softcap, num_items_in_batch=num_items_in_batch,

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from ...engine.blocks.block import CheckpointBlock
-from ...engine.sharding.parameter import DistributedParameter
+from ...engine.sharding.parameter import DistributedParameter, is_part
 from ...engine.sharding.slots import find_places
 
 ROUND_ELEMENTS = 1 << 24
@@ -30,6 +30,11 @@ def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch
     three dimensions is a stack of matrices, such as the experts of a layer.
     """
     inside = {module for block in model.modules() if isinstance(block, CheckpointBlock) for module in block.modules()}
+    if any(map(is_part, model.parameters())):
+        raise ValueError(
+            "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has a part of a split one. Use "
+            "bmt.optim.AdamOptimizer(model.parameters()), or leave tp_size out."
+        )
     hidden: set[torch.nn.Parameter] = set()
     others: set[torch.nn.Parameter] = set()
     for module, _, parameter in find_places(model.modules()):

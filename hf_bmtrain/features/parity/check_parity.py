@@ -75,6 +75,11 @@ def check_parity(
     sharded_params = [p for p in dict.fromkeys(model.parameters()) if isinstance(p, DistributedParameter)]
     if not sharded_params:
         raise ValueError(f"check_parity takes a wrapped model: call bmt.auto_wrap on {type(model).__name__} first.")
+    if world.grid is not None:
+        raise NotImplementedError(
+            "check_parity does not support tp_size, with which no rank computes full layers. Compare with a plain "
+            "model that has loaded model.state_dict()."
+        )
     world.raise_everywhere("check_parity needs the full model on every rank", _shortage(sharded_params, world))
     comparison = _Comparison(model, world, bound)
     state, stepped = TrainingState(model, world), False

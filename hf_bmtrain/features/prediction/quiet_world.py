@@ -112,6 +112,6 @@ def quiet_world(size: int, zero_level: int, memory: Any) -> World:
     schedule = Schedule(shards, blocks, outside, inside, control)
     return World(
         0, size, 0, META, communicator, communicator, shards, communicator, control, Monitor(), inside, schedule,
-        LayerFeatures(), zero_level, loss_scale_factor=2.0, loss_scale_steps=1024, open_group=_Quiet,
-        device_memory=memory,
+        LayerFeatures(), zero_level, loss_scale_factor=2.0, loss_scale_steps=1024,
+        open_group=lambda size, stride=1: _Quiet(size), device_memory=memory,
     )  # fmt: skip

@@ -37,6 +37,7 @@ WRITES = {
     "transposed": lambda weight: weight.data.t()[1].fill_(8),
     "flat": lambda weight: weight.data.view(-1)[7:9].fill_(-1),
     "init": lambda weight: nn.init.zeros_(weight.data[7]),
+    "drawn by init": lambda weight: nn.init.uniform_(nn.init.normal_(weight.data[1:4])[1:]),
     "row to row": lambda weight: weight.data[0].copy_(weight.data[1]),
     "out": lambda weight: torch.add(weight.data[1], 1, out=weight.data[2]),
     "unbound": lambda weight: weight.data.unbind(0)[2].zero_(),

@@ -1,0 +1,87 @@
+"""Cross entropy of logits whose classes are split over the ranks that compute together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.base.arguments import expect_number
+from ...engine.runtime.world import Grid, current_world
+from .criterion import NumItems, criterion
+
+
+def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the cross entropy of each row, of which this rank has the logits of its classes. Collective.
+
+    The losses are the same on all ranks that compute together, and so must be what is computed from them.
+
+    Args:
+        logits: (..., classes / tp_size), floating; the classes are those that a ColumnParallelLinear or the projection
+            of a VPEmbedding assigns to this rank.
+        target: (...) int, the classes. Targets below 0, such as -100, have loss 0 and gradient 0.
+        label_smoothing: as in torch.nn.functional.cross_entropy.
+
+    Returns:
+        (...) float32.
+
+    Raises:
+        ValueError: a shape does not fit, or `label_smoothing` is not in 0 to 1.
+    """
+    expect_number("label_smoothing", label_smoothing, "from 0 to 1", lambda share: 0 <= share <= 1)
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"target must have the shape of logits without its last dimension, {tuple(logits.shape[:-1])}, got "
+            f"{tuple(target.shape)}: every rank that computes together needs the targets of all rows"
+        )
+    return _CrossEntropy.apply(current_world().grid, logits, target.long(), label_smoothing)
+
+
+def parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    num_items: NumItems,
+) -> Tensor:
+    """Return the loss of `FusedCrossEntropy(parallel=True)`, whose arguments these are. Collective."""
+    rows = criterion(None, ignore_index, reduction, label_smoothing, 0.0, 0.0, num_items)
+    targets = targets.long()
+    losses = parallel_cross_entropy_func(logits, targets.masked_fill(targets == ignore_index, -100), label_smoothing)
+    return rows.reduce(losses, rows.factor(targets))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid | None, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+        own = logits.shape[-1]
+        wide = logits.detach().float()
+
+        def reduce(values: Tensor, maximum: bool = False) -> Tensor:
+            if grid is not None and values.numel():
+                grid.together.all_reduce(values.view(-1), maximum=maximum).wait()
+            return values
+
+        start = 0 if grid is None else grid.place * own
+        classes = own if grid is None else own * grid.size
+        wide = wide - reduce(wide.amax(-1), maximum=True).unsqueeze(-1)
+        others = (target < start) | (target >= start + own)
+        index = (target - start).masked_fill(others, 0).unsqueeze(-1)
+        chosen = wide.gather(-1, index).squeeze(-1).masked_fill(others, 0)
+        sums = torch.stack([chosen, wide.exp().sum(-1), wide.sum(-1)])  # one exchange for all
+        chosen, total, every = reduce(sums).unbind()
+        log_total, ignored = total.log(), target < 0
+        loss = (1 - smoothing) * (log_total - chosen) + smoothing * (log_total - every / classes)
+        ctx.save_for_backward(wide - log_total.unsqueeze(-1), index, others, ignored)
+        ctx.smoothing, ctx.classes, ctx.dtype = smoothing, classes, logits.dtype
+        return loss.masked_fill(ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
+        log_softmax, index, others, ignored = ctx.saved_tensors
+        own = log_softmax.exp() - ctx.smoothing / ctx.classes
+        own.scatter_add_(-1, index, (ctx.smoothing - 1) * (~others).float().unsqueeze(-1))
+        own *= gradient.masked_fill(ignored, 0).unsqueeze(-1)
+        return None, own.to(ctx.dtype), None, None

@@ -1,0 +1,180 @@
+"""Differentiable exchanges between the ranks of a group.
+
+"Rows" are dimension 0 and "features" the last dimension. Each function is collective in the group, in forward or in
+backward. Gradients follow the convention of `__init__`: of a tensor that is the same on all ranks, each rank has the
+full gradient; of a tensor of which each rank has a part, that part's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.runtime.world import Grid
+
+
+def gather_rows(grid: Grid, x: Tensor) -> Tensor:
+    """Concatenate the ranks' rows. Each rank then uses all rows in its own way, so backward adds up its gradients.
+
+    Args:
+        grid: the groups.
+        x: (n, ...), of equal shape on all ranks of the group.
+
+    Returns:
+        (grid.size * n, ...)
+    """
+    return _GatherRows.apply(grid, x)
+
+
+def add_rows(grid: Grid, x: Tensor) -> Tensor:
+    """Add up the ranks' tensors, and return this rank's rows of the sum. The adjoint of `gather_rows`.
+
+    Args:
+        grid: the groups.
+        x: (grid.size * n, ...), of equal shape on all ranks of the group.
+
+    Returns:
+        (n, ...)
+    """
+    return _AddRows.apply(grid, x)
+
+
+def add(grid: Grid, x: Tensor) -> Tensor:
+    """Add up the ranks' tensors. The sum is the same on all ranks, so its gradient is the gradient of each summand."""
+    return _Add.apply(grid, x)
+
+
+def share(grid: Grid, x: Tensor) -> Tensor:
+    """Return `x`, which is the same on all ranks, and which each rank uses in its own way. The adjoint of `add`."""
+    return _Share.apply(grid, x)
+
+
+def gather_features(grid: Grid, x: Tensor) -> Tensor:
+    """Concatenate the ranks' features: (..., k) becomes (..., grid.size * k), the same on all ranks."""
+    return _GatherFeatures.apply(grid, x)
+
+
+def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
+    """Exchange all features of the own rows, (n, ..., grid.size * k), for the own features of all rows.
+
+    Returns:
+        (grid.size * n, ..., k)
+    """
+    return _FeaturesOfAllRows.apply(grid, x)
+
+
+def same_rows_of(grid: Grid, x: Tensor) -> Tensor:
+    """Concatenate the ranks' rows. The result is used in the same way on all ranks, so backward takes the own rows."""
+    return _SameRowsOf.apply(grid, x)
+
+
+def _gathered(grid: Grid, x: Tensor) -> Tensor:
+    """Return the ranks' tensors (grid.size, *x.shape)."""
+    part = x.detach().contiguous()
+    every = part.new_empty((grid.size, *part.shape))
+    if part.numel():
+        grid.together.all_gather(every.view(-1), part.view(-1)).wait()
+    return every
+
+
+def _rows_of_sum(grid: Grid, x: Tensor) -> Tensor:
+    if x.shape[0] % grid.size:
+        raise ValueError(
+            f"the {x.shape[0]} rows (dimension 0) of a tensor of shape {tuple(x.shape)} cannot be divided between the "
+            f"{grid.size} ranks that compute together: pad them to a multiple of tp_size, or pass "
+            "all_reduce_output=True."
+        )
+    every = x.detach().contiguous()
+    rows = every.new_empty((x.shape[0] // grid.size, *x.shape[1:]))
+    if rows.numel():
+        grid.together.reduce_scatter_mean(rows.view(-1), every.view(-1)).wait()
+    return rows.mul_(grid.size)
+
+
+def _sum(grid: Grid, x: Tensor) -> Tensor:
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    if total.numel():
+        grid.together.all_reduce(total.view(-1)).wait()
+    return total
+
+
+def _own(grid: Grid, x: Tensor, dim: int) -> Tensor:
+    return x.chunk(grid.size, dim)[grid.place]
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, x: Tensor) -> Tensor:
+        ctx.grid = grid
+        return _gathered(grid, x).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, _rows_of_sum(ctx.grid, gradient)
+
+
+class _AddRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, x: Tensor) -> Tensor:
+        ctx.grid = grid
+        return _rows_of_sum(grid, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, _gathered(ctx.grid, gradient).flatten(0, 1)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, x: Tensor) -> Tensor:
+        return _sum(grid, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, x: Tensor) -> Tensor:
+        ctx.grid = grid
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, _sum(ctx.grid, gradient)
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, x: Tensor) -> Tensor:
+        ctx.grid = grid
+        return torch.cat(_gathered(grid, x).unbind(), -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, _own(ctx.grid, gradient, -1)
+
+
+class _FeaturesOfAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, x: Tensor) -> Tensor:
+        ctx.grid = grid
+        return _own(grid, _gathered(grid, x).flatten(0, 1), -1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, _own(ctx.grid, torch.cat(_gathered(ctx.grid, gradient).unbind(), -1), 0)
+
+
+class _SameRowsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, x: Tensor) -> Tensor:
+        ctx.grid = grid
+        return _gathered(grid, x).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, _own(ctx.grid, gradient, 0)

@@ -1,0 +1,97 @@
+"""The groups of ranks that compute together, and which ranks share a parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...engine.comm.communicator import CollectiveGather, OpenGroup
+from ...engine.comm.object_comm import ObjectComm
+from ...engine.comm.reduce import CollectiveReduction, LocalReduction, Reduction
+from ...engine.runtime.world import Grid, World
+from ...engine.sharding.storage import Storage, StorageKind
+from .storage import PartStorage, WholeStorage
+
+
+def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
+    """Divide the ranks into groups of `size` consecutive ranks; `size` divides their number. Collective."""
+    together, across = open_group(size), open_group(ranks // size, size)
+    return Grid(size, rank % size, ranks // size, rank // size, together, across)
+
+
+class Groups:
+    """Makes the storage kinds of parameters with `tp_mode=True`.
+
+    Args:
+        grid: the groups.
+        device: this rank's device.
+        mean: averages gradients over all ranks.
+    """
+
+    def __init__(self, grid: Grid, device: torch.device, mean: Reduction) -> None:
+        self.grid, self.mean = grid, mean
+        # With one group each rank has a part of its own, and nothing to send.
+        self.across = LocalReduction() if grid.groups == 1 else CollectiveReduction(grid.across, device)
+        self._world: World | None = None
+
+    def kind(self, dim: int) -> StorageKind:
+        """Return the storage kind of parameters that are split on dimension `dim`; -1: that are not split."""
+        return SameRows(self) if dim < 0 else Part(self, dim)
+
+    def ranks_with_this_part(self, world: World) -> World:
+        """Return the ranks that have the same parts as this rank, as a World."""
+        if self._world is None:
+            across = self.grid.across
+            self._world = dataclasses.replace(
+                world, rank=across.rank, size=across.size, gather=across, reduce=across,
+                shards=CollectiveGather(across), control=_Posts(world.control, across.size, self.grid.place),
+                norms=world.reduce,
+            )  # fmt: skip
+        return self._world
+
+
+@dataclass(frozen=True)
+class SameRows(StorageKind):
+    """Parameters that all ranks of a group use for the same rows: the mean of their gradients is over all ranks."""
+
+    groups: Groups
+
+    def share(self, world: World, reduction: Reduction) -> tuple[World, Reduction]:
+        return world, self.groups.mean
+
+    def make(self, parameters: Any, small: int) -> Storage:
+        return WholeStorage(self)
+
+
+@dataclass(frozen=True)
+class Part(StorageKind):
+    """Parameters that are one part of a tensor, split on dimension `dim` over the ranks of a group."""
+
+    groups: Groups
+    dim: int
+
+    def share(self, world: World, reduction: Reduction) -> tuple[World, Reduction]:
+        return self.groups.ranks_with_this_part(world), self.groups.across
+
+    def make(self, parameters: Any, small: int) -> Storage:
+        return PartStorage(self, self.groups.grid, self.dim)
+
+
+class _Posts(ObjectComm):
+    """The posts of some of the ranks, under keys of their own in the store of all ranks. It has no collectives."""
+
+    def __init__(self, control: ObjectComm, size: int, group: int) -> None:
+        self.size, self._control, self._group = size, control, group
+
+    def post(self, key: str, text: str) -> None:
+        if self.size > 1:
+            self._control.post(f"{self._group}/{key}", text)
+
+    def read_posts(self, key: str) -> list[str]:
+        return self._control.read_posts(f"{self._group}/{key}")
+
+    def delete_posts(self, key: str) -> None:
+        self._control.delete_posts(f"{self._group}/{key}")

@@ -1,0 +1,258 @@
+"""BMTrain's layers whose weights are split over the ranks that compute together. Without such ranks they are whole."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...engine.base.arguments import expect_flag, expect_kind, expect_number
+from ...engine.blocks.distributed_module import DistributedModule, ParameterInitializer
+from ...engine.runtime.world import current_world
+from ...engine.sharding.parameter import DistributedParameter
+from .functions import add, add_rows, features_of_all_rows, gather_features, gather_rows, share
+
+
+class ReduceType(Enum):
+    """How `OpParallelLinear` adds up outputs: on every rank, or each rank its rows."""
+
+    ALL_REDUCE = 1
+    REDUCE_SCATTER = 2
+
+
+class OpParallelLinear:
+    """The function of the parallel linear layers, in the form of BMTrain's autograd function."""
+
+    @staticmethod
+    def apply(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        gather_input: bool = False,
+        gather_output: bool = False,
+        split_input: bool = False,
+        reduce_output_type: ReduceType | None = None,
+        async_gather_chunks: int = 2,
+    ) -> Tensor:
+        """Compute x weightᵀ + bias with this rank's part of the weight. Differentiable. Collective.
+
+        Args:
+            input: this rank's rows or, without `gather_input`, all rows. It has this rank's features if outputs are
+                added up, otherwise all features.
+            weight: this rank's part, (own out_features, in_features) or (out_features, own in_features).
+            bias: (own out_features,) or None; it is added before outputs are added up.
+            gather_input: whether `input` has this rank's rows (dimension 0), and those of all ranks are needed.
+            gather_output: whether to return all features, and not this rank's.
+            split_input: with `gather_input`, whether `input` has all features, and this rank's are needed.
+            reduce_output_type: how to add up the ranks' outputs; None not to.
+            async_gather_chunks: for compatibility with BMTrain; ignored.
+        """
+        grid = current_world().grid
+        if grid is None:
+            return F.linear(input, weight, bias)
+        if split_input and gather_input:
+            x = features_of_all_rows(grid, input)
+        elif gather_input:
+            x = gather_rows(grid, input)
+        elif split_input:
+            x = share(grid, input).chunk(grid.size, -1)[grid.place]
+        else:
+            x = share(grid, input) if reduce_output_type is None else input
+        y = F.linear(x, weight, bias)
+        if reduce_output_type is not None:
+            return add(grid, y) if ReduceType(reduce_output_type) is ReduceType.ALL_REDUCE else add_rows(grid, y)
+        return gather_features(grid, y) if gather_output else y
+
+
+def parts() -> int:
+    """Return the number of ranks that compute together, over which weights are split."""
+    grid = current_world().grid
+    return 1 if grid is None else grid.size
+
+
+def _own_part(name: str, size: int) -> int:
+    """Return this rank's share of a dimension `name` of `size` elements. Raises ValueError if it is not even."""
+    expect_number(name, size, "one of the positive sizes below 2**48", lambda size: 1 <= size < 2**48, integer=True)
+    if size % parts():
+        raise ValueError(f"{name}={size} must be a multiple of tp_size={parts()}, over which it is split")
+    return size // parts()
+
+
+def _weight(rows: int, columns: int, dtype: torch.dtype | None, init_method, dim: int) -> DistributedParameter:
+    if dtype is not None:
+        expect_kind("dtype", dtype, torch.dtype, "a floating torch.dtype or None")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating torch.dtype or None, got {dtype}")
+    values = torch.zeros(rows, columns, dtype=dtype)
+    return DistributedParameter(values, init_method=init_method, tp_mode=True, tp_split_dim=dim)
+
+
+def _bias(size: int, dtype: torch.dtype | None, tp_mode: bool, dim: int) -> DistributedParameter:
+    zeros = ParameterInitializer(torch.nn.init.zeros_)
+    return DistributedParameter(
+        torch.zeros(size, dtype=dtype), init_method=zeros, tp_mode=tp_mode, tp_split_dim=dim
+    )  # fmt: skip
+
+
+class ColumnParallelLinear(DistributedModule):
+    """Linear layer y = x Aᵀ + b whose outputs are split over the ranks that compute together. Collective.
+
+    Each rank has out_features / tp_size rows of `weight` and `bias`; state dicts have all of them. They are zero until
+    they are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
+
+    Args:
+        in_features: the size of the last dimension of the input.
+        out_features: the size of the last dimension of the output on all ranks together, a multiple of tp_size.
+        bias: whether the layer has a bias.
+        dtype: a floating dtype; None for torch's default dtype.
+        gather_output: whether the output has all features, and is the same on all ranks; otherwise it has this rank's.
+        gather_input: whether the input has this rank's rows (dimension 0, equally many on all ranks); otherwise it has
+            all rows, and is the same on all ranks. The output has all rows.
+        async_gather_chunks: for compatibility with BMTrain; ignored.
+
+    Raises:
+        ValueError: a size is not positive or cannot be split, or `dtype` is not a floating dtype.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        gather_output: bool = False,
+        gather_input: bool = True,
+        async_gather_chunks: int = 2,
+    ) -> None:
+        super().__init__()
+        for name, flag in (("bias", bias), ("gather_output", gather_output), ("gather_input", gather_input)):
+            expect_flag(name, flag)
+        expect_number("in_features", in_features, "positive", lambda size: size >= 1, integer=True)
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output, self.gather_input = gather_output, gather_input
+        self.out_features_per_partition = _own_part("out_features", out_features)
+        glorot = ParameterInitializer(torch.nn.init.xavier_normal_)
+        self.weight = _weight(self.out_features_per_partition, in_features, dtype, glorot, 0)
+        self.bias = _bias(self.out_features_per_partition, dtype, True, 0) if bias else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return OpParallelLinear.apply(input, self.weight, self.bias, self.gather_input, self.gather_output)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class RowParallelLinear(DistributedModule):
+    """Linear layer y = x Aᵀ + b whose inputs are split over the ranks that compute together. Collective.
+
+    Each rank has in_features / tp_size columns of `weight`; state dicts have all of them. They are zero until they are
+    loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
+
+    Args:
+        in_features: the size of the last dimension of the input on all ranks together, a multiple of tp_size.
+        out_features: the size of the last dimension of the output.
+        bias: whether the layer has a bias.
+        dtype: a floating dtype; None for torch's default dtype.
+        split_input: whether the input has all features of this rank's rows (dimension 0, equally many on all ranks);
+            otherwise it has this rank's features of all rows, as a ColumnParallelLinear returns them.
+        all_reduce_output: whether the output has all rows, and is the same on all ranks; otherwise it has this rank's.
+        async_chunks: for compatibility with BMTrain; ignored.
+
+    Raises:
+        ValueError: a size is not positive or cannot be split, or `dtype` is not a floating dtype.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        split_input: bool = False,
+        all_reduce_output: bool = False,
+        async_chunks: int = 2,
+    ) -> None:
+        super().__init__()
+        for name, flag in (("bias", bias), ("split_input", split_input), ("all_reduce_output", all_reduce_output)):
+            expect_flag(name, flag)
+        expect_number("out_features", out_features, "positive", lambda size: size >= 1, integer=True)
+        self.in_features, self.out_features = in_features, out_features
+        self.split_input, self.all_reduce_output = split_input, all_reduce_output
+        self.in_features_per_partition = _own_part("in_features", in_features)
+        glorot = ParameterInitializer(torch.nn.init.xavier_normal_)
+        self.weight = _weight(out_features, self.in_features_per_partition, dtype, glorot, 1)
+        # Added to all rows on every rank, or by each rank to its own rows.
+        self.bias = _bias(out_features, dtype, all_reduce_output, -1) if bias else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER
+        split = self.split_input
+        out = OpParallelLinear.apply(input, self.weight, None, split, False, split, kind)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class VPEmbedding(DistributedModule):
+    """Embedding whose vocabulary is split over the ranks that compute together, and the projection with it. Collective.
+
+    Each rank has vocab_size / tp_size rows of `weight`; state dicts have all of them. They are zero until they are
+    loaded, or until `init_parameters` draws them from a normal distribution.
+
+    Args:
+        vocab_size: the number of tokens on all ranks together, a multiple of tp_size.
+        embedding_size: the size of an embedding.
+        dtype: a floating dtype; None for torch's default dtype.
+        init_mean: the mean of the normal distribution.
+        init_std: its standard deviation.
+        same_rows: whether all ranks look up the same tokens and project the same rows. By default each has rows of its
+            own (dimension 0, equally many on all ranks).
+
+    Raises:
+        ValueError: a size is not positive or cannot be split, or `dtype` is not a floating dtype.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        dtype: torch.dtype | None = torch.half,
+        init_mean: float = 0.0,
+        init_std: float = 1,
+        same_rows: bool = False,
+    ) -> None:
+        super().__init__()
+        expect_flag("same_rows", same_rows)
+        expect_number("embedding_size", embedding_size, "positive", lambda size: size >= 1, integer=True)
+        self.dim_model, self.same_rows = embedding_size, same_rows
+        self.vocab_size_per_partition = _own_part("vocab_size", vocab_size)
+        grid = current_world().grid
+        self.start_index = 0 if grid is None else grid.place * self.vocab_size_per_partition
+        self.end_index = self.start_index + self.vocab_size_per_partition
+        normal = ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std)
+        self.weight = _weight(self.vocab_size_per_partition, embedding_size, dtype, normal, 0)
+
+    def forward(self, x: Tensor, projection: bool = False) -> Tensor:
+        """Look up tokens, or project hidden states to logits.
+
+        Args:
+            x: tokens (...), or with `projection` hidden states (..., embedding_size).
+            projection: whether to project.
+
+        Returns:
+            (..., embedding_size), embeddings of `x`; or (..., vocab_size / tp_size), this rank's logits of all rows,
+            those of `x` from all ranks.
+        """
+        grid = current_world().grid
+        if projection:
+            return OpParallelLinear.apply(x, self.weight, None, not self.same_rows)
+        if grid is None:
+            return F.embedding(x, self.weight)
+        tokens = x if self.same_rows else gather_rows(grid, x)
+        others = (tokens < self.start_index) | (tokens >= self.end_index)
+        own = F.embedding((tokens - self.start_index).masked_fill(others, 0), self.weight)
+        own = own.masked_fill(others.unsqueeze(-1), 0)  # each token is on one rank
+        return add(grid, own) if self.same_rows else add_rows(grid, own)

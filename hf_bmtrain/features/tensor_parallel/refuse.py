@@ -1,0 +1,31 @@
+"""What `auto_wrap` refuses with `tp_size`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...engine.runtime.world import current_world
+from ...engine.wrap.extension import Extension
+from ..options import Options
+from .groups import Part
+
+
+class TensorParallel(Extension):
+    """Refuses models in which nothing is split over the ranks that compute together."""
+
+    def __init__(self, options: Options) -> None:
+        self._shares_rows = options.sequence_parallel > 1
+
+    def admit(self, model: torch.nn.Module, late: bool) -> None:
+        grid = current_world().grid
+        if grid is None:
+            return
+        if self._shares_rows:
+            raise ValueError("auto_wrap: sequence_parallel cannot be combined with tp_size: leave one of them out.")
+        # A deep copy's parameters are plain ones, marked with their kind.
+        if not any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters()):
+            raise ValueError(
+                f"auto_wrap: tp_size={grid.size}, {grid.size} ranks compute together, but {type(model).__name__} has "
+                "no layers that are split over them (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding): "
+                "leave tp_size out."
+            )

@@ -1,0 +1,95 @@
+"""Finds parameters whose gradients are averaged over the ranks of a group although they should be summed, or reverse.
+
+Whether the ranks of a group use a parameter for the same rows is declared (`tp_mode`), and a wrong declaration would
+make its gradient tp_size times too large or small. In the same rows the ranks' gradients are equal, otherwise not.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ...engine.blocks.observer import Observer
+from ...engine.runtime.world import World
+from ...engine.sharding.gradient import GradientBuffer
+from .groups import Part, SameRows
+
+_log = logging.getLogger("hf_bmtrain")
+_EQUAL, _SIMILAR = 1e-6, 0.05
+"""Relative differences of norms of gradients, up to which they are of the same values, or may be but for rounding."""
+_QUIET = 100
+"""Backwards without a new parameter after which the check ends."""
+
+
+class SameRowsCheck(Observer):
+    """Compares the norms of the ranks' own gradients in the first backward of each parameter.
+
+    `end_backward` raises RuntimeError on every rank if parameters are declared wrongly, and logs a warning if a single
+    one may be.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._squares: dict[tuple[bool, str], torch.Tensor] = {}
+        self._seen: set[tuple[bool, str]] = set()
+        self._quiet = 0  # backwards since the last new parameter
+        self.handle = world.schedule.observe(self)
+
+    def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
+        local = gradient.slices[index]()
+        if local is None or isinstance(local.buffer.storage.kind, Part):
+            return
+        same = isinstance(local.buffer.storage.kind, SameRows)
+        origin = local.origin
+        name = f"parameter {index + 1} of buffer {gradient.number}"
+        if origin is not None:
+            name = f"{origin.block}.{origin.name}" if origin.block else origin.name
+        if (key := (same, f"{name}, of shape {tuple(local.full_shape)}")) in self._seen:
+            return
+        squares = values.detach().double().square().sum()
+        self._squares[key] = self._squares[key] + squares if key in self._squares else squares
+
+    def end_backward(self) -> None:
+        grid = self._world.grid
+        assert grid is not None
+        self._quiet += 1
+        if not self._world.control.any(bool(self._squares), "gradients of new parameters"):
+            if self._quiet > _QUIET:
+                self.handle.remove()
+            return
+        everyone = self._world.gather_objects({key: float(value) ** 0.5 for key, value in self._squares.items()})
+        self._seen.update(self._squares)
+        self._squares.clear()
+        self._quiet = 0
+        groups = [everyone[first : first + grid.size] for first in range(0, len(everyone), grid.size)]
+        equal, unlike, undeclared = [], [], 0
+        for declared, name in dict.fromkeys(key for norms in everyone for key in norms):
+            norms = [[rank.get((declared, name), 0.0) for rank in group] for group in groups]
+            spread = max((max(each) - min(each)) / max(max(each), 1e-300) for each in norms)
+            undeclared += not declared and max(map(max, norms)) > 0
+            if not declared and spread < _EQUAL and max(map(max, norms)) > 0:
+                equal.append(name)
+            elif declared and spread > _SIMILAR:
+                unlike.append(name)
+        if equal:
+            told = (
+                f"The {grid.size} ranks that compute together have the same gradient of {_listing(equal)}. They are "
+                f"added up, because each rank is expected to use rows of its own. If all ranks have the same rows, the "
+                f"gradient is {grid.size} times too large: make the parameter with "
+                "bmt.DistributedParameter(..., tp_mode=True), or give each rank its part of the rows."
+            )
+            if len(equal) == undeclared > 1:
+                raise RuntimeError(told)
+            if self._world.rank == 0:  # of a loss such as y.sum(), a bias has the same gradient for all rows
+                _log.warning("%s", told)
+        if unlike:
+            raise RuntimeError(
+                f"The {grid.size} ranks that compute together have different gradients of {_listing(unlike)}, which "
+                "was declared with tp_mode=True to be used for the same rows: leave tp_mode out where each rank has "
+                "its own rows, and let dropout be the same on these ranks where the rows are."
+            )
+
+
+def _listing(names: list[str]) -> str:
+    return "; ".join(names[:3]) + (f"; and {len(names) - 3} others" if len(names) > 3 else "")

@@ -1,0 +1,52 @@
+"""How the parts of a tensor that ranks of a group have become the whole tensor in checkpoints, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from ...engine.runtime.world import Grid
+from ...engine.sharding.storage import Storage, StorageKind
+
+
+class WholeStorage(Storage):
+    """Plain elements, of a kind that parameters keep when they are moved to another buffer."""
+
+    def __init__(self, kind: StorageKind) -> None:
+        self.kind = kind
+
+
+class PartStorage(WholeStorage):
+    """Plain elements of parameters that are one part of a tensor.
+
+    Args:
+        kind: the kind of storage.
+        grid: the groups of ranks; each rank of a group has one part.
+        dim: the dimension on which the tensors are split.
+    """
+
+    is_part = True
+
+    def __init__(self, kind: StorageKind, grid: Grid, dim: int) -> None:
+        super().__init__(kind)
+        self.grid, self.dim = grid, dim
+
+    def whole_shape(self, index: int) -> torch.Size:
+        shape = [*super().whole_shape(index)]
+        shape[self.dim] *= self.grid.size
+        return torch.Size(shape)
+
+    def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        part = full.detach().contiguous()
+        parts = part.new_empty((self.grid.size, *part.shape))
+        if part.numel():
+            self.grid.together.all_gather(parts.view(-1), part.view(-1)).wait()
+        return torch.cat(parts.unbind(), self.dim)
+
+    def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        shape = self.whole_shape(index)
+        if whole.shape != shape:
+            raise ValueError(
+                f"full must be a tensor of the whole shape {tuple(shape)}, of which {self.grid.size} ranks have a "
+                f"part each, got {tuple(whole.shape)}"
+            )
+        return whole.chunk(self.grid.size, self.dim)[self.grid.place]

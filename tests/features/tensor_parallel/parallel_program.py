@@ -1,0 +1,310 @@
+"""Layers that two ranks compute together, with ZeRO around them, against whole layers in plain torch.
+
+torchrun --nproc-per-node N parallel_program.py FOLDER, for an even N. Every rank also computes the truth, of all rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hf_bmtrain as bmt
+
+WORDS, WIDTH, ROWS, STEPS = 12, 8, 6, 3
+TOGETHER = 2
+
+
+class Plain(nn.Module):
+    """Embedding, two blocks of norm and feed-forward, and the projection with the embedding."""
+
+    def __init__(self, blocks) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(F.linear(self.norm(x), self.embedding.weight), targets)
+
+
+class Block(nn.Module):
+    def __init__(self, up: nn.Module, down: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm, up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class SameRowsNorm(bmt.DistributedModule):
+    """A LayerNorm that all ranks compute for the same rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.ones(WIDTH), tp_mode=True)
+        self.bias = bmt.DistributedParameter(torch.zeros(WIDTH), tp_mode=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), self.weight, self.bias)
+
+
+class Split(bmt.DistributedModule):
+    def __init__(self, same_rows: bool, use_checkpoint: bool, zero_level: int) -> None:
+        super().__init__()
+        self.same_rows = same_rows
+        norm = SameRowsNorm if same_rows else lambda: nn.LayerNorm(WIDTH)
+        self.embedding = bmt.nn.VPEmbedding(WORDS, WIDTH, torch.float32, same_rows=same_rows)
+        layers = []
+        for _ in range(2):
+            up = bmt.nn.ColumnParallelLinear(WIDTH, 4 * WIDTH, gather_input=not same_rows)
+            down = bmt.nn.RowParallelLinear(4 * WIDTH, WIDTH, all_reduce_output=same_rows)
+            layers.append(bmt.CheckpointBlock(Block(up, down, norm()), use_checkpoint, zero_level))
+        self.blocks = bmt.TransformerBlockList(layers)
+        self.norm = norm()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens: this rank's rows, or the group's; targets: the group's."""
+        x = self.embedding(tokens)
+        x = self.blocks(x)
+        logits = self.embedding(self.norm(x), projection=True)
+        return bmt.loss.FusedCrossEntropy(parallel=True)(logits, targets)
+
+
+def whole() -> Plain:
+    return Plain([Block(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in "12"])
+
+
+def whole_gradient(parameter) -> Tensor:
+    return parameter.buffer.storage.whole(parameter.index, parameter.gather_gradient())
+
+
+def close(mine: Tensor, true: Tensor, what: str) -> None:
+    mine, true = (each.detach().cpu() for each in (mine, true))
+    torch.testing.assert_close(mine, true, rtol=2e-5, atol=2e-6, msg=lambda text: f"{what}: {text}")
+
+
+def noise(seed: int, *shape: int) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(bmt.config["device"])
+
+
+def batches(groups: int) -> list[tuple[Tensor, Tensor]]:
+    """For each step, tokens and targets (groups, ROWS); some targets are left out, equally many in each group."""
+    made = []
+    for step in range(STEPS):
+        generator = torch.Generator("cpu").manual_seed(step)
+        made_of = (torch.randint(WORDS, (groups, ROWS), generator=generator, device="cpu") for _ in range(2))
+        tokens, targets = (each.to(bmt.config["device"]) for each in made_of)
+        targets[:, step] = -100
+        made.append((tokens, targets))
+    return made
+
+
+def train(folder: Path, same_rows: bool, use_checkpoint: bool, zero_level: int, accumulate: bool) -> None:
+    grid = bmt.config["topology"]
+    groups = bmt.config["tp_zero_size"]
+    torch.manual_seed(5)
+    true = whole()
+    for parameter in true.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    model = bmt.BMTrainModelWrapper(Split(same_rows, use_checkpoint, zero_level))
+    before = {name: parameter.detach().clone() for name, parameter in true.state_dict().items()}
+    model.load_state_dict(before)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3, momentum=0.9) for each in (true, model)]
+    for step, (tokens, targets) in enumerate(batches(groups)):
+        expected = sum(true(*pair) for pair in zip(tokens, targets)) / groups
+        expected.backward()
+        own = tokens[grid.tp_idx]
+        own = own if same_rows else own.chunk(TOGETHER)[grid.tp_id]
+        for _ in range(1 + accumulate):
+            loss = model(own, targets[grid.tp_idx])
+            (loss / (1 + accumulate)).backward()
+        close(bmt.sum_loss(loss.detach()), expected.detach(), "loss")
+        for (name, mine), parameter in zip(model.named_parameters(), true.parameters()):
+            close(whole_gradient(mine), parameter.grad, f"step {step}, gradient of {name}")
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (model, true)]
+        close(*norms, "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = model.state_dict()
+    for name, value in true.state_dict().items():
+        close(state[name], value, name)
+    bmt.save(model, folder / "model.pt")
+    bmt.synchronize()
+    file = torch.load(folder / "model.pt")
+    assert file.keys() == state.keys() and all(torch.equal(file[name], value) for name, value in state.items())
+    whole().load_state_dict(file)
+    model.load_state_dict(before)
+    bmt.load(model, folder / "model.pt")
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def optimizer_state() -> None:
+    """Adam's full state is of whole tensors, and loads again."""
+    torch.manual_seed(6)
+    layer = bmt.CheckpointBlock(bmt.nn.RowParallelLinear(WIDTH, 4, all_reduce_output=True))
+    bmt.init_parameters(layer)
+    optimizer = bmt.optim.AdamOptimizer(layer.parameters(), lr=0.1)
+    part = torch.ones(3, WIDTH // TOGETHER) * (1 + bmt.config["tp_rank"])
+    layer(part).sum().backward()
+    optimizer.step()
+    full = optimizer.state_dict(gather=True)
+    everyone = bmt.store.broadcast_object(full, bmt.config["comm"])
+    moment = everyone["state"][0]["exp_avg"]
+    assert moment.shape == (4, WIDTH), moment.shape
+    columns = torch.ones(4, WIDTH) * 3
+    columns[:, WIDTH // TOGETHER :] *= 2
+    close(moment.reshape(4, WIDTH), columns * 0.1, "exp_avg")
+    optimizer.load_state_dict(everyone)
+    again = optimizer.state_dict(gather=True)
+    if bmt.rank() == 0:
+        close(again["state"][0]["exp_avg"], moment, "exp_avg again")
+
+
+def single_layers() -> None:
+    """Each way of each layer, forward, input gradient and weight gradient, against the whole layer."""
+    group, place = bmt.config["topology"].tp_idx, bmt.config["tp_rank"]
+    for gather_input, gather_output in itertools.product((True, False), repeat=2):
+        check_layer(bmt.nn.ColumnParallelLinear(
+            WIDTH, 4, gather_input=gather_input, gather_output=gather_output
+        ), gather_input, False, False, not gather_output, f"column {gather_input} {gather_output}")  # fmt: skip
+    for split_input, all_reduce in itertools.product((True, False), repeat=2):
+        check_layer(bmt.nn.RowParallelLinear(
+            WIDTH, 4, split_input=split_input, all_reduce_output=all_reduce
+        ), split_input, not split_input, not all_reduce, False, f"row {split_input} {all_reduce}")  # fmt: skip
+    # The embedding alone, and the loss with label smoothing.
+    embedding = bmt.nn.VPEmbedding(WORDS, WIDTH, torch.float32, same_rows=True)
+    bmt.init_parameters(embedding)
+    whole = embedding.weight.gather_all()
+    close(embedding(torch.arange(WORDS)).detach(), whole, "embedding")
+    logits = noise(group, 5, WORDS)
+    target = torch.tensor([0, 11, -100, 5, 7])
+    mine, true = logits.chunk(TOGETHER, -1)[place].clone().requires_grad_(), logits.clone().requires_grad_()
+    losses = bmt.nn.parallel_cross_entropy_func(mine, target, 0.1)
+    expected = F.cross_entropy(true, target, label_smoothing=0.1, reduction="none")
+    close(losses, expected, "losses")
+    weights = torch.arange(5.0)
+    (losses * weights).sum().backward()
+    (expected * weights).sum().backward()
+    close(mine.grad, true.grad.chunk(TOGETHER, -1)[place], "gradient of logits")
+
+
+def check_layer(layer, own_rows: bool, own_features: bool, rows_out: bool, features_out: bool, what: str) -> None:
+    """own_...: what a rank passes, ..._out: what it gets, of rows (4, 2, WIDTH) of its group."""
+    group, place, groups = (bmt.config[key] for key in ("tp_zero_rank", "tp_rank", "tp_zero_size"))
+    bmt.init_parameters(layer)
+    state = layer.state_dict()
+    state["bias"] += torch.arange(4.0, device="cpu")
+    layer.load_state_dict(state)
+    layer = bmt.CheckpointBlock(layer)
+    close(layer.state_dict()["bias"], state["bias"], "bias")
+    total_w, total_b = 0, 0
+    for number in range(groups):
+        x = noise(number, 4, 2, WIDTH).requires_grad_()
+        cotangent = noise(100 + number, 4, 2, 4)
+        true = nn.Linear(WIDTH, 4)
+        true.load_state_dict(state)
+        y = true(x)
+        (y * cotangent).sum().backward()
+        total_w, total_b = total_w + true.weight.grad / groups, total_b + true.bias.grad / groups
+        if number != group:
+            continue
+
+        def cut(tensor, rows, features):
+            tensor = tensor.chunk(TOGETHER, 0)[place] if rows else tensor
+            return tensor.chunk(TOGETHER, -1)[place] if features else tensor
+
+        own = cut(x.detach(), own_rows, own_features).clone().requires_grad_()
+        mine = layer(own)
+        close(mine, cut(y, rows_out, features_out).detach(), f"{what}: output")
+        (mine * cut(cotangent, rows_out, features_out)).sum().backward()
+        close(own.grad, cut(x.grad, own_rows, own_features), f"{what}: gradient of the input")
+    close(whole_gradient(layer.weight), total_w, f"{what}: gradient of the weight")
+    close(whole_gradient(layer.bias), total_b, f"{what}: gradient of the bias")
+
+
+def collectives() -> None:
+    """Between the ranks of a group, and between those with the same parts."""
+    rank, ranks = bmt.rank(), bmt.world_size()
+    group = [rank - rank % TOGETHER + place for place in range(TOGETHER)]
+    column = [*range(rank % TOGETHER, ranks, TOGETHER)]
+    for key, members, summed in (("tp_comm", group, 1), ("tp_zero_comm", column, len(column))):
+        comm, place = bmt.config[key], members.index(rank)
+        x = torch.full((2 * len(members),), 1.0 + rank, requires_grad=True)
+        stacked = bmt.distributed.all_gather(x, comm=comm)
+        assert stacked[:, 0].tolist() == [1.0 + member for member in members]
+        stacked.sum().backward()
+        assert x.grad.unique().tolist() == [summed], (key, x.grad)
+        assert bmt.distributed.all_reduce(x, "max", comm=comm)[0].item() == 1.0 + members[-1]
+        assert bmt.distributed.broadcast(x, 0, comm=comm)[0].item() == 1.0 + members[0]
+        x.grad = None
+        own = bmt.distributed.reduce_scatter(x, comm=comm)
+        assert own.tolist() == [sum(1.0 + member for member in members)] * 2
+        (own * (1 + place)).sum().backward()  # the gradient of each rank's rows, of all ranks
+        assert x.grad.tolist() == [1.0 + i // 2 for i in range(2 * len(members))], (key, x.grad)
+
+
+class Small(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = bmt.nn.ColumnParallelLinear(WIDTH, 4)
+        self.norm = nn.LayerNorm(WIDTH)
+
+
+def refusals(folder: Path) -> None:
+    """What cannot be done with parts is refused by name; copies and `gathered` are done part by part."""
+    model = bmt.auto_wrap(Small())
+    bmt.init_parameters(model)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    for message, call in (
+        ("no layers that are split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
+        ("sequence_parallel cannot be", lambda: bmt.auto_wrap(Small(), sequence_parallel=TOGETHER)),
+        ("do not support weights that are split", lambda: bmt.save_state(folder / "states", model)),
+        ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer(model)),
+        ("check_parity does not support tp_size", lambda: bmt.check_parity(model, {})),
+        ("out_features=7 must be a multiple of tp_size=2", lambda: bmt.nn.ColumnParallelLinear(WIDTH, 7)),
+        ("computes with full matrices", torch.optim.Adafactor(model.parameters()).step),
+    ):
+        with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+            call()
+    state = model.state_dict()
+    copied = bmt.auto_wrap(copy.deepcopy(model))
+    assert all(torch.equal(value, state[name]) for name, value in copied.state_dict().items())
+    with bmt.gathered(model, modify=True):
+        model.linear.weight.fill_(1.0 + bmt.config["tp_rank"])
+    assert model.state_dict()["linear.weight"][:, 0].tolist() == [1, 1, 2, 2]
+    assert len(bmt.config) == len([*bmt.config]) and {"tp_comm", "topology"} < {*bmt.config}
+
+
+def wrong_declarations() -> None:
+    """A parameter whose rows are not as declared is refused by name."""
+    for tp_mode in (False, True):
+        parameters = [bmt.DistributedParameter(torch.ones(3), tp_mode=tp_mode) for _ in "12"]
+        rows = torch.ones(3) if not tp_mode else torch.ones(3) * (1 + bmt.config["tp_rank"])
+        with pytest.raises(RuntimeError, match="have different gradients" if tp_mode else "have the same gradient"):
+            (parameters[0].gather() * parameters[1].gather() * rows).sum().backward()
+
+
+if __name__ == "__main__":
+    bmt.init_distributed(tp_size=TOGETHER)
+    torch.set_default_device(bmt.config["device"])
+    collectives()
+    single_layers()
+    for case in ((False, True, 3, False), (True, False, 2, False), (False, False, 2, True), (True, True, 3, True)):
+        train(Path(sys.argv[1]), *case)
+    optimizer_state()
+    refusals(Path(sys.argv[1]))
+    wrong_declarations()
+    bmt.print_rank("equal")

@@ -47,8 +47,8 @@ class Groups:
             across = self.grid.across
             self._world = dataclasses.replace(
                 world, rank=across.rank, size=across.size, gather=across, reduce=across,
-                shards=CollectiveGather(across), control=_Posts(world.control, across.size, self.grid.place),
-                norms=world.reduce,
+                shards=CollectiveGather(across), shard_group=across,
+                control=_Posts(world.control, across.size, self.grid.place), norms=world.reduce,
             )  # fmt: skip
         return self._world
 

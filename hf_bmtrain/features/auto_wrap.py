@@ -35,9 +35,10 @@ def extensions_of(options: Options) -> list[Extension]:
 
 
 class LayerFeatures:
-    """Creates each block's recomputation policy, and the Replay that restores its state in a recomputation.
+    """Builds the recomputation policy and the `Replay` of each block.
 
-    It also does so for a `CheckpointBlock` that is made without `auto_wrap`.
+    The `Replay` restores a block's state (random generators, buffers) when its forward is recomputed. This class also
+    serves a `CheckpointBlock` that is created without `auto_wrap`.
     """
 
     def check(self, use_checkpoint: object) -> None:
@@ -63,24 +64,30 @@ def auto_wrap(
     keep: Sequence[str] = (),
     sequence_parallel: int = 1,
 ) -> torch.nn.Module:
-    """Shard a model over all ranks, in place, and return it. Collective.
+    """Shard a model over all ranks, in place, and return it. Collective: every rank must call it.
 
-    The items of the outermost `nn.ModuleList`s that contain parameters become CheckpointBlocks, and these lists
-    TransformerBlockLists. All other modules gather their parameters when they are called, as a DistributedModule does.
-    Class names, the keys of `state_dict` and tied weights are preserved. The model moves to the rank's device, and all
-    ranks get rank 0's weights and buffers. `model.parameters()` then yields local parameters, so create the optimizer
-    after this call. Cast the model before it.
+    The items of each outermost `nn.ModuleList` that contains parameters become CheckpointBlocks, and the list becomes a
+    TransformerBlockList. Every other module all-gathers its own parameters when it is called, as a DistributedModule
+    does. Class names, `state_dict` keys and tied weights are preserved. The model moves to this rank's device, and
+    every
+    rank receives rank 0's weights and buffers. Cast the model before this call. Create the optimizer after it, because
+    `model.parameters()` then yields local parameters.
 
-    Call `auto_wrap(model)` again after adding parameters, such as adapters: each is sharded with the block it is in.
+    After adding parameters such as adapters, call `auto_wrap(model)` again: it shards each with the block that contains
+    it.
 
     Args:
         model: the model, on any device. With `weights` it is on the meta device.
-        zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them. None takes the value
-            given to `init_distributed`.
-        use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "auto" on a GPU
-            measures the first step and then recomputes only as many blocks as memory requires; if it need not recompute
-            any, it also keeps as many blocks as fit unsharded from forward to backward. "auto" on the CPU, whose memory
-            is not measured, recomputes none.
+            zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. None uses the
+                value
+                given to `init_distributed`.
+            use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "auto" on a
+                GPU
+                measures the first step, then recomputes only as many blocks as memory requires. If none needs
+                recomputation,
+                "auto" also keeps as many blocks as fit unsharded from forward to backward. On the CPU, where memory is
+                not
+                measured, "auto" recomputes no block.
         compile: whether to compile the blocks with torch.compile. A str names the backend; True takes the default one.
         blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
             ModuleList or Sequential stands for its items.
@@ -90,16 +97,17 @@ def auto_wrap(
             fit on the GPU.
         quantize_frozen: "nf4" or "fp8" quantizes the frozen weight matrices of blocks to 4 or 8 bits, which makes them
             read-only. None quantizes none.
-        float8: whether linear layers of blocks compute in float8. "rows" means the same as True.
-        keep: names of modules whose linear layers do not compute in float8.
-        sequence_parallel: the number of consecutive ranks that share each row, so that each of them computes a part of
-            the row's tokens. They must get the same rows.
+            float8: whether linear layers of blocks compute in float8. "rows" means the same as True.
+            keep: names of modules whose linear layers do not compute in float8.
+            sequence_parallel: the number of consecutive ranks that share each row. Each of them computes a part of the
+                row's
+                tokens, and all of them must be given the same rows.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: the model cannot be sharded, for a reason that the message gives, or an argument is out of range.
+        ValueError: the model cannot be sharded (the message says why), or an argument is out of range.
         RuntimeError: the ranks' models or arguments differ.
 
     Example::
@@ -136,10 +144,10 @@ def auto_wrap(
 
 @functools.wraps(auto_wrap, assigned=("__annotations__",))
 def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Shard a model as `auto_wrap` does, unless it is sharded already. Collective.
+    """Shard a model as `auto_wrap` does, unless it is sharded already. Collective: every rank must call it.
 
-    A TransformerBlockList is returned unchanged, and so is a model with blocks or DistributedModules if all its
-    parameters are sharded.
+    Two kinds of models are returned unchanged: a TransformerBlockList, and a model that contains blocks or
+    DistributedModules and whose parameters are all sharded.
 
     Args:
         model: the model.

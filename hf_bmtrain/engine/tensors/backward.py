@@ -42,8 +42,8 @@ def refuse_grad(*args: Any, **kwargs: Any) -> None:
 def double_backward() -> RuntimeError:
     """Return the error to raise for a backward with `create_graph=True`."""
     return RuntimeError(
-        "A backward of a backward (create_graph=True) through a sharded model is not supported, since the full weights "
-        "are freed after the first backward. Compute gradient penalties on a model that is not wrapped."
+        "A sharded model does not support double backward (create_graph=True), because the full weights are freed "
+        "after the first backward. Compute gradient penalties on a model that is not wrapped."
     )
 
 

@@ -1,15 +1,16 @@
-"""PEFT's adapters on stacks of experts (`target_parameters`), applied as products instead of being added to the stack.
+"""PEFT's adapters on stacks of experts (`target_parameters`), computed as separate products.
 
-A stack has one matrix W of each expert. With the rows x of an expert's tokens, W (N, K), A (r, K), B (N, r) and the
-scaling s, this file computes x Wᵀ + (x Aᵀ)(s B)ᵀ for all experts at once, by grouped products. PEFT forms W + s B A of
-all experts in each forward, and autograd then computes a gradient of the size of the stack. The results are equal up to
-rounding.
+A stack is a 3-D parameter that contains one matrix W per expert. With the rows x of an expert's tokens, W (N, K),
+A (r, K), B (N, r) and the scaling s, this file computes x Wᵀ + (x Aᵀ)(s B)ᵀ for all experts at once, by grouped
+products. PEFT instead forms W + s B A for all experts in each forward, and autograd then computes a gradient as large
+as the stack. The results are equal up to rounding.
 
-PEFT stores A of all E experts as (E r, K), in which the expert changes slowest, and B as (N, r E), in which it changes
-fastest. Stacks may be transposed, (E, K, N) instead of (E, N, K), as in gpt-oss; A and B are the same for both.
+PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
+is
+the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
 
-It takes experts of transformers that can run by `experts_implementation="grouped_mm"`, for any of "eager", "batched_mm"
-and "grouped_mm", and computes what all three compute. All other modules run PEFT's own forward.
+This applies to experts of transformers that support `experts_implementation="grouped_mm"`, when the setting is "eager",
+"batched_mm" or "grouped_mm", which all compute the same. All other modules run PEFT's own forward.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 _KEYWORD = "lora_factors"
 _KERNEL: Any = getattr(torch.nn.functional, "grouped_mm", None)  # public since torch 2.10
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ALIGNMENT = 16  # bytes: what the kernel requires of the strides of its operands
+_ALIGNMENT = 16  # bytes: torch's kernel requires strides that are multiples of this
 _logged: set[str] = set()
 
 Factors = list[tuple[Tensor, Tensor, float]]
@@ -42,7 +43,7 @@ Factors = list[tuple[Tensor, Tensor, float]]
 
 
 class SplitExperts(torch.nn.Module):
-    """Experts of transformers, extended in place: their stacks' adapters are passed to `forward` by keyword."""
+    """Experts of transformers, extended in place: `forward` gets their stacks' adapters by keyword."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         factors = kwargs.pop(_KEYWORD, None)
@@ -50,10 +51,10 @@ class SplitExperts(torch.nn.Module):
 
 
 class SplitWrapper(torch.nn.Module):
-    """PEFT's wrapper of a stack, extended in place. It passes its adapters to the experts instead of adding them.
+    """PEFT's wrapper of a stack, extended in place: it passes its adapters to the experts instead of adding them.
 
-    A module with several adapted stacks has one wrapper around another. Each adds its adapters to the keyword, or runs
-    PEFT's own forward, for a reason that is logged once.
+    If several stacks of one module have adapters, PEFT nests their wrappers. Each wrapper adds its adapters to the
+    keyword, or it runs PEFT's own forward and the reason is logged once.
     """
 
     base_layer: Any
@@ -70,10 +71,10 @@ class SplitWrapper(torch.nn.Module):
 
 
 def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
-    """Make PEFT's wrappers of stacks of experts among `modules` SplitWrapper modules, in place.
+    """Turn PEFT's wrappers of stacks of experts among `modules` into SplitWrappers, in place.
 
     Args:
-        modules: any modules. Those that are no such wrapper, or are extended already, are left alone.
+        modules: any modules. Modules that are not such wrappers, or are extended already, are left alone.
 
     Returns:
         The number of wrappers that were extended.
@@ -94,7 +95,7 @@ def _extended_class(base: type, cls: Any) -> Any:
 
 
 def _is_wrapper(module: Any) -> bool:
-    """Return whether `module` is PEFT's wrapper of a stack of experts that transformers can run by grouped_mm."""
+    """Return whether `module` is PEFT's wrapper of a stack of experts that transformers can run with grouped_mm."""
     cls = type(module)
     if (cls.__module__, cls.__name__) != _WRAPPER or isinstance(module, SplitWrapper):
         return False
@@ -117,9 +118,9 @@ def _factors_of(wrapper: Any) -> Factors | str:
     if implementation not in _IMPLEMENTATIONS:
         return f"experts_implementation is {implementation!r}"
     if getattr(experts, "_is_expert_parallel", False):
-        return "the experts are divided by expert parallelism"
+        return "the experts are sharded by expert parallelism"
     if "forward" in vars(experts):
-        return "the experts have a forward of their own"
+        return "the experts' forward is replaced"
     stack = getattr(experts, wrapper.parameter_name)
     if not stack.is_floating_point() or stack.itemsize < 2:
         return f"the experts are {stack.dtype}"
@@ -129,17 +130,17 @@ def _factors_of(wrapper: Any) -> Factors | str:
     for name in names:
         scaling = wrapper.scaling[name]
         if name in wrapper.lora_variant or not isinstance(scaling, (int, float)):
-            return "the adapter is not A, B and a number"
+            return "the adapter is a variant, or its scaling is not a number"
         factors.append((wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, scaling))
     return factors
 
 
 def _log_once(reason: str, wrapper: Any) -> None:
-    """Log why `wrapper` runs PEFT's own forward, unless another one has logged this reason. On rank 0 alone."""
+    """Log on rank 0 why `wrapper` runs PEFT's own forward. Each reason is logged once."""
     name = getattr(wrapper, "split_name", "")  # set on rank 0 alone
     if name and reason not in _logged:
         _logged.add(reason)
-        _log.info("adapters of experts, the first of them '%s', run PEFT's own forward: %s", name, reason)
+        _log.info("adapters on experts, such as '%s', run PEFT's own forward: %s", name, reason)
 
 
 def run_experts(
@@ -148,11 +149,11 @@ def run_experts(
     """Compute the output of experts of transformers whose stacks have adapters.
 
     Args:
-        experts: the module, whose stacks are full.
-        factors: the adapters of each adapted stack, by its name.
-        hidden_states: (tokens, width).
-        top_k_index: (tokens, k), the numbers of each token's experts.
-        top_k_weights: (tokens, k), the factors of their outputs.
+            experts: the module, whose stacks are unsharded.
+            factors: the adapters of each adapted stack, by the stack's name.
+            hidden_states: (tokens, width).
+            top_k_index: (tokens, k), the indices of each token's experts.
+            top_k_weights: (tokens, k), the factors of their outputs.
 
     Returns:
         (tokens, width), in the dtype of `hidden_states`.
@@ -175,8 +176,8 @@ def run_experts(
 def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: Tensor, name: str, x: Tensor) -> Tensor:
     """Return x times the matrix, plus the bias, of each row's expert, with the adapters of stack `name`.
 
-    x: (rows, K), sorted by expert. numbers: (rows,), the experts' numbers. ends: (experts,) int32, the row after the
-    last one of each expert.
+    x: (rows, K), sorted by expert. numbers: (rows,), the experts' indices. ends: (experts,) int32, the end of each
+    expert's rows, exclusive.
     """
     stack = getattr(experts, name)
     matrices = stack if experts.is_transposed else stack.transpose(1, 2)
@@ -191,11 +192,11 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
 
 
 def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Aᵀ and (s B)ᵀ of all experts, (E, K, r) and (E, r, N), for the adapters together.
+    """Return Aᵀ and (s B)ᵀ of all experts, (E, K, r) and (E, r, N), with all adapters combined.
 
-    r is the sum of their ranks, filled with zeros up to what torch's kernel requires.
+    r is the sum of the adapters' ranks, padded with zeros to the alignment that torch's kernel requires.
 
-    matrices: (E, K, N), the experts' own.
+    matrices: (E, K, N), the experts' own matrices.
     """
     count, dtype = len(matrices), matrices.dtype
     all_a = [a.view(count, -1, a.shape[1]) for a, _, _ in factors]
@@ -212,19 +213,19 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     Args:
         x: (rows, K), sorted by group.
         matrices: (groups, K, N), in the dtype of x.
-        ends: (groups,) int32, the row after the last one of each group; the last one is `rows`.
+        ends: (groups,) int32, the end of each group's rows, exclusive; the last element is `rows`.
 
     Returns:
         (rows, N).
     """
-    # Not torch's kernel in compiled code: Inductor may give its operands strides that the kernel refuses.
+    # Compiled code does not call torch's kernel directly: Inductor may give its operands strides that it refuses.
     if not torch.compiler.is_compiling() and _has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)
     return _product_of_groups(x, matrices, ends)
 
 
 def _has_kernel(stack: Tensor) -> bool:
-    """Return whether torch has a grouped product with `stack` (groups, rows, columns) on its device."""
+    """Return whether torch has a grouped product with `stack` (groups, rows, columns) on the stack's device."""
     if _KERNEL is None or stack.dtype not in _KERNEL_DTYPES:
         return False
     if any(width * stack.itemsize % _ALIGNMENT for width in stack.shape[1:]):
@@ -238,7 +239,7 @@ def _has_kernel(stack: Tensor) -> bool:
     "hf_bmtrain::product_of_groups", mutates_args=(), schema="(Tensor x, Tensor matrices, Tensor ends) -> Tensor"
 )
 def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_product`, for any dtype and device. Without torch's kernel the host waits for the device."""
+    """Compute `grouped_product` for any dtype and device. Without torch's kernel, the host waits for the device."""
     if _has_kernel(matrices):
         return _KERNEL(x.contiguous(), matrices, offs=ends)
     y = x.new_empty(len(x), matrices.shape[2])
@@ -251,7 +252,7 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     "hf_bmtrain::gradient_of_groups", mutates_args=(), schema="(Tensor x, Tensor dy, Tensor ends) -> Tensor"
 )
 def _gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of the matrices of `grouped_product`, (groups, K, N): zero for a group without rows."""
+    """Return the gradient of `matrices` in `grouped_product`, (groups, K, N); it is zero for a group without rows."""
     matrices = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
     if _has_kernel(matrices):
         return _KERNEL(x.contiguous().t(), dy.contiguous(), offs=ends)
@@ -284,7 +285,7 @@ _product_of_groups.register_autograd(_backward, setup_context=_keep)
 
 
 def _groups(ends: Tensor) -> Iterable[tuple[int, slice]]:
-    """Yield the number and the rows of each group that has rows."""
+    """Yield the index and the rows of each group that has rows."""
     begin = 0
     for group, end in enumerate(ends.tolist()):
         if end > begin:
@@ -293,9 +294,10 @@ def _groups(ends: Tensor) -> Iterable[tuple[int, slice]]:
 
 
 class Spread(torch.autograd.Function):
-    """The row of x for each of its k experts, in the given order: x[order // k].
+    """Repeats each row of x for its k experts, in the given order: x[order // k].
 
-    The gradient adds the k rows in the order of the experts. That of torch's indexing sorts them first.
+    The gradient adds a row's k gradients in the order of its experts. The backward of torch's indexing would sort
+    first.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Plans of device memory: which blocks are recomputed, and which frozen parameters stay unsharded between steps.
 
-With "auto", which needs a GPU, training passes are measured, and the ranks agree on a plan. `activations` plans
-`use_checkpoint="auto"`, `residents` plans `keep_frozen="auto"`. Both measure with a `meter`, and a MemoryPlanner passes
-them the events of training. `plan` chooses the blocks that are recomputed. `shortage` adds to an out-of-memory error
-what would need less memory.
+With "auto", which needs a GPU, training passes are measured and the ranks agree on a plan. `activations` plans
+`use_checkpoint="auto"`; `residents` plans `keep_frozen="auto"`. Both measure with `meter`. A MemoryPlanner forwards the
+events of training to them. `plan` chooses the blocks that are recomputed. `shortage` explains out-of-memory errors: it
+lists what takes memory and how to save some.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 class MemoryPlanner(Observer):
     """Plans which activations stay in device memory until backward, and which frozen buffers stay unsharded.
 
-    There is at most one planner per world. As an observer it is called before each forward of a wrapped model and after
-    each backward, and it also joins the backwards in which memory is measured.
+    There is at most one planner per world. It is an observer, called before each forward of a wrapped model and after
+    each backward. It also takes part in each backward in which memory is measured.
 
     Attributes:
-        activations: the plan for all blocks with use_checkpoint="auto". It counts resident buffers as taken memory.
-        residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers. These plans share
-            the memory that `activations` leaves.
+        activations: the plan for all blocks with use_checkpoint="auto". It counts resident buffers as memory in use.
+        residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers (buffers that stay
+            unsharded between steps). These plans share the memory that `activations` leaves.
     """
 
-    buffers = ()  # it takes part in backwards, without buffers of its own
-    position = 10  # resident buffers are resharded before other observers may need the memory
+    buffers = ()  # a participant of a backward lists its buffers; the planner has none
+    position = 10  # early: resident buffers are resharded before other observers may need the memory
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
         self.world, self.memory = world, memory
@@ -53,16 +53,17 @@ class MemoryPlanner(Observer):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all buffers that are resident by a plan, whether they are gathered now or not."""
+        """Bytes of all buffers that a plan keeps resident, gathered or not."""
         return sum(plan.nbytes for plan in self.residents.values())
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the buffers that are resident by a plan and are gathered now."""
+        """Bytes of the buffers that a plan keeps resident and that are gathered now."""
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
-        """Return a recomputation policy for `block`, which `activations` plans once the block has been measured."""
+        """Return a new recomputation policy for `block`. `activations` plans for it once the block has been
+        measured."""
         if self.activations.outlived:
             self.activations = Activations(self)
         return AutoCheckpoint(self.activations, block)
@@ -77,7 +78,7 @@ class MemoryPlanner(Observer):
             plan.reshard()
 
     def finish_backward(self) -> None:
-        """Use what was measured in a backward. Called at its end, before its last gradients are received."""
+        """Use the measurements of a backward. Called at its end, before its last gradients are received."""
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -89,7 +90,7 @@ class MemoryPlanner(Observer):
 
 
 def planner_of(world: World) -> MemoryPlanner | None:
-    """Return the planner of `world`, which is created if needed; None on the CPU, whose free memory is not known."""
+    """Return the planner of `world`, creating it if needed. Return None on the CPU, whose free memory is unknown."""
     if world.device_memory is None:
         return None
     planner = world.schedule.observer(MemoryPlanner)
@@ -100,10 +101,11 @@ def planner_of(world: World) -> MemoryPlanner | None:
 
 
 def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompute:
-    """Return the recomputation policy that `use_checkpoint` selects for `block`: ALWAYS, NEVER or an AutoCheckpoint.
+    """Return the recomputation policy of `block`: ALWAYS, NEVER or an AutoCheckpoint.
 
     Args:
-        use_checkpoint: whether the block is recomputed in backward: True, False, or "auto" for a plan.
+        use_checkpoint: the argument of `auto_wrap`: whether the block is recomputed in backward. "auto" lets a plan
+            choose.
         block: the state of the block.
         world: the world whose device runs the block.
 
@@ -115,8 +117,8 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
     planner = planner_of(world)
     if planner is None:
         _log_once(
-            "use_checkpoint='auto' recomputes nothing on the CPU, because free memory is only known on GPUs. Pass True "
-            "to recompute every block."
+            "use_checkpoint='auto' recomputes no block on the CPU, because free memory is known only on GPUs. To "
+            "recompute every block, pass True."
         )
         return NEVER
     if top_saved_tensors_hooks is None:
@@ -128,7 +130,7 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
 
 
 class Memory(Extension):
-    """The extension that applies `auto_wrap(keep_frozen=)`. It also adds an explanation to out-of-memory errors."""
+    """The extension for `auto_wrap(keep_frozen=)`. It also adds an explanation to out-of-memory errors."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -144,7 +146,7 @@ class Memory(Extension):
 def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:
     """Apply `keep_frozen` to `model`, which has just been wrapped. Collective.
 
-    keep_frozen: True makes all frozen buffers resident now, "auto" those that a plan chooses later, False none.
+    keep_frozen: True makes all frozen buffers resident now; "auto" lets a plan choose some later; False makes none.
     """
     if keep_frozen is False or world.size == 1:
         return
@@ -156,13 +158,13 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
         planner.residents[model] = Residents(model, planner)
     elif any(not buffer.gradient.trainable for buffer in buffers_of(model)):
         _log_once(
-            "keep_frozen='auto' keeps no frozen parameters unsharded on the CPU, because free memory is only known on "
-            "GPUs. Pass True to keep all of them unsharded between steps."
+            "keep_frozen='auto' keeps no frozen parameters unsharded on the CPU, because free memory is known only on "
+            "GPUs. To keep all of them unsharded between steps, pass True."
         )
 
 
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
-    """Make buffers that were added or frozen after `model` was wrapped resident too. Collective.
+    """Make buffers resident that were added to `model`, or frozen, after it was wrapped. Collective.
 
     Does nothing unless `model` was wrapped with keep_frozen=True.
     """

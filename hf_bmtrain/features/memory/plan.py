@@ -1,4 +1,4 @@
-"""A plan: which blocks keep their activations, and which stay unsharded until backward, within the free memory."""
+"""Choose which blocks keep their activations, and which stay unsharded until backward, given the free memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """What is kept in memory until backward: a choice for each block, in execution order.
+    """The choice, for each block in execution order, of what is kept in memory until backward.
 
     Attributes:
         kept: for each block, whether it keeps its activations.
         full: for each block, whether it stays unsharded from its forward to its backward.
-        left: the bytes that the plan leaves free at the peak of the forward and at that of the backward, whichever has
-            less; negative if even a step that recomputes every block takes too much.
+            left: the bytes that the plan leaves free at the forward's or the backward's peak, whichever are fewer.
+                Negative
+                if even a step that recomputes every block takes too much memory.
     """
 
     kept: tuple[bool, ...]
@@ -38,21 +39,23 @@ class Plan:
 
 
 def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_room: int, backward_room: int) -> Plan:
-    """Choose the blocks that keep their activations and, if all do, those that stay unsharded until their backward.
+    """Choose the blocks that keep their activations and, if all do, the blocks that stay unsharded until backward.
 
-    Blocks are chosen from the last one to the first, and a block that does not fit is skipped. All kept activations are
-    alive when backward begins, before any block is recomputed. Kept activations of the first blocks would also be alive
-    while the last blocks are recomputed, so the last blocks are preferred. The last block's own activations do not
-    count against `backward_room`, because a step that recomputes this block also has them in memory at that peak.
+    Blocks are chosen from the last to the first, and a block that does not fit is skipped. The last blocks come first
+    because of the peak in backward: activations of the first blocks would still be alive while the last blocks are
+    recomputed. The activations of the last block do not count against `backward_room`, because a step that recomputes
+    this block has them in memory at that peak too.
 
     Args:
         activations: bytes of each block's activations, in execution order.
-        parameters: bytes of each block's full parameters, in execution order; 0 for a block that is never resharded
-            between forward and backward, or must always be.
-        forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and the
-            loss. May be negative, as may `backward_room`.
-        backward_room: the bytes that the same step leaves free at its peak while a block's recomputed activations are
-            alive.
+            parameters: bytes of each block's full parameters, in execution order. 0 for a block for which there is no
+                choice, because it always, or never, stays unsharded between forward and backward.
+            forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and
+                the
+                loss. May be negative.
+            backward_room: the bytes that the same step leaves free at its peak while recomputed activations of a block
+                are
+                alive. May be negative.
     """
     kept = [False] * len(activations)
     total, own = 0, 0

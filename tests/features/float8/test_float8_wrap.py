@@ -217,7 +217,7 @@ def test_a_layer_with_too_much_noise_leaves_float8_on_every_rank(world, use_chec
     for active, _, calibrations in told:
         assert active == [True, True, True, False] and calibrations == 0
     assert sum("was measured): layers.0.one" in line for _, lines, _ in told for line in lines) == 1
-    warnings = [line for _, lines, *_ in told for line in lines if "from now on" in line]
+    warnings = [line for _, lines, *_ in told for line in lines if "From now on" in line]
     assert len(warnings) == 1 and "'layers.1.two'" in warnings[0] and "keep=['two']" in warnings[0]
 
 

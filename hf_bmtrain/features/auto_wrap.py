@@ -119,7 +119,7 @@ def auto_wrap(
     expect_module("model", model)
     if not isinstance(compile, str) or not compile:
         expect_flag("compile", compile)
-    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `choose_chains` checks a single module
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # a module is checked by `choose_chains`
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)

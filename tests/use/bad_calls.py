@@ -268,7 +268,7 @@ def losses() -> Iterator[Row]:
     yield entropy("smoothing 1.1", r"label_smoothing must .*lie in \[0, 1\]", label_smoothing=1.1)
     yield entropy("4 weights", "4 class weights were given for 5 classes", weight=torch.ones(4))
     yield entropy("a matrix of weights", "class weights .* one number per class", weight=torch.ones(2, 3))
-    yield entropy("items of a sum", "num_items_in_batch is the divisor of a mean", reduction="sum", num_items_in_batch=3)
+    yield entropy("items of a sum", "num_items_in_batch is the divisor", reduction="sum", num_items_in_batch=3)
     yield entropy("two items", "num_items_in_batch must be one number", num_items_in_batch=torch.ones(2))
     yield entropy("a leaf in place", "Use inplace=False", inplace=True)
     yield "FusedCrossEntropy", "parallel", lambda: bmt.loss.FusedCrossEntropy(parallel=True), "not offered"

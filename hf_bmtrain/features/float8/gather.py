@@ -71,6 +71,6 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
         count = sum(left.values())
         reasons = f": {', '.join(f'{number} ({reason})' for reason, number in left.items())}" if left else ""
         _log.info(
-            "float8: %d buffers gather their weights in float8, %d in their own dtype%s",
+            "float8: %d buffers are gathered in float8, %d in their own dtype%s",
             len(layers) - count, count, reasons,
         )  # fmt: skip

@@ -155,7 +155,7 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return dB = s dyᵀ u in `dtype`, where s is the adapter's scaling; a split u includes s. rank: r."""
+    """Return dB = s dyᵀ u in `dtype`. s is the adapter's scaling, which a split u already includes. rank: r."""
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
     return _wide_product(dy.t(), u[:, : 3 * rank], 1.0, adapter).view(-1, 3, rank).sum(1)

@@ -24,7 +24,7 @@ META = torch.device("meta")
 
 
 class _Quiet(SingleProcess):
-    """The communicator of rank 0 in a world of `size` ranks. The others do not exist, so it transfers nothing."""
+    """The communicator of rank 0 in a world of `size` ranks. It transfers nothing, as the others do not exist."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Quiet(SingleProcess):
 
 
 class _Echo(ObjectComm):
-    """An ObjectComm whose other ranks all send what this rank sends."""
+    """An ObjectComm that behaves as if all other ranks sent the same objects as this one."""
 
     def __init__(self, size: int) -> None:
         super().__init__(1, timedelta(0))
@@ -54,9 +54,10 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Stands for `PeerMemory`: allocates meta tensors instead of memory that other processes can map, copies nothing.
+    """Stands for `PeerMemory`. It allocates meta tensors instead of memory that other processes can map, and does not
+    copy.
 
-    mapped: the meta tensors, listed because the real memory would come from outside torch's allocator.
+    mapped: the meta tensors. The real memory would be outside torch's allocator, so it is counted separately.
     """
 
     def __init__(self) -> None:
@@ -94,9 +95,9 @@ def quiet_world(size: int, zero_level: int, copies: bool, memory: Any) -> World:
 
     Args:
         size: the number of ranks.
-        zero_level: the level that blocks get by default.
+        zero_level: the default ZeRO level of blocks.
         copies: whether large shards are gathered and reduced by peer copies, as on one host.
-        memory: an object with the methods of `DeviceMemory` that stands for the device's memory.
+        memory: an object that stands for the device's memory, with the methods of `DeviceMemory`.
     """
     communicator, control = _Quiet(size), _Echo(size)
     shards: Gather = CollectiveGather(communicator)

@@ -78,16 +78,13 @@ def auto_wrap(
 
     Args:
         model: the model, on any device. With `weights` it is on the meta device.
-            zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. None uses the
-                value
-                given to `init_distributed`.
-            use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "auto" on a
-                GPU
-                measures the first step, then recomputes only as many blocks as memory requires. If none needs
-                recomputation,
-                "auto" also keeps as many blocks as fit unsharded from forward to backward. On the CPU, where memory is
-                not
-                measured, "auto" recomputes no block.
+        zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. None uses the value
+            given to `init_distributed`.
+        use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "auto" on a GPU
+            measures the first step, then recomputes only as many blocks as memory requires. If none needs
+            recomputation,
+            "auto" also keeps as many blocks as fit unsharded from forward to backward. On the CPU, where memory is not
+            measured, "auto" recomputes no block.
         compile: whether to compile the blocks with torch.compile. A str names the backend; True takes the default one.
         blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
             ModuleList or Sequential stands for its items.
@@ -97,11 +94,11 @@ def auto_wrap(
             fit on the GPU.
         quantize_frozen: "nf4" or "fp8" quantizes the frozen weight matrices of blocks to 4 or 8 bits, which makes them
             read-only. None quantizes none.
-            float8: whether linear layers of blocks compute in float8. "rows" means the same as True.
-            keep: names of modules whose linear layers do not compute in float8.
-            sequence_parallel: the number of consecutive ranks that share each row. Each of them computes a part of the
-                row's
-                tokens, and all of them must be given the same rows.
+        float8: whether linear layers of blocks compute in float8. "rows" means the same as True.
+        keep: names of modules whose linear layers do not compute in float8.
+        sequence_parallel: the number of consecutive ranks that share each row. Each of them computes a part of the
+            row's
+            tokens, and all of them must be given the same rows.
 
     Returns:
         `model`.

@@ -48,17 +48,19 @@ def from_pretrained(
     """Load a model of transformers and shard it while its files are read. Collective.
 
     The result equals `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, bit by bit, but no
-    rank ever has the full model in memory. There is one exception: where transformers overwrites the padding row of a
-    loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP), this function keeps the values in the files.
+    rank ever has the full model in memory. There is one exception: transformers overwrites the padding row of some
+    loaded
+    embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in the files.
 
     Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files.
-    Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time; each rank keeps
-    1/N of each until the model is sharded. Weights that are not in the files stay in host memory in full until the
+    Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time, and each rank
+    keeps 1/N of each until the model is sharded. Weights that are not in the files stay in host memory in full until
+    the
     model is sharded. Device memory contains the shards and at most one full tensor.
 
     Args:
         auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a method `from_pretrained`.
-        name_or_path: a name on the hub, or a folder; None with `state_dict` in `kwargs`.
+        name_or_path: a name on the hub, or a folder. None if `kwargs` contains `state_dict`.
         *model_args: passed to the class's `from_pretrained`.
         zero_level: as for `auto_wrap`.
         use_checkpoint: as for `auto_wrap`.
@@ -76,8 +78,8 @@ def from_pretrained(
         The model; with `output_loading_info=True`, the tuple (model, info).
 
     Raises:
-        ValueError: the weights are quantized, `name_or_path` contains an adapter, or an argument of transformers would
-            place or divide the model itself.
+        ValueError: the weights are quantized, `name_or_path` contains an adapter, or an argument asks transformers to
+            place or divide the model.
         RuntimeError: loading failed on another rank.
         Exception: any error that the class's `from_pretrained` raised on this rank.
 
@@ -156,8 +158,8 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
     asked = [name for name in _REFUSED if kwargs.get(name)]
     if asked:
         raise ValueError(
-            "bmt.hf.from_pretrained divides the model among the ranks itself, and does not load quantized weights: "
-            f"leave out {', '.join(asked)}. {way_out}"
+            "bmt.hf.from_pretrained divides the model among the ranks itself, and does not load quantized weights. "
+            f"Leave out {', '.join(asked)}. {way_out}"
         )
     if name_or_path is None:  # the caller passes a state_dict, so there are no files to check
         return
@@ -175,10 +177,10 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
         quantization = given.get("quantization_config")
     if quantization is not None:
         raise ValueError(
-            f"{name_or_path} has a quantization_config, and bmt.hf.from_pretrained does not load quantized weights. "
-            "For bitsandbytes' nf4, load the model with the class's own from_pretrained and pass it to bmt.auto_wrap, "
-            "which shards it without dequantizing. For other formats, dequantize the model, or use a checkpoint that "
-            "is not quantized, perhaps with quantize_frozen."
+            f"{name_or_path} has a quantization_config, but bmt.hf.from_pretrained does not load quantized weights. "
+            "If the format is bitsandbytes' nf4, load the model with the class's own from_pretrained and pass it to "
+            "bmt.auto_wrap, which shards it without dequantizing. For other formats, dequantize the model, or use a "
+            "checkpoint that is not quantized (quantize_frozen can quantize it)."
         )
 
 
@@ -198,10 +200,10 @@ def _synchronous() -> Iterator[None]:
 
 @contextmanager
 def _scattering(world: World) -> Iterator[None]:
-    """While this context is open, keep only this rank's elements of each parameter that transformers puts in a module.
+    """Under `with`, keep only this rank's elements of each parameter that transformers puts in a module.
 
-    This applies to parameters that were read from a file. They have the attribute `_is_hf_initialized`, by which
-    transformers distinguishes them from those that it has still to initialize.
+    This applies to parameters that were read from a file. transformers marks them with the attribute
+    `_is_hf_initialized`, to distinguish them from parameters that it has yet to initialize.
     """
     thread = threading.get_ident()
 
@@ -224,15 +226,15 @@ def _check_complete(model: Any) -> None:
     """Raise ValueError if `model` is not a model of transformers, or if a tensor is still on the meta device."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"bmt.hf.from_pretrained loads only models of transformers, and this is a {type(model).__name__}: shard "
+            f"bmt.hf.from_pretrained loads only models of transformers, but this is a {type(model).__name__}. Shard "
             "other models with bmt.auto_wrap."
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and not isinstance(tensor, SourcedParameter):
             raise ValueError(
-                f"{type(model).__name__}: '{name}' is still on the meta device after loading: neither the checkpoint "
-                "nor the model's initialization gave it values. Let the model's _init_weights initialize it, or load a "
-                "checkpoint that contains it."
+                f"{type(model).__name__}: '{name}' is still on the meta device after loading, because neither the "
+                "checkpoint nor the model's initialization gave it values. Let the model's _init_weights initialize "
+                "it, or load a checkpoint that contains it."
             )
 
 
@@ -257,8 +259,8 @@ def _check_alike(model: torch.nn.Module, world: World) -> None:
 def _tie_equal(model: Any, world: World) -> None:
     """Tie two weights that the model declares as tied, if the files contain both and they are equal. Collective.
 
-    If the files contain only one of the two, transformers has tied them already. If the files contain both, it would
-    compare them, but here no rank has all their values, so each rank compares its own elements.
+    If the files contain only one of them, transformers has already tied them. If they contain both, transformers would
+    compare them. Here no rank has all their values, so each rank compares its own elements.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):
@@ -285,7 +287,7 @@ def _report(model: torch.nn.Module, world: World) -> None:
     mapped = [p for p in scattered if p.mapped]
     _log.info(
         "rank %d: each of %d ranks reads its elements of %d parameters of %s from mapped files, and keeps 1/%d of each "
-        "of %d parameters that were converted; %d parameters are not in the files, and every rank initializes them in "
+        "of %d parameters that were converted. %d parameters are not in the files, so every rank initializes them in "
         "full%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.size, len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",

@@ -422,7 +422,7 @@ def hugging_face() -> Iterator[Row]:
     yield read("a name alone", "missing 1 required.*'name_or_path'", "gpt2")
     yield read(
         "a configuration's class",
-        "loads only models of transformers, and this is a GPT2Config",
+        "loads only models of transformers, but this is a GPT2Config",
         transformers.AutoConfig,
         tiny(),
     )

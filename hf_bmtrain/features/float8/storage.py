@@ -166,9 +166,9 @@ class Float8Storage(Storage):
 
         Args:
             requantizer: rounds this storage together with others.
-                owners: objects that live as long as the layers of this storage. Once none of them exists, `requantizer`
-                    skips
-                    this storage.
+            owners: objects that live as long as the layers of this storage. Once none of them exists, `requantizer`
+                skips
+                this storage.
 
         Raises:
             RuntimeError: the gathered codes are not those of the full weights.

@@ -149,11 +149,11 @@ def run_experts(
     """Compute the output of experts of transformers whose stacks have adapters.
 
     Args:
-            experts: the module, whose stacks are unsharded.
-            factors: the adapters of each adapted stack, by the stack's name.
-            hidden_states: (tokens, width).
-            top_k_index: (tokens, k), the indices of each token's experts.
-            top_k_weights: (tokens, k), the factors of their outputs.
+        experts: the module, whose stacks are unsharded.
+        factors: the adapters of each adapted stack, by the stack's name.
+        hidden_states: (tokens, width).
+        top_k_index: (tokens, k), the indices of each token's experts.
+        top_k_weights: (tokens, k), the factors of their outputs.
 
     Returns:
         (tokens, width), in the dtype of `hidden_states`.

@@ -32,7 +32,7 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
         model: a model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`.
 
     Returns:
-            True if the loss is fused. If it cannot be, the model is unchanged, and the log gives the reason.
+        True if the loss is fused. If it cannot be, the model is unchanged, and the log gives the reason.
     """
     expect_module("model", model)
     find_head = getattr(model, "get_output_embeddings", None)

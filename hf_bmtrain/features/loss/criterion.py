@@ -22,11 +22,9 @@ class Criterion:
     Attributes:
         rows: computes the loss of each row.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
-            num_items: the divisor of the mean, for example the number of targets in all micro-batches on all ranks. It
-                is a
-                number, or a tensor of one element on any device. None divides by the number of targets that are not
-                ignored
-                in this call.
+        num_items: the divisor of the mean, for example the number of targets in all micro-batches on all ranks. It is a
+            number, or a tensor of one element on any device. None divides by the number of targets that are not ignored
+            in this call.
     """
 
     rows: CrossEntropy
@@ -58,9 +56,9 @@ class Criterion:
             classes: the number of classes.
 
         Raises:
-                ValueError: the targets are not integers, or the number of class weights is not `classes`. On the CPU,
-                    where the
-                    check needs no synchronization, also: a target is neither a class nor `ignore_index`.
+            ValueError: the targets are not integers, or the number of class weights is not `classes`. On the CPU, where
+                the
+                check needs no synchronization, also: a target is neither a class nor `ignore_index`.
         """
         if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
             raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")

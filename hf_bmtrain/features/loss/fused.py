@@ -26,10 +26,9 @@ class FusedCrossEntropy(torch.nn.Module):
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         parallel: BMTrain's keyword for logits that are split over ranks; True raises NotImplementedError.
-            inplace: write the gradient over the logits instead of into a new tensor of their size. For a mean or sum of
-                bfloat16 or float32 logits, the forward writes it, in the launch that computes the losses. Do not read
-                the
-                logits afterwards (autograd raises an error if it needs them itself).
+        inplace: write the gradient over the logits instead of into a new tensor of their size. For a mean or sum of
+            bfloat16 or float32 logits, the forward writes it, in the launch that computes the losses. Do not read the
+            logits afterwards (autograd raises an error if it needs them itself).
         z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
 
@@ -70,24 +69,22 @@ class FusedCrossEntropy(torch.nn.Module):
         Args:
             input: float16, bfloat16 or float32; its gradient has the same dtype.
             target: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
-                num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the
-                    number
-                    of targets that are not ignored in this call.
+            num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the
+                number
+                of targets that are not ignored in this call.
 
         Returns:
-                float32: a scalar, or a tensor of the targets' shape with reduction "none". If all targets are ignored,
-                    the mean
-                is 0 with zero gradient (a rank may have only padding). A logit of -inf is an impossible class. If a
-                logit is NaN
-                or +inf, the loss and gradient of its row are NaN.
+            float32: a scalar, or a tensor of the targets' shape with reduction "none". If all targets are ignored, the
+                mean
+            is 0 with zero gradient (a rank may have only padding). A logit of -inf is an impossible class. If a logit
+            is NaN
+            or +inf, the loss and gradient of its row are NaN.
 
         Raises:
-                ValueError: a shape or dtype is wrong; on the CPU also: a target is out of range. On CUDA, where that
-                    check
-                    would synchronize, a target out of range makes the loss of its row NaN, and with it a mean or sum.
-                    The
-                    gradient of that row is zero; the gradients of other rows are correct.
-                RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
+            ValueError: a shape or dtype is wrong; on the CPU also: a target is out of range. On CUDA, where that check
+                would synchronize, a target out of range makes the loss of its row NaN, and with it a mean or sum. The
+                gradient of that row is zero; the gradients of other rows are correct.
+            RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
         """
         return cross_entropy(
             input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.inplace,
@@ -121,9 +118,8 @@ def cross_entropy(
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
-            inplace: write the gradient over the logits instead of into a new tensor of their size. Do not read the
-                logits
-                afterwards.
+        inplace: write the gradient over the logits instead of into a new tensor of their size. Do not read the logits
+            afterwards.
         z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
             num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the
@@ -131,15 +127,14 @@ def cross_entropy(
                 of targets that are not ignored in this call.
 
     Returns:
-            float32: a scalar, or a tensor of the targets' shape with reduction "none". `FusedCrossEntropy.forward`
-                documents
-            special values.
+        float32: a scalar, or a tensor of the targets' shape with reduction "none". `FusedCrossEntropy.forward`
+            documents
+        special values.
 
     Raises:
-            ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd;
-                on
-                the CPU also: a target is out of range.
-            RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
+        ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd; on
+            the CPU also: a target is out of range.
+        RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
     """
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     expect_tensor("logits", logits)

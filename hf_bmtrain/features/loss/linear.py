@@ -61,16 +61,15 @@ def linear_cross_entropy(
         z_loss: as in `FusedCrossEntropy`.
         softcap: as in `FusedCrossEntropy`.
         num_items_in_batch: as in `FusedCrossEntropy.forward`.
-            chunk_bytes: the most bytes of logits that exist at a time. Between forward and backward, the weight's
-                gradient
-                takes another 4 bytes per element, and the gradient of `hidden` as much memory as `hidden`.
+        chunk_bytes: the most bytes of logits that exist at a time. Between forward and backward, the weight's gradient
+            takes another 4 bytes per element, and the gradient of `hidden` as much memory as `hidden`.
 
     Returns:
         float32: a scalar, or the targets' shape with reduction "none". Targets out of range, no targets at all, and
         infinite logits have the results that `FusedCrossEntropy.forward` documents.
 
     Raises:
-            ValueError: a shape, dtype or setting is wrong; on the CPU also: a target is out of range.
+        ValueError: a shape, dtype or setting is wrong; on the CPU also: a target is out of range.
         RuntimeError: in backward, for create_graph=True, or for a second backward through the same mean or sum.
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
@@ -115,9 +114,8 @@ class _Work:
             scale: (1,) or (N,) float32, the factor of each row's loss. None computes no gradients.
 
         Returns:
-                The losses, (N,) float32, and the gradients of rows, weight and bias; a gradient that is not wanted is
-                None.
-                The gradients of weight and bias are float32.
+            The losses, (N,) float32, and the gradients of rows, weight and bias; a gradient that is not wanted is None.
+            The gradients of weight and bias are float32.
         """
         with _full(weight) as full, _full(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
             shift = None if shift is None else shift.to(self.dtype)

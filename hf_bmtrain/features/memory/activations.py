@@ -53,9 +53,8 @@ class AutoCheckpoint(Recompute):
 
     Attributes:
         kept: whether the plan keeps the block's activations.
-            calls: in all measured passes, the largest number of the block's forwards that were waiting for their
-                backward
-                at the same time.
+        calls: in all measured passes, the largest number of the block's forwards that were waiting for their backward
+            at the same time.
     """
 
     def __init__(self, activations: Activations, block: Block) -> None:
@@ -158,11 +157,11 @@ class Activations:
     too, because the ranks negotiate each collective anyway.
 
     Attributes:
-            measuring: whether the rest of this pass is measured.
-            left: the bytes that the last plan leaves for resident frozen buffers, including those that are resident
-                already. None before the first plan, and after a measurement until a plan uses it. Activations have
-                priority over resident buffers: keeping them saves the computation of a forward, while a resident frozen
-                block saves two all-gathers, which overlap with computation anyway.
+        measuring: whether the rest of this pass is measured.
+        left: the bytes that the last plan leaves for resident frozen buffers, including those that are resident
+            already. None before the first plan, and after a measurement until a plan uses it. Activations have
+            priority over resident buffers: keeping them saves the computation of a forward, while a resident frozen
+            block saves two all-gathers, which overlap with computation anyway.
     """
 
     def __init__(self, planner: MemoryPlanner) -> None:

@@ -166,10 +166,10 @@ class Reading:
     """One rank's measurements, from which the ranks make a plan.
 
     Attributes:
-            stepped: whether the rank's optimizer has stepped, and so has allocated its state.
-            rooms: the bytes that may still be allocated at each of the plan's memory peaks; None if the rank does not
-                know them yet.
-            activations: the bytes of each block's activations.
+        stepped: whether the rank's optimizer has stepped, and so has allocated its state.
+        rooms: the bytes that may still be allocated at each of the plan's memory peaks; None if the rank does not
+            know them yet.
+        activations: the bytes of each block's activations.
     """
 
     stepped: bool

@@ -15,9 +15,8 @@ class Plan:
     Attributes:
         kept: for each block, whether it keeps its activations.
         full: for each block, whether it stays unsharded from its forward to its backward.
-            left: the bytes that the plan leaves free at the forward's or the backward's peak, whichever are fewer.
-                Negative
-                if even a step that recomputes every block takes too much memory.
+        left: the bytes that the plan leaves free at the forward's or the backward's peak, whichever are fewer. Negative
+            if even a step that recomputes every block takes too much memory.
     """
 
     kept: tuple[bool, ...]
@@ -48,14 +47,12 @@ def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_roo
 
     Args:
         activations: bytes of each block's activations, in execution order.
-            parameters: bytes of each block's full parameters, in execution order. 0 for a block for which there is no
-                choice, because it always, or never, stays unsharded between forward and backward.
-            forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and
-                the
-                loss. May be negative.
-            backward_room: the bytes that the same step leaves free at its peak while recomputed activations of a block
-                are
-                alive. May be negative.
+        parameters: bytes of each block's full parameters, in execution order. 0 for a block for which there is no
+            choice, because it always, or never, stays unsharded between forward and backward.
+        forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and the
+            loss. May be negative.
+        backward_room: the bytes that the same step leaves free at its peak while recomputed activations of a block are
+            alive. May be negative.
     """
     kept = [False] * len(activations)
     total, own = 0, 0

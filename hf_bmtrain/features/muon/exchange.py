@@ -44,9 +44,9 @@ class Round:
         """Compute the results of the matrices that this rank owns, and send them back. Collective.
 
         Args:
-                function: called with a Matrix and a tensor of its full shape, which it may overwrite. It returns a
-                    tensor of
-                    the same shape and dtype.
+            function: called with a Matrix and a tensor of its full shape, which it may overwrite. It returns a tensor
+                of
+                the same shape and dtype.
         """
         self._ticket.wait()
         # Each rank has sent its elements of all matrices that this rank owns.

@@ -44,7 +44,7 @@ class Matrix:
     """A matrix, or several consecutive matrices of a stack, which one rank orthogonalizes.
 
     Attributes:
-            run: the number of the optimizer's run (a contiguous range of parameters) that contains the parameter.
+        run: the number of the optimizer's run (a contiguous range of parameters) that contains the parameter.
         parameter: the parameter.
         start: the index of the first element in the flattened parameter.
         shape: (rows, columns) or (count, rows, columns).

@@ -38,29 +38,27 @@ class MuonOptimizer(AdamOptimizer):
     ranks. OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
 
     Args:
-            params: the sharded model, or parameter groups. A group is a dict with "params", "muon" (whether Muon
-                updates
-                them) and the settings that differ from the arguments.
+        params: the sharded model, or parameter groups. A group is a dict with "params", "muon" (whether Muon updates
+            them) and the settings that differ from the arguments.
         lr: the learning rate of matrices: a number or a tensor of one element, which the host reads.
         weight_decay: wd of matrices.
         momentum: μ.
         nesterov: whether the momentum is Nesterov's.
         ns_coefficients: the coefficients of the Newton–Schulz iteration.
         eps: the smallest norm by which an update is divided before the iteration.
-            ns_steps: the number of iterations, less than 100.
-            adjust_lr_fn: f, the factor of the learning rate for a matrix with A rows and B columns. "original", or
-                None:
-                √max(1, A/B). "match_rms_adamw": 0.2·√max(A, B), so that AdamW's learning rate and weight decay can be
-                used. "spectral_unclamped": √(A/B).
-            adam_lr: the learning rate of the other parameters; None uses `lr`. A scheduler changes both in proportion.
+        ns_steps: the number of iterations, less than 100.
+        adjust_lr_fn: f, the factor of the learning rate for a matrix with A rows and B columns. "original", or None:
+            √max(1, A/B). "match_rms_adamw": 0.2·√max(A, B), so that AdamW's learning rate and weight decay can be
+            used. "spectral_unclamped": √(A/B).
+        adam_lr: the learning rate of the other parameters; None uses `lr`. A scheduler changes both in proportion.
         betas: AdamW's β₁ and β₂.
         adam_eps: AdamW's eps.
         adam_weight_decay: the weight decay of the other parameters; None uses `weight_decay`.
 
     Raises:
-            ValueError: a setting is out of range, the model has no matrices in blocks, or a group with "muon": True
-                contains
-                a parameter that is not a matrix.
+        ValueError: a setting is out of range, the model has no matrices in blocks, or a group with "muon": True
+            contains
+            a parameter that is not a matrix.
 
     Example::
 
@@ -116,9 +114,9 @@ class MuonOptimizer(AdamOptimizer):
             param_group: a dict with "params", "muon", and the settings that differ from the optimizer's.
 
         Raises:
-                ValueError: a setting is out of range, a key is missing, or the group has "muon": True and contains a
-                    parameter
-                    that is not a matrix.
+            ValueError: a setting is out of range, a key is missing, or the group has "muon": True and contains a
+                parameter
+                that is not a matrix.
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params" and "muon"')
         if not isinstance(param_group.get("muon"), bool):

@@ -47,13 +47,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
         eps: added to √v, outside the square root.
         weight_decay: the weight decay.
         hold_steps: the number of steps at the start of training that update the moments but not the weights.
-            record_delta: whether to compute, after every step, the mean and variance of its update over all elements,
-                in
-                units of the learning rate (see `delta_moments`). `get_avg_delta()` and `get_var_delta()` return them.
-                Use
-                it only for inspection, because it is slow: the host waits for the step, all state is copied to the
-                    device
-                again, in parts of about 30 MiB, and a small all-reduce follows.
+        record_delta: whether to compute, after every step, the mean and variance of its update over all elements, in
+            units of the learning rate (see `delta_moments`). `get_avg_delta()` and `get_var_delta()` return them. Use
+            it only for inspection, because it is slow: the host waits for the step, all state is copied to the device
+            again, in parts of about 30 MiB, and a small all-reduce follows.
         decoupled: whether the weight decay is decoupled from the gradient (AdamW). False adds it to the gradient (L2).
         exp_avg_dtype: the dtype of the first moment, float32 or bfloat16.
         state_bits: must be 32; AdamOptimizer also accepts 8.

@@ -50,13 +50,12 @@ class Format:
     """A packed format.
 
     Attributes:
-            name: the name, its key in `FORMATS`.
-            bits: the bits of an element's code, 4 or 8.
-            scale_bits: the bits of a scale: 32, or 8 if the scales are compressed.
-            values: for 4 bits, the values of the 16 codes, ascending; one is 0, and the largest magnitude is 1. Empty
-                for 8
-                bits, where the codes are float8_e4m3fn numbers.
-            by_name: whether `auto_wrap(quantize_frozen=)` accepts the name.
+        name: the name, its key in `FORMATS`.
+        bits: the bits of an element's code, 4 or 8.
+        scale_bits: the bits of a scale: 32, or 8 if the scales are compressed.
+        values: for 4 bits, the values of the 16 codes, ascending; one is 0, and the largest magnitude is 1. Empty for 8
+            bits, where the codes are float8_e4m3fn numbers.
+        by_name: whether `auto_wrap(quantize_frozen=)` accepts the name.
     """
 
     name: str

@@ -54,14 +54,12 @@ def check_parity(
         model: the wrapped model.
         batch: the model's keyword arguments as a dict, its positional arguments as a tuple or list, or its only
             argument. Each rank passes its own batch.
-            loss: a function of the model's output that returns the scalar loss. None uses the output's `loss` or, if
-                the
-                output is a tensor, the output itself.
-            optimizer: a function that returns an optimizer for a list of parameters. None uses SGD with lr=0.1.
-            bound: the allowed difference of an output or gradient, relative to a reference magnitude. For an output
-                this is
-                its largest element; for a gradient, its largest element plus a fifth of the largest element of all
-                gradients. None allows 1e-5 in float32, and 2e-2 if weights or autocast are in 16 bits.
+        loss: a function of the model's output that returns the scalar loss. None uses the output's `loss` or, if the
+            output is a tensor, the output itself.
+        optimizer: a function that returns an optimizer for a list of parameters. None uses SGD with lr=0.1.
+        bound: the allowed difference of an output or gradient, relative to a reference magnitude. For an output this is
+            its largest element; for a gradient, its largest element plus a fifth of the largest element of all
+            gradients. None allows 1e-5 in float32, and 2e-2 if weights or autocast are in 16 bits.
         verbose: whether to print the table on rank 0.
 
     Returns:

@@ -16,15 +16,13 @@ class Difference:
     """The difference of one tensor between the sharded step and the plain step.
 
     Attributes:
-            kind: "output" (of a module), "gradient" (of a parameter, averaged over the ranks) or "update" (of a
-                parameter,
-                by one optimizer step).
-            block: the name of the block, or of the module or parameter if it is outside blocks.
-            name: the name of the module or parameter.
-            largest: the largest absolute difference of an element; inf if an element is finite in only one of the
-                steps.
-            allowed: the largest absolute difference that is allowed.
-            rank: in a `Parity`, the rank with the largest difference; 0 before the ranks are compared.
+        kind: "output" (of a module), "gradient" (of a parameter, averaged over the ranks) or "update" (of a parameter,
+            by one optimizer step).
+        block: the name of the block, or of the module or parameter if it is outside blocks.
+        name: the name of the module or parameter.
+        largest: the largest absolute difference of an element; inf if an element is finite in only one of the steps.
+        allowed: the largest absolute difference that is allowed.
+        rank: in a `Parity`, the rank with the largest difference; 0 before the ranks are compared.
     """
 
     kind: str

@@ -46,8 +46,8 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live: the bytes of all live storages.
-            host: the bytes of all page-locked tensors that were allocated so far, including freed ones.
-            peak: the largest `live` since `reset_peak`, or since the start.
+        host: the bytes of all page-locked tensors that were allocated so far, including freed ones.
+        peak: the largest `live` since `reset_peak`, or since the start.
         changes: every change so far, in order.
     """
 

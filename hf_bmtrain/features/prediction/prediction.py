@@ -42,13 +42,13 @@ class Prediction:
     """The memory that one rank needs for a step, including the optimizer's state. Its `str` is a table.
 
     Attributes:
-            table: the bytes of each purpose at the peak: {key in ROWS: bytes}.
-            mapped: the bytes in `table` that are outside torch's allocator (shards and gradient mailboxes that other
-                ranks of the host access).
-            context: the bytes on the device for the CUDA context and libraries, which belong to no tensor.
-            host: the bytes of page-locked host memory.
-            phases: the phases of the step, each with its name, the live bytes at its end, and its peak.
-            kept: for each block, whether it keeps its activations.
+        table: the bytes of each purpose at the peak: {key in ROWS: bytes}.
+        mapped: the bytes in `table` that are outside torch's allocator (shards and gradient mailboxes that other
+            ranks of the host access).
+        context: the bytes on the device for the CUDA context and libraries, which belong to no tensor.
+        host: the bytes of page-locked host memory.
+        phases: the phases of the step, each with its name, the live bytes at its end, and its peak.
+        kept: for each block, whether it keeps its activations.
     """
 
     table: dict[str, int]

@@ -33,13 +33,13 @@ class Simulated:
     """The result of a simulation. Its last step is the one that is predicted.
 
     Attributes:
-            changes: all changes of storages since the start of the simulation.
-            begin: the index in `changes` at which the last step begins.
-            kinds: {number of a storage: key in ROWS} for storages that the engine or the optimizer owns.
-            host: the bytes of page-locked host memory.
-            mapped: the bytes outside torch's allocator, which are included in `changes`.
-            phases: the phases of the last step.
-            kept: for each block, whether it keeps its activations.
+        changes: all changes of storages since the start of the simulation.
+        begin: the index in `changes` at which the last step begins.
+        kinds: {number of a storage: key in ROWS} for storages that the engine or the optimizer owns.
+        host: the bytes of page-locked host memory.
+        mapped: the bytes outside torch's allocator, which are included in `changes`.
+        phases: the phases of the last step.
+        kept: for each block, whether it keeps its activations.
     """
 
     changes: Sequence[Change]

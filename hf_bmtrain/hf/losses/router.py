@@ -1,4 +1,4 @@
-"""The auxiliary loss of a mixture's routers, which Trainer would count for each micro-batch and each rank."""
+"""The auxiliary loss of the routers in a mixture of experts, which Trainer would add per micro-batch and rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
-    """Make the routers' auxiliary loss of `model` its coefficient times the mean over micro-batches and ranks.
+    """Average the routers' auxiliary loss of `model` over micro-batches and ranks, times its coefficient.
 
     A mixture of experts adds `router_aux_loss_coef * aux_loss` to a cross entropy that is divided by
-    `num_items_in_batch`, the labels of all micro-batches and ranks. Trainer adds up the losses of the micro-batches and
-    multiplies them by the number of ranks. For the cross entropy this is right, but the auxiliary loss is a mean
-    already: it would count once for each micro-batch and rank. A hook divides it beforehand.
+    `num_items_in_batch`, the labels of all micro-batches and ranks. Trainer sums the losses of the micro-batches and
+    multiplies them by the number of ranks. This is right for the cross entropy. But the auxiliary loss is already a
+    mean,
+    so it would be added once per micro-batch and rank. A hook divides it beforehand.
 
     Args:
         model: the sharded model, with or without PEFT's adapters.
@@ -34,7 +35,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
     if name is None or ignores_count(model):
         return
     base, args, told = base_of(model), trainer.args, False
-    owner = weakref.ref(trainer)  # a model that lives longer does not keep the trainer and its optimizer
+    owner = weakref.ref(trainer)  # a weak reference: the model may live longer than the trainer and its optimizer
 
     def divide(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
         nonlocal told
@@ -49,7 +50,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
         if not told and current_world().rank == 0:
             _log.info(
                 "the routers' auxiliary loss of %s counts with its coefficient, %g, averaged over micro-batches and "
-                "ranks; Trainer without BMTrainCallback counts it %d times. average_router_loss=False keeps that",
+                "ranks. Trainer without BMTrainCallback adds it %d times; average_router_loss=False does the same",
                 type(base).__name__, coefficient, times,
             )  # fmt: skip
         told = True

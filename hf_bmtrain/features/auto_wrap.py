@@ -69,9 +69,8 @@ def auto_wrap(
     The items of each outermost `nn.ModuleList` that contains parameters become CheckpointBlocks, and the list becomes a
     TransformerBlockList. Every other module all-gathers its own parameters when it is called, as a DistributedModule
     does. Class names, `state_dict` keys and tied weights are preserved. The model moves to this rank's device, and
-    every
-    rank receives rank 0's weights and buffers. Cast the model before this call. Create the optimizer after it, because
-    `model.parameters()` then yields local parameters.
+    every rank receives rank 0's weights and buffers. Cast the model before this call. Create the optimizer after it,
+    because `model.parameters()` then yields local parameters.
 
     After adding parameters such as adapters, call `auto_wrap(model)` again: it shards each with the block that contains
     it.
@@ -82,9 +81,8 @@ def auto_wrap(
             given to `init_distributed`.
         use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "auto" on a GPU
             measures the first step, then recomputes only as many blocks as memory requires. If none needs
-            recomputation,
-            "auto" also keeps as many blocks as fit unsharded from forward to backward. On the CPU, where memory is not
-            measured, "auto" recomputes no block.
+            recomputation, "auto" also keeps as many blocks as fit unsharded from forward to backward. On the CPU, where
+            memory is not measured, "auto" recomputes no block.
         compile: whether to compile the blocks with torch.compile. A str names the backend; True takes the default one.
         blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
             ModuleList or Sequential stands for its items.
@@ -97,8 +95,7 @@ def auto_wrap(
         float8: whether linear layers of blocks compute in float8. "rows" means the same as True.
         keep: names of modules whose linear layers do not compute in float8.
         sequence_parallel: the number of consecutive ranks that share each row. Each of them computes a part of the
-            row's
-            tokens, and all of them must be given the same rows.
+            row's tokens, and all of them must be given the same rows.
 
     Returns:
         `model`.

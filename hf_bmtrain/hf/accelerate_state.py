@@ -1,5 +1,4 @@
-"""Accelerate's checkpoints of a sharded model: each rank writes its own elements, then the folder is renamed into
-place."""
+"""Accelerate's checkpoints of a sharded model, in which each rank writes its own elements."""
 
 from __future__ import annotations
 
@@ -29,9 +28,8 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
     """Make `accelerator.save_state` and `load_state` save and load checkpoints as `bmt.save_state` does.
 
     Each rank writes its own elements of weights and optimizer state, so nothing is gathered, and any number of ranks
-    can
-    resume. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random states) to the
-    same folder, which is checksummed and then renamed into place. Afterwards, checkpoints beyond `total_limit` are
+    can resume. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random states) to
+    the same folder, which is checksummed and then renamed into place. Afterwards, checkpoints beyond `total_limit` are
     deleted. Both methods become collective: every rank must call them.
 
     Args:
@@ -51,8 +49,7 @@ class _AcceleratorStates:
 
     With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. If the caller
     names a folder, the checkpoint is a subfolder of it, checkpoint-1 or with a higher number. The next call with the
-    same
-    folder saves a new subfolder, and then deletes the previous one.
+    same folder saves a new subfolder, and then deletes the previous one.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -174,8 +171,7 @@ class _AcceleratorStates:
         """Under `with`, Accelerate saves or loads everything except models and optimizers.
 
         Hooks that the user has registered for saving or loading still get the models. Hooks for saving also get the
-        full
-        weights.
+        full weights.
         """
         accelerator, configuration = self._accelerator, self._accelerator.project_configuration
         models, optimizers, automatic = (

@@ -48,8 +48,7 @@ class BadNumbers:
         """Check the gradient norm and the loss scale that are logged after step number `step`. scale: None without one.
 
         Raises RuntimeError in two cases: without a loss scale, if the norm was not finite in three consecutive logs;
-        with
-        one, if it is so small that gradients vanish.
+        with one, if it is so small that gradients vanish.
         """
         bad = scale < 1 if scale is not None else norm is not None and not math.isfinite(norm)
         if not bad:

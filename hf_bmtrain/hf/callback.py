@@ -46,8 +46,7 @@ class BMTrainCallback(TrainerCallback):
     model_tflops_per_device, peak_memory_gib (of the rank that uses most) and, with loss scaling, loss_scale. For
     mixtures of experts it also adds router/busiest_share, router/unused_experts and router/aux_loss. If the gradient
     norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and rank
-    from
-    which it comes. After three such norms in a row, training ends with an error.
+    from which it comes. After three such norms in a row, training ends with an error.
 
     Training also ends with an error if callbacks set a flag of Trainer's control, such as `should_training_stop` or
     `should_save`, on only some of the ranks. The error names the ranks and flags.
@@ -288,8 +287,7 @@ def _is_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
     """Return whether Trainer, with save_strategy="best", will save after an evaluation with these `metrics`.
 
     Trainer saves if `args.metric_for_best_model` is better than `state.best_metric`. Return False if `metrics` lacks
-    this
-    metric.
+    this metric.
     """
     name = args.metric_for_best_model or "loss"
     value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")

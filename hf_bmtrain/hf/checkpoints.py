@@ -35,12 +35,10 @@ class TrainerCheckpoints:
     """Saves and loads the weights and the optimizer state of a sharded model in Trainer's checkpoint folders.
 
     `save` publishes the folder `checkpoint-N` with all sharded state, flushed to disk and checksummed. Then Trainer
-    adds
-    its own files; its `optimizer.pt` contains only the parameter groups and a reference to the folder. `complete` adds
-    the
-    checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0 while other
-    ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load` loads the
-    sharded state.
+    adds its own files; its `optimizer.pt` contains only the parameter groups and a reference to the folder. `complete`
+    adds the checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0
+    while other ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load`
+    loads the sharded state.
     """
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, args: Any) -> None:
@@ -63,8 +61,7 @@ class TrainerCheckpoints:
         """Save the sharded part of `checkpoint-step`, before Trainer writes the rest. Collective.
 
         From then until `complete` or `withdraw`, the optimizer's state_dict() returns a reference to the folder instead
-        of
-        the state. A second `save` in this time does nothing. Raises RuntimeError on every rank if any rank cannot
+        of the state. A second `save` in this time does nothing. Raises RuntimeError on every rank if any rank cannot
         write.
         """
         if self._reference is not None:
@@ -147,8 +144,7 @@ class TrainerCheckpoints:
         """Load the sharded part of the checkpoint whose `optimizer.pt` Trainer has loaded, if there is one. Collective.
 
         Weights are loaded even if Trainer has loaded them, because Trainer does not verify checksums. Trainer's own
-        files
-        are verified too, including files that Trainer loads later.
+        files are verified too, including files that Trainer loads later.
 
         Args:
             *folders: folders in which to look for the checkpoint before the folder in the reference.
@@ -183,10 +179,8 @@ class TrainerCheckpoints:
         """Verify a checkpoint that Trainer has loaded without a reference to a sharded part. Collective.
 
         places: the folders in which to look. The first one with a manifest is the checkpoint; without one, Trainer
-        alone
-        saved the checkpoint, and nothing is verified. Raises RuntimeError if the checkpoint is damaged, or if it
-        contains
-        optimizer state that was not loaded.
+        alone saved the checkpoint, and nothing is verified. Raises RuntimeError if the checkpoint is damaged, or if it
+        contains optimizer state that was not loaded.
         """
         found = next((place for place in places if (place / MANIFEST).exists()), None)
         place = current_world().control.broadcast_object(found)

@@ -49,14 +49,12 @@ def from_pretrained(
 
     The result equals `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, bit by bit, but no
     rank ever has the full model in memory. There is one exception: transformers overwrites the padding row of some
-    loaded
-    embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in the files.
+    loaded embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in the files.
 
     Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files.
     Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time, and each rank
     keeps 1/N of each until the model is sharded. Weights that are not in the files stay in host memory in full until
-    the
-    model is sharded. Device memory contains the shards and at most one full tensor.
+    the model is sharded. Device memory contains the shards and at most one full tensor.
 
     Args:
         auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a method `from_pretrained`.

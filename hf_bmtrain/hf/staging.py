@@ -21,8 +21,8 @@ class StagedWeights:
 
     Trainer saves only on rank 0, where a collective would hang. This class therefore replaces the model's
     `save_pretrained` (or `state_dict`, for a model without it). While the gathered weights are up to date, the
-    replacement
-    uses them on rank 0 and does nothing on other ranks. Otherwise it calls the model's own method, which is collective.
+    replacement uses them on rank 0 and does nothing on other ranks. Otherwise it calls the model's own method, which is
+    collective.
     """
 
     def __init__(self, model: Any) -> None:

@@ -80,8 +80,7 @@ class TrainerMixin:
         """Load this rank's elements of the weights. (Trainer's own method would read the full weights on every rank.)
 
         If the checkpoint has an optimizer.pt, nothing is read here, because the weights are loaded with the optimizer
-        when
-        training begins.
+        when training begins.
         """
         folder = Path(resume_from_checkpoint)
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):

@@ -186,8 +186,7 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 
 
 def scales_of(bits: Tensor) -> Tensor:
-    """Return the scales (n,) float32 of weights, given each absmax as the bit pattern of a float32: `bits`, (n,)
-    int32."""
+    """Return the scales (n,) float32 of weights. bits: (n,) int32, each absmax as the bit pattern of a float32."""
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
     return absmax / torch.full_like(absmax, MOST)  # a GPU computes `absmax / MOST` as absmax times the rounded 1 / MOST
 

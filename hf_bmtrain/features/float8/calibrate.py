@@ -83,10 +83,8 @@ class Calibration(Observer):
         """Compare the measurements of all ranks, and switch off float8 for layers below LEAST_DECIBELS.
 
         Collective: every rank must call it. From then on weights are gathered in float8, except in layers that were
-        switched
-        off or that no rank called, and except in models with adapters. Does nothing while the backward of a block is
-        pending
-        on some rank, because that block would be recomputed in another dtype.
+        switched off or that no rank called, and except in models with adapters. Does nothing while the backward of a
+        block is pending on some rank, because that block would be recomputed in another dtype.
         """
         nothing = torch.zeros(2, device=self._world.device)
         mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])

@@ -105,9 +105,8 @@ class Float8Storage(Storage):
 
     The block's other parameters (norms, biases), called small ones, share this buffer, because a buffer of their own
     would need its own all-gather and reduction. They come first, rank 0 stores all of them, and they are sent
-    unrounded.
-    The sent buffer has one byte for each element of the layout, so the layout reserves as many elements for a small
-    parameter as that parameter has bytes.
+    unrounded. The sent buffer has one byte for each element of the layout, so the layout reserves as many elements for
+    a small parameter as that parameter has bytes.
 
     Args:
         small: the number of small parameters.
@@ -160,15 +159,13 @@ class Float8Storage(Storage):
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
         Call it while no forward is waiting for its backward. A resident buffer (one that stays unsharded between steps)
-        is
-        gathered again right away: later only some ranks may run its frozen block, and an all-gather would wait for the
-        others.
+        is gathered again right away: later only some ranks may run its frozen block, and an all-gather would wait for
+        the others.
 
         Args:
             requantizer: rounds this storage together with others.
             owners: objects that live as long as the layers of this storage. Once none of them exists, `requantizer`
-                skips
-                this storage.
+                skips this storage.
 
         Raises:
             RuntimeError: the gathered codes are not those of the full weights.
@@ -256,8 +253,7 @@ class Float8Storage(Storage):
         """Return a view, in its own dtype and shape, of the small parameter (a norm or bias) with this index.
 
         Rank 0 stores all small parameters, so its view is of the shard. On other ranks the view is of the gathered
-        bytes,
-        and is readable while the buffer is unsharded.
+        bytes, and is readable while the buffer is unsharded.
         """
         buffer = self.buffer
         full, dtype, offset = buffer.full_params[index], buffer.shard.dtype, buffer.layout.offsets[index]
@@ -304,8 +300,7 @@ class Float8Storage(Storage):
         """Round this rank's parts of the k weights into the shard that is sent, and copy its small parameters there.
 
         bits: (k,) int32, the absmax of each full weight as the bit pattern of a float32. scales: (k, 1) float32, the
-        scale
-        of each weight.
+        scale of each weight.
         """
         shard = self.buffer.shard
         round_pieces(shard.data, self._pieces_here, bits, self._rounded)

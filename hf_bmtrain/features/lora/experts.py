@@ -6,8 +6,7 @@ products. PEFT instead forms W + s B A for all experts in each forward, and auto
 as the stack. The results are equal up to rounding.
 
 PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
-is
-the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
+is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
 
 This applies to experts of transformers that support `experts_implementation="grouped_mm"`, when the setting is "eager",
 "batched_mm" or "grouped_mm", which all compute the same. All other modules run PEFT's own forward.

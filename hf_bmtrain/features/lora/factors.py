@@ -6,8 +6,8 @@ in the product with B.
 *Split*: A and B are float32. Each is represented as a sum of two bfloat16 matrices, and their products are bfloat16
 products with float32 sums. For P = A or P = Bᵀ the two matrices are hi = bf16(P) and lo = bf16(P - hi); the relative
 error of hi + lo is 2⁻¹⁷. The *factor* of P is the stack [hi, lo, hi, hi], with four times the rows of P. The product of
-s x with the first three parts is s x [hi, lo, hi]ᵀ = [p, q, p] in float32, and p + q = s x Pᵀ. Then, with
-hi(p) = bf16(p) and lo(p) = bf16(p - hi(p)),
+s x with the first three parts is s x [hi, lo, hi]ᵀ = [p, q, p] in float32, and p + q = s x Pᵀ. Then, with hi(p) =
+bf16(p) and lo(p) = bf16(p - hi(p)),
 
     u = [lo(p), hi(p), hi(q), hi(p)]        is stored in bfloat16, and
     u [hi, lo, hi, hi]                      with the other matrix's factor, is (p + q) times that matrix up to 2⁻¹⁷.
@@ -169,8 +169,7 @@ def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapt
 
 
 def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
-    """Return factor · one @ other, rounded after the multiplication by `factor`: in float16 `one @ other` may
-    overflow."""
+    """Return factor · one @ other, rounded only at the end, because `one @ other` may overflow in float16."""
     if factor == 1:
         return one @ other
     return one.new_empty(one.shape[0], other.shape[1]).addmm_(one, other, beta=0, alpha=factor)

@@ -1,20 +1,17 @@
 """FusedLoraLinear: PEFT's LoRA layer in a block, which adds its adapters to the output of the frozen layer in place.
 
 With the adapter's scaling s, the forward computes u = x Aᵀ and y = x Wᵀ + b + s u Bᵀ. The backward computes du = s dy
-B,
-dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same, but in the forward it allocates three tensors of
-the output's size, for u Bᵀ, s u Bᵀ and the sum, and in the backward two more. Here cuBLAS accumulates into y and dx.
+B, dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same, but in the forward it allocates three tensors
+of the output's size, for u Bᵀ, s u Bᵀ and the sum, and in the backward two more. Here cuBLAS accumulates into y and dx.
 `factors` computes the products with A and B, in one of two modes:
 
 * *rounded*: A and B are converted to the dtype that the layer computes in, as by autocast.
 * *split*: if A and B are float32, and the layer computes in bfloat16 without autocast (PEFT's default), A and B are
   represented as sums of bfloat16 matrices. PEFT instead converts x and dy to float32, and multiplies in float32.
 
-[Note: kernels and bytes]
-The number of kernels that one layer with M rows, K inputs and N outputs launches, and the memory traffic that they
-cause,
-in addition to the two products of its frozen layer. Traffic is in units of M elements of 2 bytes, without matrices that
-have r rows or columns.
+[Note: kernels and bytes] The number of kernels that one layer with M rows, K inputs and N outputs launches, and the
+memory traffic that they cause, in addition to the two products of its frozen layer. Traffic is in units of M elements
+of 2 bytes, without matrices that have r rows or columns.
 
                         PEFT, float32    split          PEFT, autocast   rounded
     kernels, forward    7                8              9                5
@@ -23,8 +20,7 @@ have r rows or columns.
     moved, backward     10 K + 14 N      3 K + 2 N      11 K + 4 N       3 K + 2 N
 
 DistributedDataParallel runs the same kernels as PEFT. Of the 17 kernels of *split*, 9 are short: they touch only A, B,
-u
-or du.
+u or du.
 
 Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """

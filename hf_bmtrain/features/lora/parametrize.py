@@ -19,9 +19,8 @@ def let_parametrize(model: torch.nn.Module) -> None:
     """Let PEFT's adapters on parameters (`target_parameters`) replace a parameter while its module's forward runs.
 
     For the duration of the forward, PEFT registers a torch parametrization. This writes the full parameter to itself
-    and
-    sets the module's slot (its entry in `_parameters`). Neither may count as a change of the weight, so the version of
-    the parameter is preserved and the slot is restored.
+    and sets the module's slot (its entry in `_parameters`). Neither may count as a change of the weight, so the version
+    of the parameter is preserved and the slot is restored.
     """
     for module in model.modules():
         activate = getattr(module, "_activate_lora", None)

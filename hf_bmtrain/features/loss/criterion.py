@@ -57,8 +57,7 @@ class Criterion:
 
         Raises:
             ValueError: the targets are not integers, or the number of class weights is not `classes`. On the CPU, where
-                the
-                check needs no synchronization, also: a target is neither a class nor `ignore_index`.
+                the check needs no synchronization, also: a target is neither a class nor `ignore_index`.
         """
         if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
             raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")
@@ -81,8 +80,7 @@ class Criterion:
         """Return the number, (1,) float32, by which `reduce` multiplies the sum of losses. It does not synchronize.
 
         For a mean it is 1 / divisor. If the divisor is 0 (all targets are ignored), it is 1, so that the mean is 0,
-        where
-        torch returns NaN. For reduction "sum" or "none" it is 1.
+        where torch returns NaN. For reduction "sum" or "none" it is 1.
         """
         one = torch.ones(1, device=targets.device)
         if self.reduction != "mean":
@@ -97,8 +95,7 @@ class Criterion:
         return torch.where(total == 0, one, one / total)
 
     def reduce(self, losses: Tensor, factor: Tensor) -> Tensor:
-        """Return the sum of `losses` (N,) times `factor` (1,), a scalar. For reduction "none" return `losses`
-        itself."""
+        """Return the scalar `losses.sum() * factor`, or `losses` (N,) itself for reduction "none"."""
         return losses if self.reduction == "none" else losses.sum() * factor[0]
 
 

@@ -131,8 +131,10 @@ class CrossEntropy:
         return self._launch_rows("cross_entropy_losses", logits, targets)
 
     def losses_and_gradient_(self, logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (losses, lses), and in the same launch overwrite the logits with the gradient of sum(scale *
-        losses)."""
+        """Return (losses, lses), and overwrite the logits with the gradient of sum(scale * losses).
+
+        Both are computed in one launch.
+        """
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
         if logits.is_meta:
@@ -168,8 +170,7 @@ class CrossEntropy:
     def gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
         """Return the gradient that `gradient_` would write, as a new tensor; `logits` are not modified."""
         # `gradient_` needs an `out` with the stride and alignment of the logits. A new tensor is contiguous and aligned
-        # to
-        # 16 bytes; if the logits are not, the gradient is written over a copy of them.
+        # to 16 bytes; if the logits are not, the gradient is written over a copy of them.
         if logits.is_contiguous() and logits.data_ptr() % 16 == 0:
             gradient = torch.empty_like(logits)
             self.gradient_(logits, targets, lses, scale, gradient)
@@ -188,8 +189,7 @@ class CrossEntropy:
         """(general, weighted), which select a kernel's variant.
 
         general: whether the variant must support label smoothing, a softcap or class weights. weighted: whether there
-        are
-        class weights.
+        are class weights.
         """
         weighted = self.class_weight is not None
         return bool(self.label_smoothing or self.softcap or weighted), weighted
@@ -245,8 +245,7 @@ class CrossEntropy:
         return gradient.mul_(scale[:, None]).masked_fill_(nothing[:, None], 0)
 
     def _prepare(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return z (N, V), the targets clamped to [0, V), (N, 1), and the class weights (V,), which are 1 by
-        default."""
+        """Return z (N, V), the targets clamped to [0, V), (N, 1), and the class weights (V,), or ones."""
         z = logits.detach().float()
         z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
         weight = z.new_ones(z.shape[1]) if self.class_weight is None else self.class_weight

@@ -70,15 +70,13 @@ class FusedCrossEntropy(torch.nn.Module):
             input: float16, bfloat16 or float32; its gradient has the same dtype.
             target: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
             num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the
-                number
-                of targets that are not ignored in this call.
+                number of targets that are not ignored in this call.
 
         Returns:
             float32: a scalar, or a tensor of the targets' shape with reduction "none". If all targets are ignored, the
                 mean
             is 0 with zero gradient (a rank may have only padding). A logit of -inf is an impossible class. If a logit
-            is NaN
-            or +inf, the loss and gradient of its row are NaN.
+            is NaN or +inf, the loss and gradient of its row are NaN.
 
         Raises:
             ValueError: a shape or dtype is wrong; on the CPU also: a target is out of range. On CUDA, where that check
@@ -122,9 +120,8 @@ def cross_entropy(
             afterwards.
         z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
-            num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the
-                number
-                of targets that are not ignored in this call.
+        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the number
+            of targets that are not ignored in this call.
 
     Returns:
         float32: a scalar, or a tensor of the targets' shape with reduction "none". `FusedCrossEntropy.forward`
@@ -167,8 +164,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):
         factor = how.factor(targets)
         # early: whether the forward writes the gradient over the logits. For float16 it does not, because the loss
-        # scale
-        # is known only in backward, and without it the gradient would underflow.
+        # scale is known only in backward, and without it the gradient would underflow.
         early = wanted and inplace and how.reduction != "none" and logits.dtype != torch.float16
         if early:
             losses, lses = how.rows.losses_and_gradient_(logits, targets, factor)

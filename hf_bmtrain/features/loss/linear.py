@@ -224,8 +224,10 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 
 @contextmanager
 def _full(parameter: Tensor | None) -> Iterator[Any]:
-    """Yield the full parameter. A local parameter is all-gathered, and resharded at the end if it was sharded
-    before."""
+    """Yield the full parameter.
+
+    A local parameter is all-gathered, and resharded at the end if it was sharded before.
+    """
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.unsharded():
             yield parameter.buffer.full_params[parameter.index].detach()

@@ -62,8 +62,10 @@ class MemoryPlanner(Observer):
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
-        """Return a new recomputation policy for `block`. `activations` plans for it once the block has been
-        measured."""
+        """Return a new recomputation policy for `block`.
+
+        `activations` plans for it once the block has been measured.
+        """
         if self.activations.outlived:
             self.activations = Activations(self)
         return AutoCheckpoint(self.activations, block)

@@ -73,9 +73,8 @@ class AutoCheckpoint(Recompute):
         """Bytes that it takes to keep the block unsharded from its forward to its backward.
 
         0 if the plan must not keep it unsharded. That is so if its ZeRO level is 2, so that it stays unsharded anyway.
-        It is
-        also so if most of its parameters are frozen and keep_frozen="auto" may make them resident: that takes the same
-        memory, and saves two all-gathers per step instead of one.
+        It is also so if most of its parameters are frozen and keep_frozen="auto" may make them resident: that takes the
+        same memory, and saves two all-gathers per step instead of one.
         """
         if self.block.zero_level == 2:
             return 0
@@ -99,9 +98,8 @@ class AutoCheckpoint(Recompute):
         """Return whether the block's training forward that is about to begin is recomputed in backward.
 
         Call it before the block is gathered. The ranks exchange measurements here: until there is a plan, every rank
-        must
-        call it for the first forward of a pass. Inside saved-tensor hooks, such as those of torch's checkpoint or of
-        offloading around the block, it returns True, because such hooks decide which tensors are kept.
+        must call it for the first forward of a pass. Inside saved-tensor hooks, such as those of torch's checkpoint or
+        of offloading around the block, it returns True, because such hooks decide which tensors are kept.
 
         Args:
             args: the positional arguments of the forward.
@@ -120,8 +118,7 @@ class AutoCheckpoint(Recompute):
         """Under `with`, count the bytes that autograd saves in the block's forward, and add a Measurement at the end.
 
         A forward inside a backward is not counted, because it is a recomputation by torch's checkpoint around the
-        block.
-        pending: the number of earlier forwards of the block that are waiting for their backward.
+        block. pending: the number of earlier forwards of the block that are waiting for their backward.
         """
         if self.activations.in_backward:
             yield
@@ -207,8 +204,7 @@ class Activations:
             self._begin_pass(self._present())
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
-        """Make a plan if one is needed. If that is not possible yet, measure this pass. blocks: those measured so
-        far."""
+        """Make a plan if one is needed and possible; otherwise measure this pass. blocks: those measured so far."""
         self._meter.begin(_buffers(blocks))
         self._fresh, self.measuring = [], False
         if self._free is None:
@@ -234,8 +230,7 @@ class Activations:
         """Record the allocator's peak since the last call of `mark`, and reset it.
 
         It counts as the backward's peak if recomputed activations of a block were alive during that time, and otherwise
-        as
-        the forward's peak.
+        as the forward's peak.
 
         recomputed: True at the start of a block's recomputation, False at the start of a block's backward.
         """
@@ -243,8 +238,7 @@ class Activations:
         self._schedule.join_backward(self._planner)
 
     def _take_peak(self, recomputed: bool) -> None:
-        """Record and reset the peak, as `mark` does. recomputed: whether recomputed activations are alive from now
-        on."""
+        """Do the work of `mark`. recomputed: whether recomputed activations are alive from now on."""
         taken = self._meter.taken()
         if self._recomputed:
             self._backward = max(self._backward, taken)
@@ -275,12 +269,10 @@ class Activations:
         return self._meter.memory.usable() - self._meter.began
 
     def _rooms(self, free: int) -> tuple[int, int]:
-        """Return the bytes of kept activations that fit at the forward's peak, and those that fit at the backward's
-        peak.
+        """Return the bytes of kept activations that fit at the forward's peak, and at the backward's peak.
 
         Each is `free` (the bytes free when the pass began), minus all resident buffers, minus the bytes that a pass
-        which
-        recomputes every block takes at that peak.
+        which recomputes every block takes at that peak.
         """
         free -= self._planner.resident_bytes
         return free - self._forward, free - self._backward

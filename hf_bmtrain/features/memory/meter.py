@@ -82,8 +82,7 @@ class MeasuredInputs:
         """Return whether a forward is known to need no more memory than a measured one.
 
         It is, if some measured forward had the same or a higher number within its pass, and inputs that were in no
-        dimension
-        smaller.
+        dimension smaller.
 
         Args:
             shapes: the shapes of the forward's inputs.

@@ -1,10 +1,9 @@
 """keep_frozen: frozen parameters that stay unsharded between steps, either all of them or as many as memory allows.
 
 Frozen weights do not change. So a buffer that was gathered once may stay unsharded (`ShardedBuffer.resident`), and
-needs
-no all-gather in later steps. It is gathered again after a write to its shard, and resharded like any other buffer while
-one of its parameters is trainable. The same buffers must be resident on every rank, because an all-gather may be a
-collective.
+needs no all-gather in later steps. It is gathered again after a write to its shard, and resharded like any other buffer
+while one of its parameters is trainable. The same buffers must be resident on every rank, because an all-gather may be
+a collective.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ class Residents:
         """Return all buffers, in groups that become resident together.
 
         Each root buffer is a group by itself; the buffers of a block form one group. A root buffer or block that no
-        longer
-        exists leaves an empty group.
+        longer exists leaves an empty group.
         """
         outside = [[] if buffer is None else [buffer] for buffer in (reference() for reference in self._root)]
         return outside + [[] if state is None else state.buffers for state in (each() for each in self._blocks)]

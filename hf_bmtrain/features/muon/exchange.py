@@ -14,8 +14,7 @@ class Round:
     """The exchange of some matrices with their owners.
 
     Every rank must call `send`, `orthogonalize` and `receive`, in this order. The exchange overlaps with other work
-    that is
-    queued between these calls.
+    that is queued between these calls.
 
     Attributes:
         matrices: the matrices, the same on all ranks.
@@ -45,8 +44,7 @@ class Round:
 
         Args:
             function: called with a Matrix and a tensor of its full shape, which it may overwrite. It returns a tensor
-                of
-                the same shape and dtype.
+                of the same shape and dtype.
         """
         self._ticket.wait()
         # Each rank has sent its elements of all matrices that this rank owns.

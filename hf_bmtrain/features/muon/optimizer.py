@@ -57,8 +57,7 @@ class MuonOptimizer(AdamOptimizer):
 
     Raises:
         ValueError: a setting is out of range, the model has no matrices in blocks, or a group with "muon": True
-            contains
-            a parameter that is not a matrix.
+            contains a parameter that is not a matrix.
 
     Example::
 
@@ -115,8 +114,7 @@ class MuonOptimizer(AdamOptimizer):
 
         Raises:
             ValueError: a setting is out of range, a key is missing, or the group has "muon": True and contains a
-                parameter
-                that is not a matrix.
+                parameter that is not a matrix.
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params" and "muon"')
         if not isinstance(param_group.get("muon"), bool):
@@ -164,8 +162,10 @@ class MuonOptimizer(AdamOptimizer):
         return True
 
     def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
-        """Allocate the state. Runs of matrices get one moment, and masters in float32, which torch's operations
-        update."""
+        """Allocate the state.
+
+        Runs of matrices get one moment, and masters in float32, which torch's operations update.
+        """
         muon = {p for group in self.param_groups if group["muon"] for p in group["params"]}
         others = iter(super()._allocate([run for run in runs if run.parameters[0] not in muon]))
         return [_momentum(run) if run.parameters[0] in muon else next(others) for run in runs]
@@ -173,8 +173,10 @@ class MuonOptimizer(AdamOptimizer):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update the matrices in rounds. The exchanges of the next and the last round overlap the present
-        computation."""
+        """Update the matrices in rounds.
+
+        While one round is computed, the exchanges of the next and the previous round overlap.
+        """
         for first in self._rounds[:1]:
             self._send(first)
         super()._update([n for n in numbers if not self._group_of[self._states[n].run.parameters[0]]["muon"]])

@@ -60,8 +60,7 @@ class DeviceUpdate:
         Args:
             chunks: the chunks to update, in this order.
             update: called as `update(part, state)`, with the update stream current, for each part of a chunk. It
-                updates
-                in place `state`, the chunk's state in a device buffer.
+                updates in place `state`, the chunk's state in a device buffer.
 
         Returns:
             An iterator over one event per chunk, which completes when the chunk's weights are updated.

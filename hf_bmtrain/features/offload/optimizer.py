@@ -186,19 +186,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """Update each block's parameters as soon as their gradient is reduced, in the backward inside this context.
 
         `step` updates all other parameters. After `step` the weights are bitwise the same as without this context. Do
-        not
-        use them between the backward and `step`, when only some are updated. The state is copied while the backward
-        runs,
-        from the last block to the first, so the next forward cannot begin before the last chunk is updated.
+        not use them between the backward and `step`, when only some are updated. The state is copied while the backward
+        runs, from the last block to the first, so the next forward cannot begin before the last chunk is updated.
 
         Use it only if no update depends on all gradients together. After such a backward it is too late for clipping,
-        loss
-        scaling, or skipping the step: `clip_grad_norm` and `step` raise an error. An inf or nan in a gradient reaches
-        the
-        weights, and OptimManager raises an error. Some parameters are updated only by `step`: ordinary parameters, and
-        all
-        parameters of a flat buffer in the first step, in the first step after a load, and when other parameters of the
-        buffer have a gradient than in the last step.
+        loss scaling, or skipping the step: `clip_grad_norm` and `step` raise an error. An inf or nan in a gradient
+        reaches the weights, and OptimManager raises an error. Some parameters are updated only by `step`: ordinary
+        parameters, and all parameters of a flat buffer in the first step, in the first step after a load, and when
+        other parameters of the buffer have a gradient than in the last step.
 
         Returns:
             A context manager for the last backward of a step.
@@ -248,8 +243,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         All parameters of a buffer get their gradients at once. The update is left to `step`, which rearranges the runs
         first, if other parameters have a gradient than those in the optimizer's runs of this buffer. The weights may be
         written now: every rank has contributed to the reduced gradient, so every rank has left the block's backward,
-        and
-        the next forward waits for the update (see PendingUpdate).
+        and the next forward waits for the update (see PendingUpdate).
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:

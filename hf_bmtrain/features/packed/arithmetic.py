@@ -8,16 +8,14 @@ A tensor is packed in independent cells of CELL elements. A cell of `nf4` contai
 
 An element is its value times its scale, computed in float32 and rounded once. A scale is its dynamic value times the
 factor, rounded, plus the mean, rounded. The bits equal those of bitsandbytes with `quant_type="nf4"`, `blocksize=64`
-and
-compressed statistics.
+and compressed statistics.
 
 A cell of `nf4_float32` has the same codes, followed by 256 scales in float32, as in bitsandbytes without compressed
 statistics.
 
 A cell of `fp8` has 16,384 elements in float8_e4m3fn, followed by 256 scales in float32 (the largest magnitude / 448).
-The
-scales are not compressed, because they take only 0.5 of the 8.5 bits per element. One scale per 64 elements, instead of
-128 x 128, allows a tensor of any shape to be divided into cells, and a single kernel to unpack all formats.
+The scales are not compressed, because they take only 0.5 of the 8.5 bits per element. One scale per 64 elements,
+instead of 128 x 128, allows a tensor of any shape to be divided into cells, and a single kernel to unpack all formats.
 """
 
 from __future__ import annotations
@@ -93,8 +91,7 @@ class Format:
         """Pack `values`, a floating-point tensor, into (cells * cell_bytes,) uint8 on the same device.
 
         The last cell is padded with zeros. Raises ValueError if `values` contain inf or NaN, or if elements would
-        overflow
-        their dtype when they are unpacked.
+        overflow their dtype when they are unpacked.
         """
         flat = values.detach().reshape(-1)
         packed = torch.zeros(-(-len(flat) // CELL), self.cell_bytes, dtype=torch.uint8, device=flat.device)
@@ -245,8 +242,7 @@ def dynamic_values(device: torch.device) -> Tensor:
 
     They are 0, 1, and values in each of the seven decades below 1. A decade is divided into equal parts, and the values
     are the midpoints of the parts and their negatives. The decade from 0.1 to 1 has 64 parts, the next one below has
-    32,
-    and so on.
+    32, and so on.
     """
     return _tables(_NF4, device)[16:]
 

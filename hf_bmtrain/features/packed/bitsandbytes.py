@@ -55,8 +55,10 @@ def admit_quantized(model: torch.nn.Module) -> None:
 
 
 def refuse_quantized(model: torch.nn.Module, why: str) -> None:
-    """Raise ValueError if bitsandbytes has quantized a weight of `model`. why: the end of the message, which says what
-    to do."""
+    """Raise ValueError if bitsandbytes has quantized a weight of `model`.
+
+    why: the end of the message, which says what to do.
+    """
     for name in _find(model):
         raise ValueError(f"auto_wrap: '{name}' has been quantized by bitsandbytes: {why}")
 

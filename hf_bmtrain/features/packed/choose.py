@@ -23,8 +23,7 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
     whole cell). There are two kinds: each 2-D parameter named `weight`; and each 3-D parameter, under any name, that
     stacks two or more matrices with at least BLOCK rows and columns (fused experts). Stacks of narrower matrices are
     left out, because they are not weights of matrix products but convolution kernels, tables, or decays of state
-    spaces.
-    Embeddings, convolutions and parametrizations are left out too.
+    spaces. Embeddings, convolutions and parametrizations are left out too.
 
     Args:
         model: the model that is about to be sharded.

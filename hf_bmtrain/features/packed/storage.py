@@ -110,8 +110,7 @@ class PackedStorage(Storage):
         """Pack rank 0's values of `parameters`, and set `stored` to this rank's cells of them. Collective.
 
         Parameters are broadcast one at a time, so that at most one full parameter is in memory. Every rank receives the
-        full
-        parameter, packs it, and copies its own cells. Of a PackedParameter it receives the packed cells instead.
+        full parameter, packs it, and copies its own cells. Of a PackedParameter it receives the packed cells instead.
 
         Raises ValueError for values that `form` cannot represent.
         """

@@ -206,8 +206,7 @@ class _Comparison:
         """Compare each gradient of the sharded step with the mean over ranks of the plain step's gradients. Collective.
 
         Afterwards `.grad` of each full parameter is the all-gathered gradient of the sharded step, or None if it has
-        none,
-        so that `of_update` gives both optimizers the same gradients.
+        none, so that `of_update` gives both optimizers the same gradients.
         """
         found = []
         for sharded, full in reversed(full_params.items()):

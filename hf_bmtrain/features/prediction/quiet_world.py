@@ -54,8 +54,7 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Stands for `PeerMemory`. It allocates meta tensors instead of memory that other processes can map, and does not
-    copy.
+    """Stands for `PeerMemory`: it allocates meta tensors instead of shared memory, and does not copy.
 
     mapped: the meta tensors. The real memory would be outside torch's allocator, so it is counted separately.
     """

@@ -55,8 +55,7 @@ class Replay:
 
         Raises:
             RuntimeError: at the end of the context, if the forward changed a buffer that was not copied because the
-                layer's
-                first forward in the same mode did not change it.
+                layer's first forward in the same mode did not change it.
         """
         keep_scripts()
         training = self._layer.training
@@ -133,9 +132,8 @@ def ends_recomputation(error: RuntimeError) -> bool:
     """Return whether `error` is the exception by which torch ends a recomputation early, converted by TorchScript.
 
     torch raises that exception, without a message, once all tensors are recomputed. TorchScript converts every
-    exception
-    into a RuntimeError that contains a stack and the original message, which is empty in this case. If an unrelated
-    error looked the same, torch would report afterwards that recomputed tensors are missing.
+    exception into a RuntimeError that contains a stack and the original message, which is empty in this case. If an
+    unrelated error looked the same, torch would report afterwards that recomputed tensors are missing.
     """
     message = str(error)
     return "TorchScript interpreter" in message and message.rstrip().endswith("RuntimeError:")

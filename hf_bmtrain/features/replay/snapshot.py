@@ -66,8 +66,7 @@ class Snapshot:
             buffers.update(originals)
             for name, copy in copies.items():
                 # Write only buffers that have changed. autograd may have saved a buffer for a later backward, which
-                # would
-                # raise an error if it found a new version.
+                # would raise an error if it found a new version.
                 if copy is not None and not torch.equal(buffers[name], copy):
                     buffers[name].copy_(copy)
         self._restore_others()
@@ -76,8 +75,7 @@ class Snapshot:
         """Set the modules to the saved state, with copies of the saved buffers. The present buffers are not written.
 
         Returns a function that undoes this: it restores the state before the call, and puts the present buffers back
-        into
-        the modules.
+        into the modules.
         """
         present = []
         for buffers, copies in self.buffers:

@@ -54,8 +54,7 @@ class RouterLoad(Observer):
 
         Returns:
             busiest_share: the share of its layer's tokens that the busiest expert of all layers got; 1 / E if all E
-                experts
-                of every layer got the same number. A token counts once for each of its experts.
+                experts of every layer got the same number. A token counts once for each of its experts.
             unused_experts: the number of experts, over all layers, that got no token.
             aux_loss: the mean of the auxiliary loss in the model's outputs, before it is multiplied by its coefficient.
                 Missing if the model returns none.

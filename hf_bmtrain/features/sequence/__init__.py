@@ -6,8 +6,7 @@ Parameters stay sharded over all ranks.
 
 Files: `choose` finds the blocks, or the reason to refuse the model. `rows` divides inputs, labels and loss among the
 ranks. `attention` is the attention function, and `exchange` its collectives. `parts` defines which tokens and heads
-each
-rank gets.
+each rank gets.
 """
 
 from __future__ import annotations

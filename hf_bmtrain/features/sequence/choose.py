@@ -90,8 +90,8 @@ def loss_kind(model: Any) -> str | None:
 
     Returns:
         "shifted": with transformers' loss for causal models, which also accepts labels that are already shifted.
-        "plain": with another loss of transformers, which does not shift the labels.
-        "mean": as a mean that torch's cross entropy computes, over labels that are not shifted.
+        "plain": with another loss of transformers, which does not shift the labels. "mean": as a mean that torch's
+        cross entropy computes, over labels that are not shifted.
         None: in another way.
     """
     forward = inspect.unwrap(type(model).forward)

@@ -210,8 +210,7 @@ class SharedRows:
         return parts.take(value, places[0])
 
     def _after_last_layer(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Pad this rank's tokens with zeros to the length of the row, for a trunk that reshapes its output
-        (`sets_shape`)."""
+        """Pad this rank's tokens with zeros to the length of the row, for a trunk that reshapes (`sets_shape`)."""
         parts = self._active
         if parts is None:
             return output

@@ -92,8 +92,7 @@ def ignores_count(model: Any) -> bool:
 
 
 def names_in_forward(model: Any) -> set[str]:
-    """Return the names and strings in the forward of `model`, and in base classes' forwards that it calls by
-    super()."""
+    """Return the names and strings in the forward of `model`, and in those that it calls by super()."""
     found: set[str] = set()
     for cls in type(base_of(model)).__mro__:
         names = names_in(vars(cls).get("forward"))

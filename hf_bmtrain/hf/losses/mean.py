@@ -25,8 +25,7 @@ def follow_mean_loss(model: Any, args: Any) -> None:
     forward takes keyword arguments, because it expects the model to divide a sum by `num_items_in_batch`. Many models
     ignore that number and compute a mean. BERT does so itself, other models do not pass the number to their
     `loss_function`, and some of these functions do not use it. A hook multiplies the loss of such a model by this
-    rank's
-    share of all labels, before Trainer multiplies it.
+    rank's share of all labels, before Trainer multiplies it.
     """
     world = current_world()
     if world.size == 1 or not args.average_tokens_across_devices:

@@ -23,8 +23,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
     A mixture of experts adds `router_aux_loss_coef * aux_loss` to a cross entropy that is divided by
     `num_items_in_batch`, the labels of all micro-batches and ranks. Trainer sums the losses of the micro-batches and
     multiplies them by the number of ranks. This is right for the cross entropy. But the auxiliary loss is already a
-    mean,
-    so it would be added once per micro-batch and rank. A hook divides it beforehand.
+    mean, so it would be added once per micro-batch and rank. A hook divides it beforehand.
 
     Args:
         model: the sharded model, with or without PEFT's adapters.

@@ -21,9 +21,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
     Accelerate fills up the last batch with rows of the first one, so that all ranks take the same number of steps.
     Trainer drops the predictions for these rows, but a rank's loss is a mean over all its rows, including repeated
-    ones.
-    This function replaces `prediction_step` of `trainer`: after such a batch, it computes the loss again without the
-    repeated rows.
+    ones. This function replaces `prediction_step` of `trainer`: after such a batch, it computes the loss again without
+    the repeated rows.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):

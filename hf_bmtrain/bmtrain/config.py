@@ -44,10 +44,10 @@ class Config(Mapping):
     Before `init_distributed` only `initialized` can be read; it is False. The keys are:
 
     * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
-    * Those of BMTrain's process groups. zero_rank, zero_size, tp_zero_rank and tp_zero_size describe the group of all
-      ranks; tp_rank, tp_size, pipe_size and pipe_enabled a group of this rank alone.
+    * The properties of BMTrain's process groups. zero_rank, zero_size, tp_zero_rank and tp_zero_size describe the group
+      of all ranks; tp_rank, tp_size, pipe_size and pipe_enabled describe a group of this rank alone.
     * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks.
-    * calc_stream and load_stream: both are the device's current stream. Communication synchronizes with it by itself.
+    * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
     """
 
     def __getitem__(self, key: str) -> Any:
@@ -55,7 +55,7 @@ class Config(Mapping):
             return _initialized()
         if key not in _READ:
             raise KeyError(
-                f"{key}: config has the keys {', '.join(self)}, but not BMTrain's other groups, streams and events"
+                f"config has no key {key!r}: of BMTrain's keys it has only {', '.join(self)}"
             )
         return _READ[key](current_world())
 

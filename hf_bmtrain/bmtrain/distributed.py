@@ -2,9 +2,9 @@
 
 An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
 adjoint of that map: each rank gets the gradient of the *sum* of all ranks' losses with respect to its own input.
-Gradients of sharded parameters are then averaged over the ranks, so do not divide the loss for their sake. If you use
-the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation, in the same
-order, and run its backward.
+For sharded parameters you need not divide the loss, because their gradients are averaged over the ranks afterwards.
+If you use the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation,
+in the same order, and run its backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 
 
 def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Stack the tensors of all ranks. Differentiable. Collective.
+    """Stack the tensors of all ranks along a new dimension 0. Differentiable. Collective.
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
@@ -79,14 +79,14 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
         (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
 
     Raises:
-        ValueError: the size of dimension 0 is not a multiple of the world size, or for the reasons of `all_reduce`.
+        ValueError: the size of dimension 0 is not a multiple of the world size, or `all_reduce` raises it.
     """
     world = current_world()
     _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % world.size:
         raise ValueError(
             f"reduce_scatter splits dimension 0 of x evenly over {world.size} ranks, so its size must be a multiple "
-            f"of the world size: got shape {tuple(x.shape)}"
+            f"of the world size, but the shape is {tuple(x.shape)}"
         )
     rows = x.shape[0] // world.size
     return all_reduce(x, op, comm)[world.rank * rows : (world.rank + 1) * rows]
@@ -117,7 +117,7 @@ def _check_tensor(function: str, name: str, x: Any) -> None:
     """Raise ValueError unless `x` is a tensor that is not on the meta device."""
     if not isinstance(x, torch.Tensor) or x.is_meta:
         kind = "one on the meta device" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{function} takes a tensor with values as {name}, not {kind}: pass torch.tensor(...)")
+        raise ValueError(f"{function}: {name} must be a tensor with values, not {kind}. Pass torch.tensor(...).")
 
 
 def _check_alike(function: str, name: str, x: torch.Tensor) -> None:
@@ -190,15 +190,15 @@ class _Broadcast(torch.autograd.Function):
 def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
     """Return the mean of a loss over all ranks, element by element. Differentiable. Collective.
 
-    (The name is BMTrain's, where it also returns the mean.) For logging keep `.item()` or `.detach()` of the result,
-    because the result itself keeps the autograd graph of the forward in memory.
+    The name is BMTrain's, which returns the mean too. For logging, keep `.item()` or `.detach()` of the result, because
+    the result itself keeps the autograd graph of the forward in memory.
 
     Args:
         loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
         comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
 
     Returns:
-        (...) float32, on the device of `loss`. Calling backward on it, on every rank, gives the gradients of the mean.
+        (...) float32, on the device of `loss`. If every rank calls backward on it, the gradients are those of the mean.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.

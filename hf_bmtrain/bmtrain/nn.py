@@ -79,7 +79,7 @@ class OpLinear:
 
 
 class _Refused:
-    """Base of the classes of BMTrain that are not supported: their constructor raises NotImplementedError."""
+    """Base of BMTrain's classes that are not supported. The constructor raises NotImplementedError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_parallelism(type(self).__name__)

@@ -134,7 +134,7 @@ def refused():
         for _ in range(bmt.rank()):
             bmt.inspect.record_tensor(x, "x")
     if bmt.world_size() > 1:
-        with pytest.raises(RuntimeError, match="on every rank, equally often"):
+        with pytest.raises(RuntimeError, match="on every rank the same number of times"):
             inspector.get_summary()
 
 

@@ -336,11 +336,11 @@ def states() -> Iterator[Row]:
     def load(name: str, message: str, **changes: Any) -> Row:
         return "load_state", name, lambda: bmt.load_state(**{**saved(), **changes}), message
 
-    yield load("another model", "is of another model: it lacks", model=bmt.auto_wrap(nn.Linear(2, 2)), optimizer=None)
+    yield load("another model", r"is of another model: \d+ tensors are missing", model=bmt.auto_wrap(nn.Linear(2, 2)), optimizer=None)
     yield load("two optimizers", "of 1 optimizers, and this load_state call passes 2", optimizer=[adam(), adam()])
     yield load("a stranger's optimizer", "pass the module that contains all", optimizer=adam())
     yield load("a scheduler it lacks", "of 0 schedulers, and this load_state call passes 1", scheduler=constant())
-    yield load("a file", "it is a file: pass", folder=written("a", ""))
+    yield load("a file", r"it is a file\. Pass", folder=written("a", ""))
     yield load("an empty name", "folder must be a path, got an empty string", folder="")
     yield "load_state", "a damaged one", damaged, "no checkpoint in .* is intact"
     yield "load_state", "swapped", lambda: bmt.load_state(wrapped(), "a"), "folder must be a path"
@@ -392,7 +392,7 @@ def commands() -> Iterator[Row]:
     yield check("nowhere", "neither a checkpoint of save_state", "verify", "no/where")
     yield check("an empty folder", "neither a checkpoint of save_state", "inspect", scratch())
     yield check("a file", "neither a checkpoint of save_state", "verify", written("a", ""))
-    yield check("a size of 5XB", "'5XB' is not a size: write one such as 5GB", "merge", "a", "--max-shard-size", "5XB")
+    yield check("a size of 5XB", "'5XB' is not a size such as 5GB", "merge", "a", "--max-shard-size", "5XB")
     yield check("a size of 0", "'0' is less than one byte", "merge", "a", "--max-shard-size", "0")
     yield check(
         "output exists", "exists already: name another --output", "merge", saved()["folder"], "--output", scratch()

@@ -128,7 +128,7 @@ def refused():
         bmt.inspect.record_tensor(x, "x")
     if bmt.rank() == 0:
         x.mul_(2)
-    with pytest.raises(RuntimeError, match=r"record x\.clone.*rank 0: x"):
+    with pytest.raises(RuntimeError, match=r"Record x\.clone.*rank 0: x"):
         inspector.get_summary()
     with bmt.inspect.inspect_tensor() as inspector:
         for _ in range(bmt.rank()):

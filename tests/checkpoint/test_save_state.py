@@ -320,7 +320,7 @@ def another_model(folder):
     with pytest.raises(RuntimeError, match="parameter groups of"):
         Training(frozen=True).load(folder)
     training = Training()
-    with pytest.raises(RuntimeError, match="1 optimizers, and this load_state call passes 2"):
+    with pytest.raises(RuntimeError, match="1 optimizers, but this load_state call passes 2"):
         bmt.load_state(folder, training.model, [training.optimizer, training.optimizer])
 
 

@@ -325,7 +325,7 @@ def states() -> Iterator[Row]:
     yield save("below a file", "nothing was saved", written("a", "") + "/b")
     yield save("an empty name", "folder must be a path, got an empty string", "")
     yield save("swapped", "folder must be a path", Tower())
-    yield save("a stranger's optimizer", "pass the module that contains all parameters", optimizer=adam())
+    yield save("a stranger's optimizer", "Pass the module that contains all parameters", optimizer=adam())
     yield save("a scheduler as optimizer", "optimizer must be an OptimManager", optimizer=constant())
     yield save("an optimizer as scheduler", "scheduler must be", scheduler=0.1)
     yield save("a function as extra", "extra .* may contain only tensors", extra=len)
@@ -336,10 +336,11 @@ def states() -> Iterator[Row]:
     def load(name: str, message: str, **changes: Any) -> Row:
         return "load_state", name, lambda: bmt.load_state(**{**saved(), **changes}), message
 
-    yield load("another model", r"is of another model: \d+ tensors are missing", model=bmt.auto_wrap(nn.Linear(2, 2)), optimizer=None)
-    yield load("two optimizers", "of 1 optimizers, and this load_state call passes 2", optimizer=[adam(), adam()])
-    yield load("a stranger's optimizer", "pass the module that contains all", optimizer=adam())
-    yield load("a scheduler it lacks", "of 0 schedulers, and this load_state call passes 1", scheduler=constant())
+    other = bmt.auto_wrap(nn.Linear(2, 2))
+    yield load("another model", r"is of another model: \d+ tensors are missing", model=other, optimizer=None)
+    yield load("two optimizers", "of 1 optimizers, but this load_state call passes 2", optimizer=[adam(), adam()])
+    yield load("a stranger's optimizer", "Pass the module that contains all", optimizer=adam())
+    yield load("a scheduler it lacks", "of 0 schedulers, but this load_state call passes 1", scheduler=constant())
     yield load("a file", r"it is a file\. Pass", folder=written("a", ""))
     yield load("an empty name", "folder must be a path, got an empty string", folder="")
     yield "load_state", "a damaged one", damaged, "no checkpoint in .* is intact"
@@ -395,9 +396,9 @@ def commands() -> Iterator[Row]:
     yield check("a size of 5XB", "'5XB' is not a size such as 5GB", "merge", "a", "--max-shard-size", "5XB")
     yield check("a size of 0", "'0' is less than one byte", "merge", "a", "--max-shard-size", "0")
     yield check(
-        "output exists", "exists already: name another --output", "merge", saved()["folder"], "--output", scratch()
+        "output exists", "already exists. Choose another --output", "merge", saved()["folder"], "--output", scratch()
     )
-    yield check("a needless base", "leave out --base", "merge", saved()["folder"], "--base", scratch())
+    yield check("a needless base", "Leave out --base", "merge", saved()["folder"], "--base", scratch())
     run = "hf_bmtrain.run"
     yield run, "nothing", lambda: command(run), "usage: python -m hf_bmtrain.run SCRIPT"
     yield run, "no such script", lambda: command(run, "no/where.py"), "there is no script 'no/where.py'"

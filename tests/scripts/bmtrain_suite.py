@@ -37,7 +37,7 @@ SIZES = {
 LARGEST = 20000
 """Ranges over sizes end here."""
 SECONDS, LATE = 400, "not done after"
-REFUSED = "is not offered"
+REFUSED = "is not supported"
 """Words of the error that names tensor or pipeline parallelism."""
 
 

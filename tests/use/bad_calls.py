@@ -131,7 +131,7 @@ def models() -> Iterator[Row]:
     yield "gathered", "an ordinary tensor", lambda: gather(ordinary), "what must be .*an ordinary tensor is full"
     yield "gathered", "an unsharded model's", lambda: gather(unsharded), "what must be .* sharded"
     for name, message, options in (
-        ("tp_size 2", "tp_size=2 is not offered", {"tp_size": 2}),
+        ("tp_size 2", "tp_size=2 is not supported", {"tp_size": 2}),
         ("a host", "init_method must be env://", {"init_method": "host:1"}),
         ("a backend", "unexpected keyword.*'backend'", {"backend": "nccl"}),
     ):

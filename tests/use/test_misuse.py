@@ -42,7 +42,7 @@ def test_before_init_distributed():
     code = "import torch, hf_bmtrain as bmt\n"
     for call in UNINITIALISED:
         code += (
-            f"try:\n    {call}\nexcept RuntimeError as error: assert 'call hf_bmtrain.init_distributed() first' in "
+            f"try:\n    {call}\nexcept RuntimeError as error: assert 'Call hf_bmtrain.init_distributed() first' in "
             f"str(error), error\nelse: raise SystemExit({call!r})\n"
         )
     assert "done" in in_fresh_process(code + "raise RuntimeError('done')")

@@ -1,7 +1,7 @@
-"""Collectives over flat tensors: the interface, and its implementations by gloo and for one process.
+"""Collectives over flat tensors: the interface, and its implementations with gloo and for one process.
 
 `nccl` implements the interface for GPUs. The operations of a `Communicator` run in the order in which they were issued,
-asynchronously to the computation. Each returns a `Ticket`: wait for it before reading the result or freeing an operand.
+asynchronously to the computation. Each returns a `Ticket`. Wait for it before reading the result or freeing an operand.
 Every rank must issue the operations of all communicators in the same order, from one thread at a time.
 """
 
@@ -20,28 +20,28 @@ import torch.distributed as dist
 from .collective_log import CollectiveLog, code
 from .streams import DONE, Ticket
 
-# torch 2.13 renames the collective and warns about its old name.
+# torch 2.13 renames this collective, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
-_CHECK_SECONDS = 1.0  # how often a waiting rank checks its collective log for a problem
-_DIAGNOSIS_SECONDS = 5.0  # how long to wait for an explanation after an operation failed, since the monitor needs time
+_CHECK_SECONDS = 1.0  # interval at which a waiting rank checks its collective log for a problem
+_DIAGNOSIS_SECONDS = 5.0  # wait for the monitor's explanation after an operation failed
 PATIENCE = 5.0
-"""Seconds that a wait may last beyond the timeout, so that the monitor, which can tell why, reports the timeout
+"""Seconds that a wait may last beyond the timeout. The monitor, which can explain the timeout, thus reports it
 first."""
-_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error comes first
+_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
 
 Ranges = Sequence[tuple[int, int]]
 
 
 class Communicator(Protocol):
-    """An ordered queue of collectives between ranks: all of them, or those of a group.
+    """An ordered queue of collectives between all ranks, or the ranks of a group.
 
     Tensors are contiguous and on this rank's device.
 
     Attributes:
-        rank: this rank's number among them.
+        rank: this rank's number among these ranks.
         size: the number of ranks.
-        collective_log: the log of the operations. Callers may add entries that say what the operations are for.
+        collective_log: the log of the operations. Callers may add entries for the purposes of the operations.
     """
 
     rank: int
@@ -72,28 +72,28 @@ class Communicator(Protocol):
         Args:
             received: (sum of receive_counts,), written: the parts from all ranks, in rank order.
             sent: (sum of send_counts,), of the same dtype: the parts for all ranks, in rank order.
-            receive_counts: how many elements come from each rank, possibly 0.
-            send_counts: how many elements go to each rank, possibly 0.
+            receive_counts: the number of elements from each rank, possibly 0.
+            send_counts: the number of elements for each rank, possibly 0.
         """
         ...
 
     def unfinished(self) -> bool:
-        """Return whether an operation has been issued that is not complete. May be called from any thread."""
+        """Return whether an issued operation is not complete. Any thread may call this."""
         ...
 
     def close(self, abort: bool) -> None:
         """Destroy the communicator.
 
         Args:
-            abort: whether to abandon pending operations, which wait for other ranks. gloo gives them one more second.
+            abort: whether to abandon pending operations, which wait for other ranks. gloo gives them another second.
                 Abort all NCCL communicators of a GPU together, with `nccl.abort_all`.
         """
 
 
 class Gather(Protocol):
-    """A way to allocate shards and to all-gather them into full buffers: by collectives or by peer copies.
+    """A way to allocate shards and to all-gather them into full buffers: with collectives or with peer copies.
 
-    The methods that have a default here fit shards in memory of torch's allocator that are gathered by collectives.
+    The default methods here are for shards in the memory of torch's allocator that are gathered with collectives.
 
     Attributes:
         communicator: the communicator of the all-gathers and of the collectives that order them.
@@ -103,7 +103,7 @@ class Gather(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of this rank's shards that are outside torch's allocator and therefore not in its statistics."""
+        """Bytes of this rank's shards that are outside torch's allocator, and so not in its statistics."""
         return 0
 
     def allocate(
@@ -115,8 +115,8 @@ class Gather(Protocol):
             numel: the number of elements.
             dtype: their dtype.
             device: this rank's device.
-            wait_for_update: called before the other ranks may read new values of the shard; makes the current stream
-                wait for any asynchronous update that is still writing to it.
+            wait_for_update: a function that is called before other ranks may read new values of the shard. It makes the
+                current stream wait for any asynchronous update that is still writing to the shard.
         """
         ...
 
@@ -128,15 +128,15 @@ class Gather(Protocol):
         Args:
             full: (size * n,), written.
             shard: (n,), this rank's shard, from `allocate`.
-            own: the (start, stop) ranges of this rank's own shard that must be copied to `full`. The rest of this
-                rank's part of `full` may stay unfilled.
+            own: the (start, stop) ranges of this rank's shard that must be copied to `full`. The rest of this rank's
+                part of `full` may stay unfilled.
         """
         ...
 
     def publish(self) -> None:
-        """Make the present values of all shards readable, so that no gather by peer copies needs a collective for it.
+        """Make the present values of all shards readable, so that gathers by peer copies need no collective.
 
-        Collective. Does nothing by default.
+        Collective: every rank must call it. Does nothing by default.
         """
 
     def is_collective(self, shard: torch.Tensor) -> bool:
@@ -162,9 +162,9 @@ class Gather(Protocol):
 
 
 class CollectiveGather(Gather):
-    """Gathers shards by the communicator's all-gather.
+    """Gathers shards with the communicator's all-gather.
 
-    An all-gather ends on no rank before all ranks have entered it, so writes that follow it need no synchronization.
+    An all-gather ends on no rank before all ranks have entered it. So later writes to shards need no synchronization.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -180,7 +180,7 @@ class CollectiveGather(Gather):
 
 
 class SingleProcess:
-    """The communicator of a world of one rank. Operations copy their input or do nothing, and are complete at once."""
+    """The communicator of a world of one rank. Operations copy their input or do nothing, and complete at once."""
 
     rank, size = 0, 1
 
@@ -217,8 +217,7 @@ class SingleProcess:
 class _GlooTicket:
     """The ticket of one operation of gloo.
 
-    finish: called by `wait` after the operation, to compute the result from what was received; None if there is nothing
-    to compute.
+    finish: a function that `wait` calls after the operation, to compute the result from the received values, or None.
     """
 
     def __init__(
@@ -249,16 +248,16 @@ class _GlooTicket:
 
 
 class GlooCommunicator:
-    """A communicator for CPU tensors. Operations run asynchronously in gloo's threads, as they do on streams of a GPU.
+    """A communicator for CPU tensors. Operations run asynchronously in gloo's threads, like those on streams of a GPU.
 
-    Means are computed in float32 (float64 for float64), adding values in rank order, so they are reproducible bit by
-    bit.
+    Means are computed in float32 (float64 for float64), and values are added in rank order, so the results are
+    reproducible bit by bit.
 
     Args:
-        name: for messages.
-        timeout: how long operations wait for other ranks.
-        group_size: the ranks are divided into groups of so many consecutive ones, each with operations of its own; None
-            for one group of all ranks.
+        name: the communicator's name, for messages.
+        timeout: the time for which operations wait for other ranks.
+        group_size: if given, the ranks are divided into groups of this many consecutive ranks, each with its own
+            operations. None makes one group of all ranks.
     """
 
     def __init__(self, name: str, timeout: timedelta, group_size: int | None = None) -> None:
@@ -334,7 +333,7 @@ class GlooCommunicator:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a contiguous tensor as uint8 (nbytes,), which all collectives accept.
 
-    It has its own version counter, so writes to it do not count as writes to `tensor`.
+    The view has its own version counter, so writes to it do not count as writes to `tensor`.
     """
     return tensor.detach().data.view(-1).view(torch.uint8)
 
@@ -348,10 +347,10 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
     Args:
         work: the operation.
         collective_log: the log of its communicator.
-        seconds: how long to wait at most.
+        seconds: the longest time to wait.
 
     Raises:
-        RuntimeError: the operation failed or took too long; or a problem was found in the log while waiting.
+        RuntimeError: the operation failed or took too long, or a problem was found in the log while waiting.
     """
     end = time.monotonic() + seconds
     while not work.is_completed():
@@ -367,7 +366,7 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
 
 @contextlib.contextmanager
 def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
-    """Replace an error of gloo or NCCL, raised inside the context, by the problem that the monitor finds within 5 s."""
+    """Replace an error of gloo or NCCL inside the context by the problem that the monitor finds within 5 s."""
     try:
         yield
     except RuntimeError:
@@ -387,7 +386,8 @@ def comes(work: Any, seconds: float) -> bool:
 def keep_group(group: Any) -> None:
     """Keep a process group alive until the process ends, by never releasing a reference to it.
 
-    This is for a group whose threads still wait for another rank: its destructor would wait for those threads.
+    This is needed if threads of the group still wait for another rank, because its destructor would wait for the
+    threads.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -395,8 +395,8 @@ def keep_group(group: Any) -> None:
 def end_group(group: Any) -> None:
     """Destroy a process group. Its threads end when the caller also drops its own reference to the group.
 
-    The threads must end before the interpreter does. A gloo thread that frees the tensors of its last operation while
-    the interpreter shuts down would abort the process ("terminate called without an active exception").
+    The threads must end before the interpreter does. If a gloo thread frees the tensors of its last operation while the
+    interpreter shuts down, the process aborts ("terminate called without an active exception").
     """
-    with contextlib.suppress(ValueError):  # it was already destroyed, together with the default group
+    with contextlib.suppress(ValueError):  # it was already destroyed together with the default group
         dist.destroy_process_group(group)

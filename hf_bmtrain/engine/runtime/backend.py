@@ -1,4 +1,4 @@
-"""Open the communicators of a world: for one process, by gloo on the CPU, or by NCCL and peer copies on CUDA."""
+"""Open the communicators of a world: for one process, with gloo on the CPU, or with NCCL and peer copies on CUDA."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Imported here because it must be imported before a default process group exists. At import, its functions get that
-# group as the default value of an argument. If an optimizer imported it later, this reference would keep the group's
-# threads running until the interpreter ends, even after the group is destroyed.
+# This import must come before a default process group exists, because the imported functions get that group as the
+# default value of an argument. If an optimizer imported it later, this reference would keep the group's threads running
+# until the interpreter ends, even after the group is destroyed.
 import torch.distributed.nn.functional
 
 from ..comm.agreement import agree
@@ -32,12 +32,12 @@ from .monitor import Monitor
 _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer")
 SMALLEST_PULLED = 16 << 20
-"""The size in bytes from which a shard is gathered by peer copies, which are then faster than NCCL between H200s.
-Smaller shards are gathered by peer copies only with `gather="peer"`."""
+"""The smallest size in bytes of a shard that is gathered with peer copies, which are then faster than NCCL between
+H200s. Smaller shards are gathered with peer copies only if `gather="peer"`."""
 
 
 class Backend(NamedTuple):
-    """Everything through which the ranks of a world communicate.
+    """The objects through which the ranks of a world communicate.
 
     Attributes:
         gather: the communicator for all-gathers.
@@ -47,8 +47,9 @@ class Backend(NamedTuple):
         outside: averages the gradients of root parameters.
         control: exchanges Python objects.
         opened: all communicators that have been opened.
-        open_group: divides the ranks into groups of a number of consecutive ranks, and returns the communicator of this
-            rank's group. Called with the same number again, it returns the same communicator. Collective.
+        open_group: a collective function that divides the ranks into groups of a number of consecutive ranks, and
+            returns the communicator of this rank's group. Called with the same number again, it returns the same
+            communicator.
     """
 
     gather: Communicator
@@ -85,18 +86,18 @@ def open_backend(
         rank: this process's rank.
         size: the number of ranks.
         device: this rank's device.
-        timeout: how long operations wait for other ranks.
+        timeout: the time for which operations wait for other ranks.
         gather: how shards are all-gathered, one of GATHERS.
-        init_method: where the ranks meet, as for `torch.distributed.init_process_group`.
+        init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
         facts: other values that must be equal on all ranks.
-        monitor: watches the communicators, after this function has opened it.
+        monitor: watches the communicators. This function opens it.
 
     Returns:
-        The communicators, and what is built on them.
+        The communicators, and the objects built on them.
 
     Raises:
-        RuntimeError: a package is missing; the ranks did not meet in time; the arguments, versions or `facts` differ
-            between ranks; or `gather="peer"` is not possible.
+        RuntimeError: a package is missing, the ranks did not meet in time, the arguments, versions or `facts` differ
+            between ranks, or `gather="peer"` is not possible.
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
@@ -135,7 +136,7 @@ def open_backend(
     smallest = _smallest_copied(rank, device, gather, control.gather)
     if smallest is None:
         return found
-    # Two objects, so that gathers and reductions copy on separate streams.
+    # There are two objects, so that gathers and reductions copy on separate streams.
     pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device) for _ in range(2))
     updates = functools.partial(open_communicator, "updates")
     return found._replace(
@@ -161,10 +162,10 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {rank}: the {size} ranks did not meet in init_distributed within {timeout.total_seconds():.0f} s. "
-            "Another rank raised an error or ended before (look for the first error in the logs of all ranks), hangs, "
+            "Another rank raised an error or ended earlier (look for the first error in the logs of all ranks), hangs, "
             f"was not started, or was given another address. ({str(error).strip().splitlines()[0]})"
         ) from None
-    del met  # it kept a store open, to which the process group has connected by now
+    del met  # it kept a store open to which the process group has now connected
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
@@ -177,7 +178,7 @@ def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
-    """Return the versions, by package, that must be equal on all ranks: results or messages may depend on them."""
+    """Return {package: version} for versions that must be equal on all ranks, as results may depend on them."""
     package: Any = sys.modules[__name__.split(".")[0]]
     found = {
         "Python": ".".join(map(str, sys.version_info[:2])),
@@ -191,9 +192,9 @@ def _versions(device: torch.device) -> dict[str, Any]:
 
 
 def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> int | None:
-    """Return the size in bytes from which shards are gathered and reduced by peer copies. Collective.
+    """Return the smallest size in bytes of a shard that is gathered and reduced with peer copies. Collective.
 
-    Returns None if collectives are used for all: if the user asked for them, if the ranks cannot access each other's
+    Returns None if collectives are used for all shards: if the user chose them, if the ranks cannot access each other's
     memory, or by default on the CPU, where peer copies are slower.
     """
     if gather == "collective":
@@ -202,12 +203,12 @@ def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> 
     if reason is not None and gather == "peer":
         raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
     if reason is not None:
-        _log.info("rank %d: shards are gathered and reduced by collectives, because %s", rank, reason)
+        _log.info("rank %d: shards are gathered and reduced with collectives, because %s", rank, reason)
         return None
     if gather == "auto" and device.type == "cpu":
         return None
     smallest = 0 if gather == "peer" else SMALLEST_PULLED
-    _log.info("rank %d: shards of at least %d MiB are gathered and reduced by peer copies", rank, smallest >> 20)
+    _log.info("rank %d: shards of at least %d MiB are gathered and reduced with peer copies", rank, smallest >> 20)
     return smallest
 
 
@@ -231,7 +232,7 @@ def _hindrance(device: torch.device, exchange) -> str | None:
 
 
 def _boot() -> str:
-    """Return the kernel's boot identifier, which tells hosts of the same name apart; empty if it cannot be read."""
+    """Return the kernel's boot identifier, which distinguishes hosts of the same name, or "" if it cannot be read."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

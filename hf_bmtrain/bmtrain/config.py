@@ -54,9 +54,7 @@ class Config(Mapping):
         if key == "initialized":
             return _initialized()
         if key not in _READ:
-            raise KeyError(
-                f"config has no key {key!r}: of BMTrain's keys it has only {', '.join(self)}"
-            )
+            raise KeyError(f"config has no key {key!r}: of BMTrain's keys it has only {', '.join(self)}")
         return _READ[key](current_world())
 
     def __iter__(self) -> Iterator[str]:

@@ -67,8 +67,8 @@ class _Scratch(threading.local):
                 return pinned_bytes(PIECE_BYTES, self._device, "chunks of a checkpoint")
             except RuntimeError as error:
                 _log.warning(
-                    "checkpoints are copied through memory that is not page-locked, which is slower, because "
-                    "of: %s", error
+                    "checkpoints are copied through memory that is not page-locked, which is slower, because of: %s",
+                    error,
                 )
         return torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)
 

@@ -80,9 +80,7 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
         if problem is None and isinstance(error, RuntimeError) and _is_of_torch_collective(trace):
             problem = watch.find_cause(_CAUSE_SECONDS)
         first = watch.raised_before()
-        if first is not None and first[1].ended.startswith(
-            "ended"
-        ):  # the cause may be a problem of a third rank
+        if first is not None and first[1].ended.startswith("ended"):  # the cause may be a problem of a third rank
             cause = problem or first[1].problem or ""
             if cause.startswith("rank "):
                 first, problem = None, cause

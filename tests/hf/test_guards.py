@@ -80,7 +80,7 @@ def replaced_parameter():
 def resized_embeddings():
     for family in ("llama", "gpt2"):
         model = bmt.auto_wrap(build(family))
-        with pytest.raises(RuntimeError, match="call it before auto_wrap"):
+        with pytest.raises(RuntimeError, match="Call it before auto_wrap"):
             model.resize_token_embeddings(80)
         model(**batch(family, 0)).loss.backward()  # as it was
 

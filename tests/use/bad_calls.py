@@ -106,10 +106,10 @@ def models() -> Iterator[Row]:
     yield wrap("zero_level 2.0", Tower, "zero_level must be 2", zero_level=2.0)
     yield wrap("no such backend", Tower, "backend: 'nothing', see .*list_backends", compile="nothing")
     yield wrap("blocks of another", Tower, "blocks=.*not part of this Tower", lambda m: Tower().layers)
-    yield wrap("names as blocks", Tower, "blocks= names a str", lambda m: ["layers.0"])
-    yield wrap("a name as blocks", Tower, "blocks= names a str", lambda m: "layers")
-    yield wrap("None among blocks", Tower, "blocks= names a NoneType", lambda m: [None])
-    yield wrap("itself as a block", Tower, "blocks= names a Tower that is not part", lambda m: [m])
+    yield wrap("names as blocks", Tower, "blocks= contains a str", lambda m: ["layers.0"])
+    yield wrap("a name as blocks", Tower, "blocks= contains a str", lambda m: "layers")
+    yield wrap("None among blocks", Tower, "blocks= contains a NoneType", lambda m: [None])
+    yield wrap("itself as a block", Tower, "blocks= contains a Tower that is not part", lambda m: [m])
     yield wrap("a block in a block", Tower, "Pass one of the two", lambda m: [m.layers[0], m.layers[0].linear])
     yield wrap("one layer as blocks", Tower, "blocks= must be a list of modules", lambda m: m.layers[0])
     yield wrap("no weights there", Tower, "the folder has no Hugging Face weights", weights=scratch())
@@ -119,11 +119,11 @@ def models() -> Iterator[Row]:
         "have 2 tensors that are not in the model",
         weights=stored("a.pt", nn.Linear(2, 2).state_dict()),
     )
-    yield wrap("DataParallel", lambda: nn.DataParallel(Tower()), r"pass its `\.module`")
-    yield wrap("a lazy layer", lambda: nn.Sequential(nn.LazyLinear(2)), "run one forward before wrapping")
+    yield wrap("DataParallel", lambda: nn.DataParallel(Tower()), r"Pass its `\.module`")
+    yield wrap("a lazy layer", lambda: nn.Sequential(nn.LazyLinear(2)), "Run one forward before wrapping")
     yield wrap("sparse gradients", lambda: nn.Embedding(3, 2, sparse=True), "its attribute `sparse` to False")
     yield wrap("no values", lambda: nn.Linear(2, 2, device="meta"), "weights=FOLDER")
-    yield wrap("compiled", lambda: torch.compile(Tower()), "is compiled already: pass the model")
+    yield wrap("compiled", lambda: torch.compile(Tower()), "is compiled already. Pass the model")
     yield "torch.save", "a sharded model", lambda: torch.save(wrapped(), io.BytesIO()), r"bmt\.save\(model, file\)"
     yield "forward", "in gathered", called_in_gathered, "after the `with`"
     yield "gathered", "an exception", raised_in_gathered, "must reach the user"

@@ -126,7 +126,7 @@ MISUSES = {
     "meta model": (lambda: bmt.auto_wrap(meta()), ValueError, "Load or initialize the model on the CPU"),
     "scripted module": (
         lambda: bmt.auto_wrap(nn.Sequential(Tower(), torch.jit.script(nn.Linear(2, 2)))), ValueError,
-        r"'1' is a scripted module, .* use the module that was passed to torch\.jit\.script",
+        r"'1' is a scripted module, .* Use the module that was passed to torch\.jit\.script",
     ),
     "wrapped twice": (lambda: bmt.auto_wrap(wrapped()), ValueError, "wrapped already"),
     "half after wrapping": (lambda: wrapped().half(), RuntimeError, "Cast the model before auto_wrap"),

@@ -44,9 +44,7 @@ def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
     """
     real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     if real not in _NCCL_TYPES:
-        raise ValueError(
-            f"NCCL cannot reduce {tensor.dtype}. Convert the tensor first, for example with .int()"
-        )
+        raise ValueError(f"NCCL cannot reduce {tensor.dtype}. Convert the tensor first, for example with .int()")
     return tensor.nbytes // real.itemsize, _NCCL_TYPES[real]
 
 

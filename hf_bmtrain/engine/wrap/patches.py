@@ -1,4 +1,4 @@
-"""Replaced methods and attributes of wrapped models: gradient checkpointing, layer-drop, generation, resizing."""
+"""Replace methods and attributes of wrapped models, for checkpointing, layer-drop, generation and resizing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
 _OPTIONS = {"every_n_layers": 1, "offload": False}
-"""Options of transformers' activation checkpointing, in its order, with the values that change nothing."""
+"""Options of transformers' activation checkpointing, in the order of its arguments, with their default values."""
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
-    """Turn off the model's own gradient checkpointing; the blocks recompute instead.
+    """Turn off the model's own gradient checkpointing, because the blocks recompute instead.
 
     Later calls of `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch the blocks'
     recomputation on and off.
     """
-    # Weak references, because a block may contain a patched module, which would be a reference cycle.
+    # Weak references: a block may contain a patched module, so strong ones would form a reference cycle.
     states = weakref.WeakSet(block._bmt for block in blocks)
     for module in model.modules():
         for word in ("activation", "gradient"):  # the new and the old prefix of these methods in transformers
@@ -51,7 +51,8 @@ def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
 def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwargs) -> None:
     """Switch the blocks' recomputation on or off. Options of torch.utils.checkpoint are ignored.
 
-    Raises ValueError for options of the model's own checkpointing that would change what is recomputed or kept.
+    Raises ValueError for options of the model's own checkpointing that would change which tensors are recomputed or
+    kept.
     """
     given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
     for value in (*args, *kwargs.values()):
@@ -60,8 +61,8 @@ def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwarg
     if on and refused:
         told = ", ".join(f"{name}={value!r}" for name, value in refused.items())
         raise ValueError(
-            f"{told} of activation checkpointing does not work with a sharded model: each block is recomputed, or none "
-            'is. Leave it out. auto_wrap(use_checkpoint="auto") recomputes as many blocks as memory requires.'
+            f"{told} of activation checkpointing does not work with a sharded model, which recomputes each block or "
+            'none. Leave it out. auto_wrap(use_checkpoint="auto") recomputes as many blocks as memory requires.'
         )
     _log.info("recompute=%s in %d sharded blocks, as the model's gradient_checkpointing method asks", on, len(states))
     for state in states:
@@ -69,13 +70,13 @@ def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwarg
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-    """Make generation go on until every rank has finished, since all ranks take part in the all-gathers of every block.
+    """Make generation go on until every rank has finished, because every rank takes part in all all-gathers.
 
-    The mark `_is_fsdp_managed_module`, and synced_gpus=True in `generate`, do that. Modules that drop layers at random
-    are not marked: transformers would call every layer of theirs. Generation with continuous batching, which cannot be
-    kept together, raises an error on several ranks.
+    The attribute `_is_fsdp_managed_module` and the argument synced_gpus=True of `generate` have this effect. Modules
+    that drop layers at random are not marked, because transformers would then call all of their layers. Continuous
+    batching cannot keep the ranks together, so it raises an error if there are several ranks.
     """
-    # Not marked are modules in blocks and compiled ones: torch.compile would compile marked ones as modules of FSDP.
+    # Modules in blocks and compiled modules are not marked, because torch.compile would treat them as modules of FSDP.
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     unmarked = {module for each in (*blocks, *compiled) for module in each.modules()}
     for module in model.modules():
@@ -93,7 +94,7 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
 def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
     raise RuntimeError(
         "Continuous batching (generate_batch, init_continuous_batching) does not work with a model that is sharded "
-        "over several ranks: each rank would run the layers as often as its own requests need, and wait for the others "
+        "over several ranks. Each rank would run the layers as often as its own requests need, and wait for the others "
         "in between. Use generate(), which keeps the ranks together."
     )
 
@@ -101,7 +102,8 @@ def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
 def drops_layers(module: torch.nn.Module) -> bool:
     """Return whether `module` drops layers at random.
 
-    It does if its attribute `layerdrop` is not 0, or if its forward reads such a rate, other than 0, from its `config`.
+    This is so if its attribute `layerdrop` is not 0, or if its forward reads such a rate from its `config` and the rate
+    is not 0.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     rates = [name for name in code.co_names if name.endswith("layerdrop")] if code is not None else []
@@ -119,5 +121,5 @@ def refuse_resizing(model: torch.nn.Module) -> None:
 
 def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
     raise RuntimeError(
-        f"{name} cannot change the shape of sharded weights, which are views of flat buffers: call it before auto_wrap."
+        f"{name} cannot change the shape of sharded weights, which are views of flat buffers. Call it before auto_wrap."
     )

@@ -1,4 +1,4 @@
-"""Shard a model in place, in named phases."""
+"""Shard a model in place, in several phases."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def wrap(
         extensions: called at each phase.
 
     Raises:
-        ValueError: on every rank, if the model cannot be sharded.
+        ValueError: the model cannot be sharded. Every rank raises it.
         RuntimeError: the ranks have different models.
     """
     late = holds_additions(model)
@@ -86,7 +86,7 @@ def _choose_chains(
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
     """Check the model on all ranks, and return the result of `choose_chains`. Collective.
 
-    If `late`, no blocks are chosen and both lists are empty.
+    If `late`, no blocks are chosen, and both lists are empty.
     """
     chains: list[Chain] = []
     lists: list[torch.nn.ModuleList] = []
@@ -119,7 +119,7 @@ def _choose_chains(
 
 
 def _refuse_together(world: World, check: Callable[[], object]) -> None:
-    """Call `check`, and let its ValueError pass; raise RuntimeError instead if the ranks' errors differ. Collective."""
+    """Call `check`, which may raise ValueError. Raise RuntimeError if the ranks' errors differ. Collective."""
     refusal = None
     try:
         check()
@@ -147,9 +147,9 @@ def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, exten
 
 
 def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList], compile: bool | str) -> None:
-    """Link the blocks of each chain, make block lists of `lists`, and compile the blocks if `compile` is set.
+    """Link the blocks of each chain, turn `lists` into block lists, and compile the blocks if `compile` is set.
 
-    Also turns off the model's own gradient checkpointing, because blocks recompute by themselves.
+    Also turns off the model's own gradient checkpointing, because the blocks recompute instead.
     """
     for module_list in lists:
         if type(module_list) is torch.nn.ModuleList:  # not a subclass, whose own methods would be lost
@@ -201,7 +201,7 @@ def _report(plan: WrapPlan, sharded: str, level: int) -> None:
     _log.info("rank %d: sharded %s: %s, zero_level %d", plan.world.rank, kind, sharded, level)
     if not plan.layers:
         _log.warning(
-            "%s has no nn.ModuleList with parameters, so no blocks were found: all of its parameters are unsharded "
+            "%s has no nn.ModuleList with parameters, so no blocks were found, and all of its parameters are unsharded "
             "together during forward and backward. To save memory, pass its layers: auto_wrap(model, blocks=[...]).",
             kind,
         )  # fmt: skip

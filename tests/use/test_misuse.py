@@ -143,7 +143,7 @@ MISUSES = {
     "resized embeddings": (
         lambda: wrapped(lambda: build("llama")).resize_token_embeddings(99), RuntimeError, "before auto_wrap",
     ),
-    "resized while gathered": (resized_in_gathered, RuntimeError, "resize, tie or replace before auto_wrap"),
+    "resized while gathered": (resized_in_gathered, RuntimeError, "Resize, tie or replace before auto_wrap"),
     "written while gathered": (write_in_gathered, RuntimeError, "modify=True"),
     "wrong shape": (
         lambda: wrapped().load_state_dict(state(**{"head.weight": torch.ones(3, 6)})), RuntimeError,

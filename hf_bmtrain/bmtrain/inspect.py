@@ -129,7 +129,8 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
 class _Record:
     """A recorded tensor.
 
-    wants_gradient: whether the tensor's gradient is also kept. version: the tensor's version when it was recorded.
+    wants_gradient: whether the tensor's gradient is also kept.
+    version: the tensor's version when it was recorded.
     """
 
     tensor: torch.Tensor

@@ -107,8 +107,9 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
     """Return the full state dict on the CPU on rank 0, under the model's own keys, and {} on other ranks. Collective.
 
     The `state_dict` method of some models, such as ModelCenter's, calls this function. So this function does not call
-    that method, but `torch.nn.Module.state_dict`. destination: if given, a state dict to which the entries are added on
-    every rank, and which is returned.
+    that method, but `torch.nn.Module.state_dict`.
+
+    destination: if given, a state dict to which the entries are added on every rank, and which is returned.
     """
     if destination is not None:
         _fill(model, destination, prefix)

@@ -62,8 +62,10 @@ class StoredTensor(NamedTuple):
 class FilePlan:
     """A safetensors file that is to be written.
 
-    name: the file's name, without its folder. head: the bytes before the first tensor, including the header. tensors:
-    the place of each tensor, by name. size: the file's size in bytes.
+    name: the file's name, without its folder.
+    head: the bytes before the first tensor, including the header.
+    tensors: the place of each tensor, by name.
+    size: the file's size in bytes.
     """
 
     name: str

@@ -305,7 +305,8 @@ class _Loading:
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
     """Raise ValueError if the checkpoint has values for weights that are quantized, and so read-only, in this model.
 
-    parameters: the parameters of the model, by name. tensors: the tensors of the checkpoint, by name.
+    parameters: the parameters of the model, by name.
+    tensors: the tensors of the checkpoint, by name.
     """
     packed = [name for name in tensors if is_read_only(parameters.get(name))]
     if packed:

@@ -200,8 +200,9 @@ def _write(
 ) -> dict[str, list[Checked]]:
     """Write all files into `staging`, if the disk has space for them. Return the written chunks by file name.
 
-    groups: {base name of files: {name: tensor to copy into them}}. copied: {name: contents} of other files. limit: as
-    for `merge`.
+    groups: {base name of files: {name: tensor to copy into them}}.
+    copied: {name: contents} of other files.
+    limit: as for `merge`.
     """
     files, written = [], {}
     for base, sources in groups.items():

@@ -233,7 +233,8 @@ def _read_chunk(handle: int, wanted: Wanted, chunk: Checked, scratch: _Scratch) 
 def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Tensor:
     """Return the bytes of a chunk of the open file `handle`, uint8. The thread's next call overwrites them.
 
-    scratch: the memory into which they are read. what: the names of tensor and file, for messages.
+    scratch: the memory into which they are read.
+    what: the names of tensor and file, for messages.
 
     Raises Damaged if the chunk cannot be read, the file is too short, or the checksum differs.
     """

@@ -416,7 +416,9 @@ def _entries(
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
     """Return the entries to save, by the base name of their files, and the other state of each optimizer. Collective.
 
-    The other state is the second result of `optimizer_entries`. trained_only: as for `save_state`.
+    The other state is the second result of `optimizer_entries`.
+
+    trained_only: as for `save_state`.
     """
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
@@ -443,7 +445,9 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
     """Return the entries with copies of the tensors that are not sharded.
 
-    Without copies, a forward could change a module's buffers before they are written. bases: as for `_plan`.
+    Without copies, a forward could change a module's buffers before they are written.
+
+    bases: as for `_plan`.
     """
     return {
         base: [entry if entry.sharded else replace(entry, part=entry.part.clone()) for entry in entries]
@@ -454,7 +458,8 @@ def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
 def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:
     """Return the parts that this rank writes: its elements of sharded tensors and, on rank 0, all other tensors.
 
-    bases: as for `_plan`. files: the files that `_plan` returned.
+    bases: as for `_plan`.
+    files: the files that `_plan` returned.
     """
     stored = {name: (file.name, tensor.start) for file in files for name, tensor in file.tensors.items()}
     parts = []

@@ -198,8 +198,9 @@ def _judge(parameter: torch.nn.Parameter, rows: torch.Tensor, number: int) -> _B
     """Combine the ranks' facts about the gradient of `parameter`. Return None if it is finite as far as known.
 
     rows: (ranks, 4) int64. For each rank: the number of nan and of inf elements in its part of the averaged gradient
-    (-1 if freed), the position in backward of its own non-finite gradient (-1 if none), and whether it checked its own
-    gradients (-1 if not). number: the parameter's position in `parameters`, which serves as a name if it has none.
+        (-1 if freed), the position in backward of its own non-finite gradient (-1 if none), and whether it checked its
+        own gradients (-1 if not).
+    number: the parameter's position in `parameters`, which serves as a name if it has none.
     """
     sharded = isinstance(parameter, DistributedParameter)
     known, missing = rows[:, :2].clamp_min(0), rows[:, 0] == _UNKNOWN
@@ -221,8 +222,11 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
     """Return the message for `bad`, which begins with the block that backward reached first.
 
     Backward goes from the last parameter to the first, and inf and nan spread in this direction, so the gradient with
-    the highest `place` is the likely origin. present: the number of gradients that could be counted. watched: whether
-    any rank checked its own gradients. size: the number of ranks.
+    the highest `place` is the likely origin.
+
+    present: the number of gradients that could be counted.
+    watched: whether any rank checked its own gradients.
+    size: the number of ranks.
     """
     first = max(bad, key=lambda each: each.place)
     inside = [each for each in bad if (each.block, each.place[0]) == (first.block, first.place[0])]

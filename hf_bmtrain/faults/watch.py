@@ -338,7 +338,8 @@ class Watch(Monitor):
     def _explain_wait(self, ranks: dict[int, Status], waiting: Sequence[int]) -> str:
         """Return a text with the missing ranks, where they are and why, and the operations of the waiting ranks.
 
-        ranks: the status of each rank that has published one. waiting: the ranks that wait; all others are missing.
+        ranks: the status of each rank that has published one.
+        waiting: the ranks that wait; all others are missing.
         """
         now = time.time()
         lines = []
@@ -434,7 +435,8 @@ class Watch(Monitor):
     def _explain(self, places: dict[int, str], what: str) -> str:
         """Return the error text for ranks that issued different operations.
 
-        places: a description of each rank's operation. what: a clause that says where their logs differ.
+        places: a description of each rank's operation.
+        what: a clause that says where their logs differ.
         """
         self.status.look(self._program)
         self._show()
@@ -496,8 +498,9 @@ def _advice(places: Sequence[str]) -> str:
 def _guess(status: Status, before: Status | None) -> str:
     """Return what a missing rank is probably doing, if its process runs and waits for no other rank.
 
-    It completes the sentence "rank 1 is at train.py:41, for 32 s, ...". before: its status at the last warning, or
-    None.
+    It completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
+
+    before: its status at the last warning, or None.
     """
     task = "running code that only this rank executes, or slow work"
     if status.task:

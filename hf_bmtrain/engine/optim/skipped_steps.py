@@ -68,7 +68,9 @@ class SkippedSteps:
 
     With dynamic loss scaling, skipped steps are normal: they are logged at INFO, and every eighth in a row as a
     warning. Without a loss scale, or at the minimum scale, a lower scale could not avoid the skip: every such step is
-    logged as a warning, and after `limit` of them in a row `report` raises RuntimeError. limit: None for no limit.
+    logged as a warning, and after `limit` of them in a row `report` raises RuntimeError.
+
+    limit: None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:

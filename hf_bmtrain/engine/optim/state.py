@@ -237,8 +237,9 @@ def _gather(
 ) -> tuple[States, list[str]]:
     """Gather every state tensor that is laid out like its parameter, into host memory. Collective.
 
-    Returns the full state, and the names of the tensors that were gathered. keep: False returns an empty state instead,
-    on ranks that need none.
+    Returns the full state, and the names of the tensors that were gathered.
+
+    keep: False returns an empty state instead, on ranks that need none.
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)

@@ -26,8 +26,8 @@ class GradientBuffer:
     `send` starts the reduction of the gradients that autograd stored in the `.grad` of the full parameters. `receive`
     waits for the mean and sets the `.grad` of the local parameters to views of `shard`. A new accumulation begins when
     no local parameter has a `.grad`. Half-precision gradients of several backwards are summed in float32, and the sum
-    is rounded into `shard`. A parameter without a gradient on this rank counts as zero in the mean.
-    Its `.grad` stays None if no rank has a gradient.
+    is rounded into `shard`. A parameter without a gradient on this rank counts as zero in the mean. Its `.grad` stays
+    None if no rank has a gradient.
 
     Attributes:
         shard: (n,) this rank's shard of the flat gradient; None before the first backward, and after `free_if_unused`

@@ -289,7 +289,8 @@ def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligne
 def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
     """Launch the kernel `name` over x, with `grid` thread blocks of `threads` threads.
 
-    values: the kernel's arguments after x. aligned: whether the length of every row is a multiple of ALIGNMENT.
+    values: the kernel's arguments after x.
+    aligned: whether the length of every row is a multiple of ALIGNMENT.
     """
     if x.is_meta:
         return

@@ -172,7 +172,9 @@ class _Product(torch.autograd.Function):
 
         rows, row_scales, columns, column_scales: x quantized by rows and by columns; the last two are None if the
         weight needs no gradient. values, of_rows, of_columns: the fields of a GatheredFactor, or None, in which case
-        `weight` is quantized here. transposed: whether `weight` is (K, N).
+        `weight` is quantized here.
+
+        transposed: whether `weight` is (K, N).
         """
         ctx.transposed, ctx.dtype, ctx.weight_dtype = transposed, x.dtype, weight.dtype
         weight = (weight,) if values is None else (values, of_rows, of_columns)
@@ -212,7 +214,8 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
     """Return (2,): the sum of squares of the output without rounding, and of the error that rounding added in y.
 
-    y: the layer's float8 output for the input x, without the bias. transposed: whether `weight` is (K, N).
+    y: the layer's float8 output for the input x, without the bias.
+    transposed: whether `weight` is (K, N).
     """
     weight, powers = (weight.t() if transposed else weight).to(x.dtype), torch.zeros(2, device=x.device)
     for some, rounded in zip(x.split(_CHUNK), y.split(_CHUNK)):

@@ -25,8 +25,9 @@ LEAST_WEIGHTS = 32
 class GatheredFactor(NamedTuple):
     """A weight (R, C) in float8 with one scale. It is readable while its buffer is unsharded.
 
-    values: (R, C) float8_e4m3fn, contiguous. row_scales: (R, 1) float32, all equal. column_scales: (C, 1) float32,
-    all equal.
+    values: (R, C) float8_e4m3fn, contiguous.
+    row_scales: (R, 1) float32, all equal.
+    column_scales: (C, 1) float32, all equal.
     """
 
     values: torch.Tensor
@@ -299,8 +300,8 @@ class Float8Storage(Storage):
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
         """Round this rank's parts of the k weights into the shard that is sent, and copy its small parameters there.
 
-        bits: (k,) int32, the absmax of each full weight as the bit pattern of a float32. scales: (k, 1) float32, the
-        scale of each weight.
+        bits: (k,) int32, the absmax of each full weight as the bit pattern of a float32.
+        scales: (k, 1) float32, the scale of each weight.
         """
         shard = self.buffer.shard
         round_pieces(shard.data, self._pieces_here, bits, self._rounded)

@@ -175,8 +175,9 @@ def run_experts(
 def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: Tensor, name: str, x: Tensor) -> Tensor:
     """Return x times the matrix, plus the bias, of each row's expert, with the adapters of stack `name`.
 
-    x: (rows, K), sorted by expert. numbers: (rows,), the experts' indices. ends: (experts,) int32, the end of each
-    expert's rows, exclusive.
+    x: (rows, K), sorted by expert.
+    numbers: (rows,), the experts' indices.
+    ends: (experts,) int32, the end of each expert's rows, exclusive.
     """
     stack = getattr(experts, name)
     matrices = stack if experts.is_transposed else stack.transpose(1, 2)

@@ -249,8 +249,11 @@ def _all_split(adapters: tuple[Adapter, ...]) -> bool:
 class LoraProduct(torch.autograd.Function):
     """y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ, summed over the adapters and computed in `dtype`.
 
-    x: (rows, K). W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D. b, frozen: (N,) or None.
-    matrices: A (r, K) and B (N, r) of each adapter. needs_x: whether x needs a gradient.
+    x: (rows, K).
+    W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D.
+    b, frozen: (N,) or None.
+    matrices: A (r, K) and B (N, r) of each adapter.
+    needs_x: whether x needs a gradient.
     """
 
     @staticmethod

@@ -34,8 +34,10 @@ def let_parametrize(model: torch.nn.Module) -> None:
 def _activate_uncounted(activate: Callable, reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> Iterator[None]:
     """Enter PEFT's context `activate(*args, **kwargs)`, which replaces a parameter.
 
-    The parameter's version is not incremented, and its slot is restored on exit. reference: refers to PEFT's wrapper
-    module, which knows the parameter (`get_param`) and the module that contains it (`get_base_layer`).
+    The parameter's version is not incremented, and its slot is restored on exit.
+
+    reference: refers to PEFT's wrapper module, which knows the parameter (`get_param`) and the module that contains it
+        (`get_base_layer`).
     """
     wrapper: Any = reference()
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name

@@ -188,8 +188,8 @@ class CrossEntropy:
     def _kind(self) -> tuple[bool, bool]:
         """(general, weighted), which select a kernel's variant.
 
-        general: whether the variant must support label smoothing, a softcap or class weights. weighted: whether there
-        are class weights.
+        general: whether the variant must support label smoothing, a softcap or class weights.
+        weighted: whether there are class weights.
         """
         weighted = self.class_weight is not None
         return bool(self.label_smoothing or self.softcap or weighted), weighted

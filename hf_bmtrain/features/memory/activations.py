@@ -118,7 +118,9 @@ class AutoCheckpoint(Recompute):
         """Under `with`, count the bytes that autograd saves in the block's forward, and add a Measurement at the end.
 
         A forward inside a backward is not counted, because it is a recomputation by torch's checkpoint around the
-        block. pending: the number of earlier forwards of the block that are waiting for their backward.
+        block.
+
+        pending: the number of earlier forwards of the block that are waiting for their backward.
         """
         if self.activations.in_backward:
             yield
@@ -281,8 +283,9 @@ class Activations:
         """Make the first plan, and return True. Collective.
 
         The plan is the same on every rank, except in an uneven model. If no optimizer has stepped on any rank, the
-        optimizer's state is not allocated yet; then no plan is made, and False is returned. blocks: the policies of the
-        measured blocks.
+        optimizer's state is not allocated yet; then no plan is made, and False is returned.
+
+        blocks: the policies of the measured blocks.
         """
         world, free = self._planner.world, self._read_free()
         sizes = tuple(block.nbytes for block in blocks)

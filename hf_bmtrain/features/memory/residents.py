@@ -225,7 +225,10 @@ class Residents:
         """Choose the resident buffers: in execution order, each group that still fits into the room. Collective.
 
         The first groups matter most, because at the start of a forward hardly any computation can overlap with their
-        all-gathers. units: the groups of frozen buffers. room: the bytes that resident buffers may take.
+        all-gathers.
+
+        units: the groups of frozen buffers.
+        room: the bytes that resident buffers may take.
         """
         numbers, left = [], room
         for number, unit in enumerate(units):

@@ -145,8 +145,8 @@ class Format:
     def _encode(self, blocks: Tensor, divisors: Tensor) -> Tensor:
         """Divide each block of 64 elements by its divisor, and return the nearest codes: (cells, code bytes) uint8.
 
-        blocks: (cells, 256, 64) float32. divisors: (cells, 256) float32: for 4-bit codes the largest magnitude of each
-        block, for float8 the scales.
+        blocks: (cells, 256, 64) float32.
+        divisors: (cells, 256) float32: for 4-bit codes the largest magnitude of each block, for float8 the scales.
         """
         if not self.values:
             scaled = torch.where(divisors[..., None] > 0, blocks / divisors[..., None], 0.0)

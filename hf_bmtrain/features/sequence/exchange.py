@@ -108,7 +108,8 @@ def _width(heads: Division, tensors: Sequence[Tensor], rank: int) -> int:
 def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of `packed` (tokens, rows, width), one for each tensor, as views (tokens, rows, heads, d).
 
-    counts: the number of heads of each part. tensors: only their last sizes, d, are used.
+    counts: the number of heads of each part.
+    tensors: only their last sizes, d, are used.
     """
     sizes = [count * tensor.shape[3] for count, tensor in zip(counts, tensors)]
     starts = [0, *accumulate(sizes)]

@@ -1,4 +1,4 @@
-"""TransformerBlockList: blocks in execution order; and BMTrain's list for pipelines, here with one stage."""
+"""TransformerBlockList: blocks in execution order. Also BMTrain's list for pipelines, here with one stage."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .block import CheckpointBlock
 
 
 class TransformerBlockList(torch.nn.ModuleList):
-    """CheckpointBlocks in execution order, each linked to its neighbours for prefetching. Collective.
+    """CheckpointBlocks in execution order, each of which knows its neighbours, for prefetching. Collective.
 
-    Makes every module a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList (a slice
-    is a plain ModuleList). It can be called as in BMTrain: `blocks(x, *args, **kwargs)` passes `x` through all blocks,
-    each of which gets the same `args` and `kwargs`.
+    Every module becomes a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList. (A
+    slice is a plain ModuleList.) It can be called as in BMTrain: `blocks(x, *args, **kwargs)` passes `x` through all
+    blocks, each of which gets the same `args` and `kwargs`.
 
     Args:
         modules: the layers, in execution order.
         num_hidden: the number of hidden states, which are the first arguments of a block and are passed from block to
-            block. Each block returns as many, as a tuple if there are several.
+            block. Each block returns as many values, in a tuple if there are several.
     """
 
-    num_hidden: int = 1  # a class attribute, because `wrap` makes ModuleLists of this class without calling __init__
+    num_hidden: int = 1  # a class attribute, because `wrap` turns ModuleLists into this class without __init__
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
-        wanted = "at least 1: it is the number of hidden states that are passed from block to block"
+        wanted = "at least 1, because it is the number of hidden states that are passed from block to block"
         expect_number("num_hidden", num_hidden, wanted, lambda number: number >= 1, integer=True)
         expect_kind("modules", modules, Iterable, "a list of torch.nn.Modules")
         layers = list(modules)
@@ -49,20 +49,20 @@ class TransformerBlockList(torch.nn.ModuleList):
 
         Args:
             *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
-            return_hidden_states: whether to return in addition, for each hidden state, its values before every block,
-                stacked along a new dimension 0: (blocks, ...).
+            return_hidden_states: whether to also return, for each hidden state, its values before every block, stacked
+                along a new dimension 0: (blocks, ...).
             **kwargs: passed to every block.
 
         Returns:
-            The last block's hidden state; a tuple if there are several, or if `return_hidden_states` is set.
+            The last block's hidden state, or a tuple if there are several or if `return_hidden_states` is set.
 
         Raises:
-            ValueError: `args` has fewer than `num_hidden` elements, or a block returns another number of values.
+            ValueError: `args` has fewer than `num_hidden` elements, or a block does not return `num_hidden` values.
         """
         if len(args) < self.num_hidden:
             raise ValueError(
-                f"This TransformerBlockList passes on {self.num_hidden} hidden states, got {len(args)} positional "
-                "arguments: pass every hidden state by position, or set num_hidden."
+                f"This TransformerBlockList passes on {self.num_hidden} hidden states, but got {len(args)} positional "
+                "arguments. Pass every hidden state by position, or set num_hidden."
             )
         hidden, rest = args[: self.num_hidden], args[self.num_hidden :]
         entered: list[tuple] = []
@@ -78,7 +78,7 @@ class TransformerBlockList(torch.nn.ModuleList):
         if len(hidden) != self.num_hidden:
             raise ValueError(
                 f"Block {number} of a TransformerBlockList returned {len(hidden)} values instead of "
-                f"{self.num_hidden}: pass num_hidden={len(hidden)} to TransformerBlockList, or return only the hidden "
+                f"{self.num_hidden}. Pass num_hidden={len(hidden)} to TransformerBlockList, or return only the hidden "
                 "states that the next block takes."
             )
         return hidden
@@ -90,7 +90,7 @@ class TransformerBlockList(torch.nn.ModuleList):
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
-    """A TransformerBlockList under the name of BMTrain's list for pipelines. It has a single stage.
+    """A TransformerBlockList with the name of BMTrain's list for pipelines. It has a single stage.
 
     Args:
         modules: the layers, in execution order.
@@ -104,7 +104,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
         Args:
             *args: as in TransformerBlockList.
-            batch_related: which arguments BMTrain cuts into micro-batches; accepted for compatibility and ignored.
+            batch_related: the arguments that BMTrain cuts into micro-batches. Accepted for compatibility and ignored.
             return_hidden_states: as in TransformerBlockList.
             **kwargs: as in TransformerBlockList.
         """

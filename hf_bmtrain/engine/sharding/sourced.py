@@ -121,7 +121,7 @@ def _share_of(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of `tensor` is a mapped file. False if /proc/self/maps, which lists them, is missing."""
+    """Return whether the memory of `tensor` is a mapped file. False if there is no /proc/self/maps to tell."""
     maps = Path("/proc/self/maps")
     if not tensor.is_contiguous() or not maps.exists():
         return False

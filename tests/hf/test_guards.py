@@ -27,7 +27,7 @@ def optimizer_from_before():
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bmt.auto_wrap(model)
-    with pytest.raises(RuntimeError, match=r"SGD has parameters from before .*12 of 12.* Make the optimizer after"):
+    with pytest.raises(RuntimeError, match=r"SGD has parameters from before .*12 of 12.* Create the optimizer after"):
         step(model, optimizer)
 
 
@@ -47,7 +47,7 @@ def optimizer_from_before_in_trainer(folder):
     trainer = transformers.Trainer(
         model=model, args=jobs.arguments(folder), train_dataset=jobs.Rows(), optimizers=(optimizer, None)
     )
-    with pytest.raises(RuntimeError, match="Make the optimizer after auto_wrap"):
+    with pytest.raises(RuntimeError, match="Create the optimizer after auto_wrap"):
         trainer.train()
 
 

@@ -169,7 +169,7 @@ def steps() -> Iterator[Row]:
     yield managed("a number", lambda m, o, made: made.add_optimizer(sgd(), 0.1), r"lr_scheduler must have a step\(\)")
     yield managed("detached", lambda m, o, made: made.backward(torch.ones(())), r"loss must require .*\.detach\(\)")
     yield managed(
-        "a vector", lambda m, o, made: made.backward(torch.ones(3)), r"loss must be one .* \(3,\): take its \.mean"
+        "a vector", lambda m, o, made: made.backward(torch.ones(3)), r"loss must be one .* \(3,\). Take its \.mean"
     )
     yield managed("no_grad", lambda m, o, made: made.backward(ungraded(m)), r"loss must require .* torch\.no_grad")
     yield managed(
@@ -181,7 +181,7 @@ def steps() -> Iterator[Row]:
     )
     yield "backward", "a second time", backward_twice, "retain_graph=True"
     yield "backward", "create_graph", lambda: wrapped()(ids(0, 0)).backward(create_graph=True), "create_graph=True"
-    yield "optimizer.step", "before wrapping", stale_step, "Make the optimizer after auto_wrap"
+    yield "optimizer.step", "before wrapping", stale_step, "Create the optimizer after auto_wrap"
 
 
 def ungraded(model: Any) -> torch.Tensor:
@@ -211,7 +211,7 @@ def optimizers() -> Iterator[Row]:
     yield make("a model", "params must be model.parameters", Tower())
     yield make("nothing", "params must contain parameters, but is empty", [])
     yield make("an exhausted generator", "call it again for each use", exhausted())
-    yield make("double weights", "use torch.optim.AdamW for it", [nn.Parameter(torch.ones(2).double())])
+    yield make("double weights", "Use torch.optim.AdamW for it", [nn.Parameter(torch.ones(2).double())])
     yield make("an inner tensor", "non-leaf", [torch.ones(2, requires_grad=True) * 2])
     yield make("two lrs", "lr must be a number", lr=torch.ones(2))
     yield make("one beta", "betas must be two numbers", betas=(0.9,))
@@ -352,7 +352,7 @@ def states() -> Iterator[Row]:
         "OptimManager.load_state_dict",
         "of none",
         lambda: loads(bmt.optim.OptimManager().state_dict()),
-        "call add_optimizer for the same",
+        "Call add_optimizer for the same",
     )
     yield "OptimManager.load_state_dict", "scaled", lambda: loads(manager(loss_scale=2.0).state_dict()), "both cases"
 

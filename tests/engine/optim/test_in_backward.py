@@ -268,7 +268,7 @@ def spoilt_weights_are_told():
     with trainee.optimizer.update_in_backward():
         loss = trainee.model(ids(0, 0)) * (float("inf") if bmt.rank() == 0 else 1.0)
         trainee.manager.backward(loss)
-    with pytest.raises(RuntimeError, match="the weights are wrong now"):
+    with pytest.raises(RuntimeError, match="The weights are wrong now"):
         trainee.manager.step()
 
 

@@ -21,7 +21,7 @@ _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 
 
 def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Stack the tensors of all ranks along a new dimension 0. Differentiable. Collective.
+    """Stack the tensors of all ranks along a new dimension 0. Differentiable. Collective: every rank must call it.
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
@@ -39,7 +39,7 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
-    """Reduce a tensor over all ranks, element by element. Differentiable. Collective.
+    """Reduce a tensor over all ranks, element by element. Differentiable. Collective: every rank must call it.
 
     Args:
         x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
@@ -68,7 +68,9 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
-    """Reduce a tensor over all ranks and return this rank's part of dimension 0. Differentiable. Collective.
+    """Reduce a tensor over all ranks and return this rank's part of dimension 0. Differentiable.
+
+    Collective: every rank must call it.
 
     Args:
         x: (world size * n, ...); shape and dtype must be equal on all ranks.
@@ -93,7 +95,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
 
 
 def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
-    """Return one rank's tensor on every rank. Differentiable. Collective.
+    """Return one rank's tensor on every rank. Differentiable. Collective: every rank must call it.
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
@@ -121,7 +123,10 @@ def _check_tensor(function: str, name: str, x: Any) -> None:
 
 
 def _check_alike(function: str, name: str, x: torch.Tensor) -> None:
-    """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal on all ranks. Collective."""
+    """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal on all ranks.
+
+    Collective: every rank must call it.
+    """
     _check_tensor(function, name, x)
     everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
     if any(other != everyone[0] for other in everyone):
@@ -132,7 +137,10 @@ def _check_alike(function: str, name: str, x: torch.Tensor) -> None:
 
 
 def _stack(x: torch.Tensor) -> torch.Tensor:
-    """Return the `x` of all ranks as one new tensor (world size, ...) on the device of `x`. Collective."""
+    """Return the `x` of all ranks as one new tensor (world size, ...) on the device of `x`.
+
+    Collective: every rank must call it.
+    """
     world = current_world()
     local = x.detach().to(world.device).contiguous()
     full = local.new_empty((world.size, *local.shape))
@@ -188,10 +196,10 @@ class _Broadcast(torch.autograd.Function):
 
 
 def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Return the mean of a loss over all ranks, element by element. Differentiable. Collective.
+    """Return the mean of a loss over all ranks, element by element. Differentiable.
 
-    The name is BMTrain's, which returns the mean too. For logging, keep `.item()` or `.detach()` of the result, because
-    the result itself keeps the autograd graph of the forward in memory.
+    Collective: every rank must call it. The name is BMTrain's, which returns the mean too. For logging, keep `.item()`
+    or `.detach()` of the result, because the result itself keeps the autograd graph of the forward in memory.
 
     Args:
         loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
@@ -212,7 +220,9 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
-    """Concatenate the results of all ranks on dimension 0, in rank order. Not differentiable. Collective.
+    """Concatenate the results of all ranks on dimension 0, in rank order. Not differentiable.
+
+    Collective: every rank must call it.
 
     Args:
         result: (n, ...); shape and dtype must be equal on all ranks. A scalar is treated as shape (1,).

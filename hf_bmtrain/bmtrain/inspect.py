@@ -93,7 +93,9 @@ def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> list[dict[str, Any]]:
-    """Compute statistics of a model's parameters, without gathering the parameters. Collective.
+    """Compute statistics of a model's parameters, without gathering the parameters.
+
+    Collective: every rank must call it.
 
     Args:
         model: the model, sharded or not.
@@ -169,7 +171,7 @@ class InspectTensor:
         ]
 
     def get_summary(self) -> list[dict[str, Any]]:
-        """Compute statistics of the recorded tensors over all ranks. Collective.
+        """Compute statistics of the recorded tensors over all ranks. Collective: every rank must call it.
 
         Returns:
             A dict for each record, in order, with the keys of `inspect_model`. The size of dimension 0 in "shape" is

@@ -81,12 +81,12 @@ def load_state(
     weights: bool = True,
     random: bool = True,
 ) -> Resumed | None:
-    """Load the newest intact checkpoint in `folder`, or `folder` itself if it is a checkpoint. Collective.
+    """Load the newest intact checkpoint in `folder`, or `folder` itself if it is a checkpoint.
 
-    Each rank reads its own elements, whatever number of ranks saved them, and verifies the checksums of all bytes that
-    it uses. If a checkpoint is incomplete or damaged, the previous one is loaded instead, with a warning that names the
-    file and the tensor. On the same number of ranks, training continues bit by bit; on another number, the random
-    generators are seeded anew.
+    Collective: every rank must call it. Each rank reads its own elements, whatever number of ranks saved them, and
+    verifies the checksums of all bytes that it uses. If a checkpoint is incomplete or damaged, the previous one is
+    loaded instead, with a warning that names the file and the tensor. On the same number of ranks, training continues
+    bit by bit; on another number, the random generators are seeded anew.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.
@@ -138,7 +138,7 @@ def load_state(
 
 
 def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
-    """Find the checkpoints in `given` on rank 0, and return them on all ranks. Collective.
+    """Find the checkpoints in `given` on rank 0, and return them on all ranks. Collective: every rank must call it.
 
     without: as for `find`, which describes the result.
     Raises RuntimeError on all ranks if rank 0 cannot read the folder.
@@ -162,10 +162,10 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
 
 
 def _attempt(world: World, stage: Any) -> str | None:
-    """Call `stage`, and return on all ranks the damage that any rank has found in files, or None. Collective.
+    """Call `stage`, and return on all ranks the damage that any rank has found in files, or None.
 
-    `stage` reports damage by raising Damaged or OSError. If it raises another exception on any rank, RuntimeError is
-    raised on all ranks.
+    Collective: every rank must call it. `stage` reports damage by raising Damaged or OSError. If it raises another
+    exception on any rank, RuntimeError is raised on all ranks.
     """
     damage = problem = None
     try:

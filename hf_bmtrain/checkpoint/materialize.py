@@ -19,7 +19,7 @@ Named = dict[int, tuple[torch.Tensor, list[str]]]
 
 
 def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
-    """Replace the meta parameters and buffers of a model by values from files. Collective.
+    """Replace the meta parameters and buffers of a model by values from files. Collective: every rank must call it.
 
     Each rank maps the files into memory and reads only its own elements of each parameter, cast to the parameter's
     dtype. For a Hugging Face model, tied weights are tied first, and buffers that are not in the files are computed

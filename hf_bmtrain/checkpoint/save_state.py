@@ -63,12 +63,13 @@ def save_state(
     name: str | None = None,
     add: Callable[[Path], None] | None = None,
 ) -> SavingState:
-    """Save everything needed to resume training to `folder`/checkpoint-`step`, for `load_state`. Collective.
+    """Save everything needed to resume training to `folder`/checkpoint-`step`, for `load_state`.
 
-    This saves the weights, buffers, optimizer state, schedulers, loss scale, the random generators of every rank, and
-    which layers compute in float8. Nothing is gathered: each rank writes its own elements into the files, so every rank
-    must be able to write to `folder`. Hugging Face's `from_pretrained` can open `model*.safetensors` with the config.
-    `optimizer*.safetensors` contain the optimizer state in the parameters' shapes.
+    Collective: every rank must call it. This saves the weights, buffers, optimizer state, schedulers, loss scale, the
+    random generators of every rank, and which layers compute in float8. Nothing is gathered: each rank writes its own
+    elements into the files, so every rank must be able to write to `folder`. Hugging Face's `from_pretrained` can open
+    `model*.safetensors` with the config. `optimizer*.safetensors` contain the optimizer state in the parameters'
+    shapes.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
     older checkpoints deleted. If the job is killed, earlier checkpoints are intact. No other job may save to `folder`
@@ -151,11 +152,11 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
 
 
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
-    """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and tell all ranks its name. Collective.
+    """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and tell all ranks its name.
 
-    It also sets the checkpoint's step and number, which rank 0 chooses, on every rank. Raises RuntimeError on all ranks
-    if `begin` fails, if a rank does not see the folder, or if the ranks would write tensors that differ in names,
-    dtypes or shapes.
+    Collective: every rank must call it. It also sets the checkpoint's step and number, which rank 0 chooses, on every
+    rank. Raises RuntimeError on all ranks if `begin` fails, if a rank does not see the folder, or if the ranks would
+    write tensors that differ in names, dtypes or shapes.
     """
     problem = None
     if world.rank == 0:
@@ -180,7 +181,7 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
 
 
 def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
-    """Call `add`, if it is given, on every rank, to add files to the checkpoint. Collective.
+    """Call `add`, if it is given, on every rank, to add files to the checkpoint. Collective: every rank must call it.
 
     Raises RuntimeError on all ranks if `add` fails on any rank.
     """
@@ -195,7 +196,10 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
 
 
 def let_others_save(folder: str | os.PathLike) -> None:
-    """Wait for the checkpoint that is being saved to `folder`, and unlock the folder for other jobs. Collective."""
+    """Wait for the checkpoint that is being saved to `folder`, and unlock the folder for other jobs.
+
+    Collective: every rank must call it.
+    """
     keeper = current_world().kept.pop(Path(folder).resolve(), None)
     if keeper is not None:
         keeper.finish(current_world())
@@ -234,7 +238,7 @@ class SavingState:
             _log.error("save_state: %s was not saved. %s", self._job.final, self._problem)
 
     def wait(self) -> None:
-        """Block until the checkpoint is complete. Collective.
+        """Block until the checkpoint is complete. Collective: every rank must call it.
 
         Raises:
             RuntimeError: on every rank, if saving failed on one rank.
@@ -262,7 +266,7 @@ class _Keeper:
         self.memory = HostMemory()
 
     def finish(self, world: World) -> None:
-        """Wait for the checkpoint that a thread is writing, if any. Collective.
+        """Wait for the checkpoint that a thread is writing, if any. Collective: every rank must call it.
 
         Raises RuntimeError on every rank if saving it failed.
         """
@@ -414,9 +418,9 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """Return the entries to save, by the base name of their files, and the other state of each optimizer. Collective.
+    """Return the entries to save, by the base name of their files, and the other state of each optimizer.
 
-    The other state is the second result of `optimizer_entries`.
+    Collective: every rank must call it. The other state is the second result of `optimizer_entries`.
 
     trained_only: as for `save_state`.
     """

@@ -31,7 +31,7 @@ def collect(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Return the small state of all ranks on every rank. Collective.
+    """Return the small state of all ranks on every rank. Collective: every rank must call it.
 
     others: the state of each optimizer that is in no safetensors file, as {parameter name: {key: value}}.
     """
@@ -149,7 +149,10 @@ def _with_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module
 
 
 def _own_buffers(world: World, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's persistent buffers that differ from rank 0's. Collective."""
+    """Return copies of this rank's persistent buffers that differ from rank 0's.
+
+    Collective: every rank must call it.
+    """
     buffers = {name: buffer.detach().cpu() for name, buffer in named_persistent_buffers(model)}
     digests = {name: checksum(buffer) for name, buffer in buffers.items()}
     first = world.control.broadcast_object(digests)

@@ -64,7 +64,7 @@ class Saving:
 
 
 def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: bool = False) -> Saving | None:
-    """Save the full tensors of a model, including persistent buffers, to one file. Collective.
+    """Save the full tensors of a model, including persistent buffers, to one file. Collective: every rank must call it.
 
     Rank 0 writes to a temporary folder `file_name`.*.tmp, flushes the file to disk, and renames it into place. If the
     job is killed, `file_name` is the previous or the new file, and the next save deletes the temporary folder. The file
@@ -107,7 +107,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
 
 
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
-    """Load a file of full tensors into a model, in place. Collective.
+    """Load a file of full tensors into a model, in place. Collective: every rank must call it.
 
     Each rank reads its own elements of each tensor, so every host must see the file. It may have been written by
     `bmt.save`, `torch.save(model.state_dict())`, Hugging Face's `save_pretrained` or BMTrain. Files of torch.save are

@@ -68,7 +68,10 @@ class DCPState:
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's elements in host memory, which DCP saves or overwrites. Collective."""
+        """Return copies of this rank's elements in host memory, which DCP saves or overwrites.
+
+        Collective: every rank must call it.
+        """
         current_world().barrier("DCPState.state_dict")
         state: dict[str, Any] = {"model": {name: _pack(t, t) for name, t in _model_tensors(self._model).items()}}
         if self._optimizer is not None:
@@ -77,7 +80,7 @@ class DCPState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy the values that DCP has loaded into the model and the optimizer. Collective.
+        """Copy the values that DCP has loaded into the model and the optimizer. Collective: every rank must call it.
 
         Args:
             state_dict: the result of `state_dict`, after DCP has loaded values into it.

@@ -39,10 +39,10 @@ def hang_seconds() -> float:
 
 
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:
-    """Wait until every rank has called this function, and return the store in which they met. Collective.
+    """Wait until every rank has called this function, and return the store in which they met.
 
-    After HF_BMTRAIN_HANG_SECONDS, and again after 30 s, the lowest of the waiting ranks logs a warning that names the
-    missing ranks.
+    Collective: every rank must call it. After HF_BMTRAIN_HANG_SECONDS, and again after 30 s, the lowest of the waiting
+    ranks logs a warning that names the missing ranks.
 
     Args:
         rank: this rank.

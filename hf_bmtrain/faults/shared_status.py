@@ -40,7 +40,7 @@ class SharedStatus:
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:
-        """Map the pages of this host's ranks. Collective."""
+        """Map the pages of this host's ranks. Collective: every rank must call it."""
         self._control, self._rank, self._collective_logs = control, rank, 0
         places = control.gather(_place())
         self.neighbours = [r for r, place in enumerate(places) if place == places[rank] and r != rank]
@@ -51,7 +51,10 @@ class SharedStatus:
             self._map()
 
     def _map(self) -> None:
-        """Map one file with a page for each rank of this host. If a rank cannot, no rank does. Collective."""
+        """Map one file with a page for each rank of this host. If a rank cannot, no rank does.
+
+        Collective: every rank must call it.
+        """
         ranks = sorted([self._rank, *self.neighbours])
         path = _create(len(ranks) * _PAGE_BYTES) if self._rank == ranks[0] else None
         path = self._control.gather(path)[ranks[0]]

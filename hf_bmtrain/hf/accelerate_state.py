@@ -57,7 +57,9 @@ class _AcceleratorStates:
         self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
 
     def save(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Path:
-        """Save models, optimizers and the rest of Accelerate's state as a checkpoint. Collective.
+        """Save models, optimizers and the rest of Accelerate's state as a checkpoint.
+
+        Collective: every rank must call it.
 
         Args:
             output_dir: the checkpoint's folder; required without automatic naming, ignored with it.
@@ -103,10 +105,10 @@ class _AcceleratorStates:
         return saved.folder if automatic else root
 
     def load(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """Load `input_dir` or, with automatic naming, the newest intact checkpoint. Collective.
+        """Load `input_dir` or, with automatic naming, the newest intact checkpoint.
 
-        Damaged checkpoints are skipped, and the log says why. A folder in Accelerate's own format is loaded by
-        Accelerate.
+        Collective: every rank must call it. Damaged checkpoints are skipped, and the log says why. A folder in
+        Accelerate's own format is loaded by Accelerate.
 
         Args:
             input_dir: the folder. None uses automatic naming.
@@ -194,7 +196,7 @@ class _AcceleratorStates:
 
 
 def _on_first_rank(world: World, call: Any) -> Any:
-    """Call `call` on rank 0, and return its result on all ranks. Collective.
+    """Call `call` on rank 0, and return its result on all ranks. Collective: every rank must call it.
 
     Raises RuntimeError on all ranks if the call raises OSError or ValueError.
     """

@@ -85,7 +85,10 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
 
 
 def agree_on_arguments(args: TrainingArguments) -> None:
-    """Raise RuntimeError if an argument that must be the same on all ranks differs between them. Collective."""
+    """Raise RuntimeError if an argument that must be the same on all ranks differs between them.
+
+    Collective: every rank must call it.
+    """
     current_world().check_same_on_all_ranks("Trainer.train", {name: getattr(args, name, None) for name in _EQUAL})
 
 

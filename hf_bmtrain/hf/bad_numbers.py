@@ -74,7 +74,10 @@ class BadNumbers:
             _watcher().watch(self, self._parameters)
 
     def _spoilt(self) -> str:
-        """Return a text with the number of parameters that contain inf or nan on at least one rank. Collective."""
+        """Return a text with the number of parameters that contain inf or nan on at least one rank.
+
+        Collective: every rank must call it.
+        """
         world = current_world()
         parts = [p.detach().as_subclass(torch.Tensor) for p in self._parameters]
         flags = torch.stack([part.isfinite().all().logical_not() for part in parts]).float().to(world.device)

@@ -211,7 +211,7 @@ class BMTrainCallback(TrainerCallback):
         self._weights.written = self._checkpoints.staged if own else None
 
     def stage(self, args: Any, model: Any) -> None:
-        """Gather the weights on rank 0, for a `save_model` that only rank 0 calls. Collective.
+        """Gather the weights on rank 0, for a `save_model` that only rank 0 calls. Collective: every rank must call it.
 
         Args:
             args: the trainer's TrainingArguments.

@@ -58,11 +58,11 @@ class TrainerCheckpoints:
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:
-        """Save the sharded part of `checkpoint-step`, before Trainer writes the rest. Collective.
+        """Save the sharded part of `checkpoint-step`, before Trainer writes the rest.
 
-        From then until `complete` or `withdraw`, the optimizer's state_dict() returns a reference to the folder instead
-        of the state. A second `save` in this time does nothing. Raises RuntimeError on every rank if any rank cannot
-        write.
+        Collective: every rank must call it. From then until `complete` or `withdraw`, the optimizer's state_dict()
+        returns a reference to the folder instead of the state. A second `save` in this time does nothing. Raises
+        RuntimeError on every rank if any rank cannot write.
         """
         if self._reference is not None:
             return
@@ -76,7 +76,9 @@ class TrainerCheckpoints:
         self._refer({"id": identity, "folder": str(folder)})
 
     def complete(self, best: str | None) -> None:
-        """Add checksums of Trainer's files to the checkpoint, then delete older checkpoints. Collective.
+        """Add checksums of Trainer's files to the checkpoint, then delete older checkpoints.
+
+        Collective: every rank must call it.
 
         Args:
             best: a checkpoint that must not be deleted, or None.
@@ -104,7 +106,7 @@ class TrainerCheckpoints:
             remove(folder)
 
     def close(self) -> None:
-        """Unlock the folder, so that other jobs can save to it. Collective."""
+        """Unlock the folder, so that other jobs can save to it. Collective: every rank must call it."""
         self.withdraw()
         let_others_save(self._args.output_dir)
 
@@ -141,10 +143,10 @@ class TrainerCheckpoints:
         return Path(reference["folder"])
 
     def load(self, *folders: str | os.PathLike | None, resumed: bool) -> None:
-        """Load the sharded part of the checkpoint whose `optimizer.pt` Trainer has loaded, if there is one. Collective.
+        """Load the sharded part of the checkpoint whose `optimizer.pt` Trainer has loaded, if there is one.
 
-        Weights are loaded even if Trainer has loaded them, because Trainer does not verify checksums. Trainer's own
-        files are verified too, including files that Trainer loads later.
+        Collective: every rank must call it. Weights are loaded even if Trainer has loaded them, because Trainer does
+        not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
 
         Args:
             *folders: folders in which to look for the checkpoint before the folder in the reference.
@@ -176,7 +178,9 @@ class TrainerCheckpoints:
             group.update(loaded)
 
     def _verify_without_reference(self, places: list[Path]) -> None:
-        """Verify a checkpoint that Trainer has loaded without a reference to a sharded part. Collective.
+        """Verify a checkpoint that Trainer has loaded without a reference to a sharded part.
+
+        Collective: every rank must call it.
 
         places: the folders in which to look. The first one with a manifest is the checkpoint; without one, Trainer
         alone saved the checkpoint, and nothing is verified. Raises RuntimeError if the checkpoint is damaged, or if it
@@ -209,9 +213,10 @@ def writes_own_weights(model: Any) -> bool:
 
 
 def newest_complete(output_dir: str | os.PathLike) -> Path | None:
-    """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying every byte of it. Collective.
+    """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying every byte of it.
 
-    Each rank reads and verifies a part of the bytes. Damaged and incomplete checkpoints are skipped and logged.
+    Collective: every rank must call it. Each rank reads and verifies a part of the bytes. Damaged and incomplete
+    checkpoints are skipped and logged.
 
     Returns:
         The folder; None if `output_dir` does not exist or has no checkpoint.
@@ -238,12 +243,17 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return the damage of a checkpoint, or None. Each rank verifies a part of the bytes. Collective."""
+    """Return the damage of a checkpoint, or None. Each rank verifies a part of the bytes.
+
+    Collective: every rank must call it.
+    """
     return _ask(folder, _damage)
 
 
 def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | None:
-    """Call `look` on every rank, and return the damage that the lowest rank found, or None. Collective.
+    """Call `look` on every rank, and return the damage that the lowest rank found, or None.
+
+    Collective: every rank must call it.
 
     look: called with the folder, this rank and the number of ranks. It returns a description of damage, or None.
     """
@@ -308,9 +318,10 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _weights_were_replaced(checkpoint: Path) -> bool:
-    """Return whether other weight files, with an index, have replaced the saved ones. Collective.
+    """Return whether other weight files, with an index, have replaced the saved ones.
 
-    Trainer has then loaded the other files. They have no checksums, which the log says.
+    Collective: every rank must call it. Trainer has then loaded the other files. They have no checksums, which the log
+    says.
     """
     saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
     index = checkpoint / "model.safetensors.index.json"
@@ -329,7 +340,10 @@ def _damage_of_added(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]) -> None:
-    """Raise RuntimeError on every rank if `look` (see `_ask`) finds damage on any rank. Collective."""
+    """Raise RuntimeError on every rank if `look` (see `_ask`) finds damage on any rank.
+
+    Collective: every rank must call it.
+    """
     problem = _ask(folder, look)
     if problem is not None:
         raise RuntimeError(f"The checkpoint {folder} is damaged: {problem}. Resume from another checkpoint.")

@@ -45,7 +45,7 @@ def from_pretrained(
     sequence_parallel: int = 1,
     **kwargs: Any,
 ) -> Any:
-    """Load a model of transformers and shard it while its files are read. Collective.
+    """Load a model of transformers and shard it while its files are read. Collective: every rank must call it.
 
     The result equals `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, bit by bit, but no
     rank ever has the full model in memory. There is one exception: transformers overwrites the padding row of some
@@ -237,7 +237,10 @@ def _check_complete(model: Any) -> None:
 
 
 def _raise_everywhere(world: World, failure: Exception | None) -> None:
-    """Raise `failure` if this rank has one, or RuntimeError if only other ranks failed. Collective."""
+    """Raise `failure` if this rank has one, or RuntimeError if only other ranks failed.
+
+    Collective: every rank must call it.
+    """
     try:
         problem = None if failure is None else f"{type(failure).__name__}: {failure}"
         world.raise_everywhere("from_pretrained failed", problem)
@@ -248,17 +251,21 @@ def _raise_everywhere(world: World, failure: Exception | None) -> None:
 
 
 def _check_alike(model: torch.nn.Module, world: World) -> None:
-    """Raise RuntimeError if the ranks' models differ in the names, shapes or dtypes of their tensors. Collective."""
+    """Raise RuntimeError if the ranks' models differ in the names, shapes or dtypes of their tensors.
+
+    Collective: every rank must call it.
+    """
     world.check_same_on_all_ranks(
         "from_pretrained", tensor_facts(model), {"files of": getattr(model, "name_or_path", None)}
     )
 
 
 def _tie_equal(model: Any, world: World) -> None:
-    """Tie two weights that the model declares as tied, if the files contain both and they are equal. Collective.
+    """Tie two weights that the model declares as tied, if the files contain both and they are equal.
 
-    If the files contain only one of them, transformers has already tied them. If they contain both, transformers would
-    compare them. Here no rank has all their values, so each rank compares its own elements.
+    Collective: every rank must call it. If the files contain only one of them, transformers has already tied them. If
+    they contain both, transformers would compare them. Here no rank has all their values, so each rank compares its own
+    elements.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):

@@ -70,7 +70,10 @@ class Speedometer(Observer):
             self._paused = None
 
     def read(self) -> dict[str, float]:
-        """Return the rates over all ranks since the last call, and the largest peak memory of a rank. Collective."""
+        """Return the rates over all ranks since the last call, and the largest peak memory of a rank.
+
+        Collective: every rank must call it.
+        """
         world = current_world()
         counts = [self._samples, self._tokens, self._flops]
         totals = torch.tensor(counts, dtype=torch.float64, device=world.device)

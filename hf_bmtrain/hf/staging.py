@@ -36,7 +36,9 @@ class StagedWeights:
             model.state_dict = self.state_dict
 
     def gather(self, checkpoint: bool) -> None:
-        """Gather the full weights on rank 0, unless those of the last call are up to date. Collective.
+        """Gather the full weights on rank 0, unless those of the last call are up to date.
+
+        Collective: every rank must call it.
 
         Args:
             checkpoint: whether the weights are for a checkpoint of Trainer, whose keys `save_pretrained` must keep.

@@ -19,7 +19,7 @@ class Termination:
         self._received = True
 
     def agreed(self) -> bool:
-        """Return whether any rank has received SIGTERM. Collective."""
+        """Return whether any rank has received SIGTERM. Collective: every rank must call it."""
         return any(current_world().gather_objects(self._received))
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class TrainerMixin:
         super().__init__(*args, callbacks=callbacks, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train the model. Collective.
+        """Train the model. Collective: every rank must call it.
 
         A checkpoint to resume from is verified first; each rank reads a part of it.
 
@@ -104,7 +104,9 @@ class TrainerMixin:
         super().log(logs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
-        """Gather the weights, and call the trainer's `save_model`, which saves on rank 0. Collective.
+        """Gather the weights, and call the trainer's `save_model`, which saves on rank 0.
+
+        Collective: every rank must call it.
 
         Args:
             *args: passed to the trainer's `save_model`.

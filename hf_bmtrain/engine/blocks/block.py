@@ -26,7 +26,8 @@ class CheckpointBlock(ShardedModule):
 
     `CheckpointBlock(layer)` shards `layer` in place and returns it. Its new class is a subclass of CheckpointBlock and
     of its old class, so names, `isinstance` checks, hooks, attributes and `state_dict` keys remain valid. A list that
-    the layer returns is converted to a tuple, as in BMTrain. (`auto_wrap` does not convert lists.) Collective.
+    the layer returns is converted to a tuple, as in BMTrain. (`auto_wrap` does not convert lists.)
+    Collective: every rank must call it.
 
     Args:
         layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.

@@ -13,11 +13,11 @@ from .block import CheckpointBlock
 
 
 class TransformerBlockList(torch.nn.ModuleList):
-    """CheckpointBlocks in execution order, each of which knows its neighbours, for prefetching. Collective.
+    """CheckpointBlocks in execution order, each of which knows its neighbours, for prefetching.
 
-    Every module becomes a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList. (A
-    slice is a plain ModuleList.) It can be called as in BMTrain: `blocks(x, *args, **kwargs)` passes `x` through all
-    blocks, each of which gets the same `args` and `kwargs`.
+    Collective: every rank must call it. Every module becomes a CheckpointBlock. The list can be iterated over, indexed
+    and sliced like any ModuleList. (A slice is a plain ModuleList.) It can be called as in BMTrain: `blocks(x, *args,
+    **kwargs)` passes `x` through all blocks, each of which gets the same `args` and `kwargs`.
 
     Args:
         modules: the layers, in execution order.

@@ -74,7 +74,7 @@ class BlockState:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Unshard the block and run the layer's own forward. Collective.
+        """Unshard the block and run the layer's own forward. Collective: every rank must call it.
 
         layer_forward: the bound forward of the layer's class.
         """
@@ -188,9 +188,10 @@ class BlockState:
     # -- full and local parameters ------------------------------------------------------------------------------
 
     def unshard(self, neighbour: BlockState | None) -> None:
-        """All-gather the block, prefetch `neighbour`, and set the slots to the full parameters. Collective.
+        """All-gather the block, prefetch `neighbour`, and set the slots to the full parameters.
 
-        The current stream waits only for the block's own all-gathers, which are issued before the neighbour's.
+        Collective: every rank must call it. The current stream waits only for the block's own all-gathers, which are
+        issued before the neighbour's.
         """
         self.schedule.open_block(self, neighbour)
         for buffer in self.buffers:
@@ -225,7 +226,7 @@ class BlockState:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
-        """Unshard the block for its backward. Collective.
+        """Unshard the block for its backward. Collective: every rank must call it.
 
         token: the versions of the buffers in forward. Raises RuntimeError if a version has changed since.
         """

@@ -177,9 +177,10 @@ class ParameterInitializer:
 
 @torch.no_grad()
 def init_parameters(model: torch.nn.Module) -> None:
-    """Initialize every DistributedParameter that has an `init_method`. All ranks get rank 0's values. Collective.
+    """Initialize every DistributedParameter that has an `init_method`. All ranks get rank 0's values.
 
-    Other parameters keep their values. Hugging Face models do not need this call, because they initialize themselves.
+    Collective: every rank must call it. Other parameters keep their values. Hugging Face models do not need this call,
+    because they initialize themselves.
 
     Args:
         model: the model whose parameters are initialized.

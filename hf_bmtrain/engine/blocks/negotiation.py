@@ -59,7 +59,7 @@ class Negotiation:
 
         Args:
             control: exchanges the requests.
-            reduce: starts the reduction of gradients of one block, or of one root buffer. Collective.
+            reduce: starts the reduction of gradients of one block, or of one root buffer. It is collective.
         """
         self._control, self._reduce = control, reduce
         self._units = 0
@@ -113,9 +113,10 @@ class Negotiation:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
-        """Return when the ranks have agreed on the all-gather of `buffer`. The caller must issue it now. Collective.
+        """Return when the ranks have agreed on the all-gather of `buffer`. The caller must issue it now.
 
-        Does nothing if no collective is needed, or if the buffer's model was not registered.
+        Collective: every rank must call it. Does nothing if no collective is needed, or if the buffer's model was not
+        registered.
 
         Args:
             buffer: the buffer.
@@ -126,9 +127,9 @@ class Negotiation:
             self._agree(requests.backward if entry == BACKWARD else requests.forward, entry)
 
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
-        """Return when the ranks have agreed on the reduction of `gradients`. The caller must start it now. Collective.
+        """Return when the ranks have agreed on the reduction of `gradients`. The caller must start it now.
 
-        Does nothing if `gradients` is empty, or if their model was not registered.
+        Collective: every rank must call it. Does nothing if `gradients` is empty, or if their model was not registered.
         """
         if gradients and (requests := self._requests.get(gradients[0].number)) is not None:
             self._agree(requests.reduction, BACKWARD)
@@ -145,7 +146,9 @@ class Negotiation:
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def finish(self, entry: int) -> None:
-        """Take part in the operations of other ranks until all ranks have reached the end of their pass. Collective.
+        """Take part in the operations of other ranks until all ranks have reached the end of their pass.
+
+        Collective: every rank must call it.
 
         entry: the pass that ends: FORWARD, EVALUATION or BACKWARD.
         """

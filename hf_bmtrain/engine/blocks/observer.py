@@ -46,7 +46,9 @@ class Observer:
     def explain_skip(
         self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor
     ) -> str | None:
-        """Return a text that explains why the last step of `manager` was skipped, or None if unknown. Collective.
+        """Return a text that explains why the last step of `manager` was skipped, or None if unknown.
+
+        Collective: every rank must call it.
 
         Args:
             manager: the manager whose step was skipped.

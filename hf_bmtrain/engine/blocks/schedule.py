@@ -40,7 +40,7 @@ class BackwardParticipant(Protocol):
     def buffers(self) -> Sequence[ShardedBuffer]: ...
 
     def finish_backward(self) -> None:
-        """Start the reductions that have not started yet, and reshard. Collective."""
+        """Start the reductions that have not started yet, and reshard. Collective: every rank must call it."""
 
     def abandon_backward(self) -> None:
         """Drop the gradients and reshard, after a backward that raised an exception."""
@@ -96,7 +96,7 @@ class ForwardPass:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
-        """Start the all-gathers of root parameters that backward needs. Collective.
+        """Start the all-gathers of root parameters that backward needs. Collective: every rank must call it.
 
         token: the result of `end`. Raises RuntimeError if a version has changed since.
         """
@@ -195,13 +195,19 @@ class Schedule:
             add_note("\n".join(lines))
 
     def free_dropped(self) -> None:
-        """Free memory outside torch's allocator that belongs to models which every rank has dropped. Collective."""
+        """Free memory outside torch's allocator that belongs to models which every rank has dropped.
+
+        Collective: every rank must call it.
+        """
         self.shards.free_dropped()
         if not self.shards.mapped_bytes:
             self.blocks.free()
 
     def wait_for_readers(self) -> None:
-        """Make the current stream wait until no rank reads shards, so that they may be written. Collective."""
+        """Make the current stream wait until no rank reads shards, so that they may be written.
+
+        Collective: every rank must call it.
+        """
         self.shards.wait_for_readers()
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -267,7 +273,7 @@ class Schedule:
             self._pass.blocks.add(block)
 
     def gather(self, buffer: ShardedBuffer) -> None:
-        """Start the all-gather of `buffer`, unless it is unsharded. Collective.
+        """Start the all-gather of `buffer`, unless it is unsharded. Collective: every rank must call it.
 
         If the ranks negotiate the collectives of this forward or backward, they may call this for different buffers.
         """
@@ -345,7 +351,10 @@ class Schedule:
 
     @torch.no_grad()
     def _end_backward(self, task: int) -> None:
-        """End the backward of graph task `task`: finish all reductions and set every `.grad`. Collective."""
+        """End the backward of graph task `task`: finish all reductions and set every `.grad`.
+
+        Collective: every rank must call it.
+        """
         self.open_block(None, None)
         members = self._members.pop(task)
         uneven = any(each.negotiation is not None for each in self._passes.get(task, ()))
@@ -402,7 +411,7 @@ class Schedule:
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
-        """Start to average `gradients`, which belong to one block, over the ranks. Collective.
+        """Start to average `gradients`, which belong to one block, over the ranks. Collective: every rank must call it.
 
         First waits for earlier reductions, like `make_room`. Later calls wait for all of `gradients` or for none of
         them. If collectives are negotiated, this rank first takes part in the operations of other ranks.

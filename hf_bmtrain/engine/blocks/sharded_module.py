@@ -58,7 +58,9 @@ class ShardedModule(torch.nn.Module):
         raise NotImplementedError
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
-        """Return full tensors on the CPU under the module's usual keys. Tied weights stay tied. Collective.
+        """Return full tensors on the CPU under the module's usual keys. Tied weights stay tied.
+
+        Collective: every rank must call it.
 
         Args:
             *args: as in torch.nn.Module.
@@ -76,7 +78,7 @@ class ShardedModule(torch.nn.Module):
         return destination.plain() if outermost else destination
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Load full tensors. Each rank copies only its own elements. Collective.
+        """Load full tensors. Each rank copies only its own elements. Collective: every rank must call it.
 
         Args:
             state_dict: the full tensors, the same on every rank.
@@ -94,7 +96,10 @@ class ShardedModule(torch.nn.Module):
             return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo):
-        """Return a deep copy with full parameters that is not sharded, for example to wrap it again. Collective."""
+        """Return a deep copy with full parameters that is not sharded, for example to wrap it again.
+
+        Collective: every rank must call it.
+        """
         return _plain_copy(self, memo)
 
     def __reduce_ex__(self, protocol) -> NoReturn:
@@ -153,7 +158,9 @@ _ADDED = ("_schedule", "_bmt", "_uneven", "_is_fsdp_managed_module")
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of `module` with full parameters and without everything that sharding has added. Collective.
+    """Return a deep copy of `module` with full parameters and without everything that sharding has added.
+
+    Collective: every rank must call it.
 
     memo: the argument of `__deepcopy__`, {id(original): copy}.
     """

@@ -22,11 +22,11 @@ _SAMPLED = 64
 def agree(
     control: ObjectComm, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order. Collective.
+    """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order.
 
-    Strings are compared themselves, other values by their `repr`. If all facts are equal, each rank only sends one
-    digest. Otherwise rank 0 broadcasts its facts, and every rank compares its own with them. The error is the same on
-    every rank, and shows for the first few differences which ranks have which value.
+    Collective: every rank must call it. Strings are compared themselves, other values by their `repr`. If all facts are
+    equal, each rank only sends one digest. Otherwise rank 0 broadcasts its facts, and every rank compares its own with
+    them. The error is the same on every rank, and shows for the first few differences which ranks have which value.
 
     Args:
         control: exchanges objects between the ranks.

@@ -49,25 +49,36 @@ class Communicator(Protocol):
     collective_log: CollectiveLog
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        """Fill `full` (size * n,) with the shards (n,) of all ranks, in rank order. Collective."""
+        """Fill `full` (size * n,) with the shards (n,) of all ranks, in rank order.
+
+        Collective: every rank must call it.
+        """
         ...
 
     def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
-        """Average `full` (size * n,) over ranks, and write this rank's part of the mean to `shard` (n,). Collective."""
+        """Average `full` (size * n,) over ranks, and write this rank's part of the mean to `shard` (n,).
+
+        Collective: every rank must call it.
+        """
         ...
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        """Replace `tensor` on every rank by its sum over ranks, or by the maximum if `maximum`. Collective."""
+        """Replace `tensor` on every rank by its sum over ranks, or by the maximum if `maximum`.
+
+        Collective: every rank must call it.
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        """Replace `tensor` on every rank by the values of rank `root`. Collective."""
+        """Replace `tensor` on every rank by the values of rank `root`. Collective: every rank must call it."""
         ...
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Ticket:
-        """Send every rank a part of `sent`, and fill `received` with the parts that the ranks send. Collective.
+        """Send every rank a part of `sent`, and fill `received` with the parts that the ranks send.
+
+        Collective: every rank must call it.
 
         Args:
             received: (sum of receive_counts,), written: the parts from all ranks, in rank order.
@@ -109,7 +120,7 @@ class Gather(Protocol):
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, wait_for_update: Callable[[], None]
     ) -> torch.Tensor:
-        """Allocate a shard (numel,) of zeros that can be all-gathered. Collective.
+        """Allocate a shard (numel,) of zeros that can be all-gathered. Collective: every rank must call it.
 
         Args:
             numel: the number of elements.
@@ -144,13 +155,15 @@ class Gather(Protocol):
         return True
 
     def wait_for_readers(self) -> None:
-        """Make the current stream wait until all gathers started so far, on any rank, are complete. Collective.
+        """Make the current stream wait until all gathers started so far, on any rank, are complete.
 
-        Work that is queued on the stream afterwards may write to shards.
+        Collective: every rank must call it. Work that is queued on the stream afterwards may write to shards.
         """
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        """Make later gathers of `shard` wait until every rank has completed an asynchronous update of it. Collective.
+        """Make later gathers of `shard` wait until every rank has completed an asynchronous update of it.
+
+        Collective: every rank must call it.
 
         Args:
             shard: this rank's shard, from `allocate`.
@@ -158,7 +171,10 @@ class Gather(Protocol):
         """
 
     def free_dropped(self) -> None:
-        """Free the memory of shards from `allocate` that no rank refers to any longer. Collective."""
+        """Free the memory of shards from `allocate` that no rank refers to any longer.
+
+        Collective: every rank must call it.
+        """
 
 
 class CollectiveGather(Gather):

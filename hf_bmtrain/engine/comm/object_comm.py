@@ -31,7 +31,10 @@ class ObjectComm:
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
-        """Create a gloo group of all ranks of torch's default process group, if there are several. Collective."""
+        """Create a gloo group of all ranks of torch's default process group, if there are several.
+
+        Collective: every rank must call it.
+        """
         self.size, self.timeout = size, timeout.total_seconds()
         self.collective_log = CollectiveLog("control")
         self.occasions: dict[int, str] = {}
@@ -40,7 +43,7 @@ class ObjectComm:
         self._last: Any = None  # the last operation of `any` or `smallest`
 
     def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
-        """Return the values that all ranks pass, in rank order. Collective.
+        """Return the values that all ranks pass, in rank order. Collective: every rank must call it.
 
         Args:
             value: any object that can be pickled.
@@ -55,7 +58,10 @@ class ObjectComm:
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the value that rank 0 passes. The values of other ranks are ignored. Collective."""
+        """Return the value that rank 0 passes. The values of other ranks are ignored.
+
+        Collective: every rank must call it.
+        """
         values = [value]
         if self._group is not None:
             self.barrier("a broadcast of rank 0's object")
@@ -64,7 +70,7 @@ class ObjectComm:
         return values[0]
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
-        """Wait until every rank has called this with the same occasion. Collective.
+        """Wait until every rank has called this with the same occasion. Collective: every rank must call it.
 
         Args:
             occasion: the purpose of the barrier, for messages.
@@ -77,7 +83,9 @@ class ObjectComm:
         self.any(False, occasion, seconds)
 
     def any(self, flag: bool, occasion: str, seconds: float | None = None) -> bool:
-        """Return whether any rank passes True. It needs one message, while `gather` needs several. Collective.
+        """Return whether any rank passes True. It needs one message, while `gather` needs several.
+
+        Collective: every rank must call it.
 
         Args:
             flag: this rank's value.
@@ -92,7 +100,7 @@ class ObjectComm:
         return not self._smallest(not flag, code("exchange", self._number(occasion)), seconds)
 
     def smallest(self, number: int, entry: int) -> int:
-        """Return the smallest of the numbers that the ranks pass. Collective.
+        """Return the smallest of the numbers that the ranks pass. Collective: every rank must call it.
 
         Args:
             number: this rank's number, which fits in 64 bits.

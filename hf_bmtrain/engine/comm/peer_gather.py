@@ -170,7 +170,10 @@ class PeerGather(Gather):
         self._publish()
 
     def _publish(self) -> None:
-        """Make the copies that follow wait until every rank has completed its writes to shards. Collective."""
+        """Make the copies that follow wait until every rank has completed its writes to shards.
+
+        Collective: every rank must call it.
+        """
         living = [(shared, shard) for shared in self._shared.values() if (shard := shared.shard()) is not None]
         changed = [(shared, shard) for shared, shard in living if shard._version != shared.published]
         self._check_unread([shared for shared, _ in changed])

@@ -54,7 +54,10 @@ class Mailboxes:
         self.nbytes = 0
 
     def free(self) -> None:
-        """Free the mailboxes. This rank's last copy to or from one must be complete. Collective."""
+        """Free the mailboxes. This rank's last copy to or from one must be complete.
+
+        Collective: every rank must call it.
+        """
         if self._handle is None:
             return
         for mapped in self._mapped:
@@ -65,7 +68,7 @@ class Mailboxes:
         self.boxes, self._mapped, self._handle, self.nbytes = [], [], None, 0
 
     def make(self, nbytes: int) -> None:
-        """Allocate mailboxes of `nbytes` bytes each. None may exist yet. Collective."""
+        """Allocate mailboxes of `nbytes` bytes each. None may exist yet. Collective: every rank must call it."""
         full, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
         for rank, handle in enumerate(self._exchange(self._handle)):
             self._mapped.append(None if rank == self._rank else self._memory.map(handle, MAILBOXES * nbytes))
@@ -152,7 +155,7 @@ class PeerReduction(Reduction):
         return _PeerReducer(self, layout, like.dtype, poison)
 
     def take(self, nbytes: int) -> Mailbox:
-        """Return the next mailbox, of at least `nbytes` bytes. Collective.
+        """Return the next mailbox, of at least `nbytes` bytes. Collective: every rank must call it.
 
         If the mailboxes are too small, the host waits until all reductions are complete, and new ones are allocated.
         """

@@ -96,7 +96,7 @@ class Reducer(Protocol):
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        """Start to average the gradients over ranks. Collective.
+        """Start to average the gradients over ranks. Collective: every rank must call it.
 
         Args:
             gradients: the full gradients of the layout's tensors, in order. A gradient that is None and was not
@@ -138,7 +138,7 @@ class Reduction(Protocol):
         ...
 
     def free(self) -> None:
-        """Free memory that stays allocated between reductions, if there is any. Collective."""
+        """Free memory that stays allocated between reductions, if there is any. Collective: every rank must call it."""
 
 
 class Packing:

@@ -324,7 +324,10 @@ class AdamOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, self.defaults[name])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdamOptimizer:
-        """Return an optimizer of deep copies of the parameters, in full and with their full state. Collective."""
+        """Return an optimizer of deep copies of the parameters, in full and with their full state.
+
+        Collective: every rank must call it.
+        """
         full = copy_full_state(self, current_world())
         copied = self._of([copy.deepcopy(group, memo) for group in self.param_groups])
         memo[id(self)] = copied

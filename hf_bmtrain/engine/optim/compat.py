@@ -33,7 +33,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def check(optimizer: torch.optim.Optimizer) -> FullState | None:
-    """Check that `optimizer` can step over its sharded parameters, if it has any. Collective.
+    """Check that `optimizer` can step over its sharded parameters, if it has any. Collective: every rank must call it.
 
     Returns:
         The optimizer's FullState, or None if it has no sharded parameter.
@@ -65,7 +65,10 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
 
 
 def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.nn.Parameter]) -> None:
-    """Raise RuntimeError if the gradients of an optimizer's `ordinary` parameters differ between ranks. Collective."""
+    """Raise RuntimeError if the gradients of an optimizer's `ordinary` parameters differ between ranks.
+
+    Collective: every rank must call it.
+    """
     world = current_world()
     if world.size == 1 or not ordinary:
         return
@@ -97,7 +100,10 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _finish_load(optimizer: Any, full_state: FullState) -> None:
-    """If a full state was loaded since the last step, compare it between the ranks, then shard it. Collective."""
+    """If a full state was loaded since the last step, compare it between the ranks, then shard it.
+
+    Collective: every rank must call it.
+    """
     facts = None
     if isinstance(optimizer, AdamOptimizer):  # load_state_dict has already sharded the state
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
@@ -260,7 +266,10 @@ def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 
 
 def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Make `values` one sharded parameter with a new optimizer, and return its update. Collective."""
+    """Make `values` one sharded parameter with a new optimizer, and return its update.
+
+    Collective: every rank must call it.
+    """
     parameter = DistributedParameter(values)
     pieces = [parameter.take(gradient).clone() for gradient in gradients]
     _train(optimizer, group, parameter, pieces)

@@ -189,7 +189,9 @@ class OptimManager:
         self._used = {}  # drop these references, so that the memory of the gradients can be used in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
-        """Multiply a loss by the loss scale and run its backward, which reduces gradients. Collective.
+        """Multiply a loss by the loss scale and run its backward, which reduces gradients.
+
+        Collective: every rank must call it.
 
         Args:
             loss: a scalar, or a tensor of one element.
@@ -236,11 +238,12 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Clip the norm of gradients over all ranks, as torch.nn.utils.clip_grad_norm_ does. Collective.
+        """Clip the norm of gradients over all ranks, as torch.nn.utils.clip_grad_norm_ does.
 
-        If max_norm / (norm + eps) is below 1, gradients are multiplied by it. The norm is that of the gradients without
-        the loss scale. If `param_groups` contains all gradients of an optimizer, the factor is applied when that
-        optimizer updates the weights, and `.grad` does not change. Other gradients are multiplied in place.
+        Collective: every rank must call it. If max_norm / (norm + eps) is below 1, gradients are multiplied by it. The
+        norm is that of the gradients without the loss scale. If `param_groups` contains all gradients of an optimizer,
+        the factor is applied when that optimizer updates the weights, and `.grad` does not change. Other gradients are
+        multiplied in place.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
@@ -291,7 +294,9 @@ class OptimManager:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make one step with every optimizer, or with none if a gradient is inf or nan. Collective.
+        """Make one step with every optimizer, or with none if a gradient is inf or nan.
+
+        Collective: every rank must call it.
 
         Raises:
             RuntimeError: there is no optimizer, the ranks' managers differ, or the limit of skipped steps has been
@@ -332,7 +337,10 @@ class OptimManager:
             self._end_last_step()
 
     def _compare(self) -> None:
-        """Raise RuntimeError unless the managers of all ranks have the same settings and optimizers. Collective."""
+        """Raise RuntimeError unless the managers of all ranks have the same settings and optimizers.
+
+        Collective: every rank must call it.
+        """
         facts: dict[str, Any] = {"loss_scale": self.loss_scale_enabled and self.loss_scale}
         facts |= {"loss_scale_factor": self._factor, "loss_scale_steps": self._interval, "bounds": self._bounds}
         facts |= {"grad_scale": self.grad_scale}
@@ -360,7 +368,10 @@ class OptimManager:
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """Return the norm of the parameters' gradients over all ranks. Set `_found_inf` if not finite. Collective."""
+        """Return the norm of the parameters' gradients over all ranks. Set `_found_inf` if not finite.
+
+        Collective: every rank must call it.
+        """
         norm = global_norm(parameters, order, self._reduce, self._device)
         torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
         self._checked.update(parameters)
@@ -374,7 +385,9 @@ class OptimManager:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Return the state of optimizers, schedulers and loss scale, in host memory, for torch.save. Collective.
+        """Return the state of optimizers, schedulers and loss scale, in host memory, for torch.save.
+
+        Collective: every rank must call it.
 
         Args:
             gather_opt: True returns the full state of the optimizers on rank 0, which any number of ranks can load, and
@@ -401,7 +414,9 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
-        """Load a state. The same optimizers must have been added as when the state was saved. Collective.
+        """Load a state. The same optimizers must have been added as when the state was saved.
+
+        Collective: every rank must call it.
 
         Args:
             state_dict: the result of `state_dict`. If it was saved with gather_opt=True, all ranks pass rank 0's
@@ -551,7 +566,10 @@ def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verify(state_dict: dict[str, Any]) -> None:
-    """Raise RuntimeError on every rank if a value does not match its checksum on any rank. Collective."""
+    """Raise RuntimeError on every rank if a value does not match its checksum on any rank.
+
+    Collective: every rank must call it.
+    """
     problem = None
     try:
         if _CHECKSUMS in state_dict:
@@ -576,11 +594,12 @@ def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def global_norm(parameters: list, order: float, communicator: Communicator, device: torch.device) -> torch.Tensor:
-    """Return the norm of the parameters' `.grad` over all ranks, a scalar on `device`. Collective.
+    """Return the norm of the parameters' `.grad` over all ranks, a scalar on `device`.
 
-    The result is inf or NaN if an element is. The 2-norm is computed in float64, in one pass over each run of adjacent
-    gradients, or from the sums of squares that the reduction has computed. Torch computes other norms in float32. Only
-    one scalar is all-reduced. Ordinary parameters, which all ranks have, count once.
+    Collective: every rank must call it. The result is inf or NaN if an element is. The 2-norm is computed in float64,
+    in one pass over each run of adjacent gradients, or from the sums of squares that the reduction has computed. Torch
+    computes other norms in float32. Only one scalar is all-reduced. Ordinary parameters, which all ranks have, count
+    once.
 
     Args:
         parameters: the parameters, all with a `.grad`.

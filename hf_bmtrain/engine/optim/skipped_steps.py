@@ -100,7 +100,7 @@ class SkippedSteps:
     def report(
         self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], scale: float | None, minimum: float
     ) -> None:
-        """Log that the last step of `manager` was skipped, and why. Collective.
+        """Log that the last step of `manager` was skipped, and why. Collective: every rank must call it.
 
         Args:
             manager: the manager.

@@ -54,7 +54,10 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 
 
 def copy_full_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Return a copy of the full state in host memory, on every rank, in the form of torch's state dicts. Collective."""
+    """Return a copy of the full state in host memory, on every rank, in the form of torch's state dicts.
+
+    Collective: every rank must call it.
+    """
     state = optimizer.state_dict()
     return {**state, "state": _gather(optimizer, state, world, keep=True)[0]}
 
@@ -71,7 +74,7 @@ def check_state(state_dict: Any) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: World) -> None:
-    """Load a state that `save_state` returned. Collective.
+    """Load a state that `save_state` returned. Collective: every rank must call it.
 
     Args:
         optimizer: the optimizer.
@@ -235,9 +238,9 @@ def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any
 def _gather(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], world: World, keep: bool
 ) -> tuple[States, list[str]]:
-    """Gather every state tensor that has the layout of its parameter into host memory. Collective.
+    """Gather every state tensor that has the layout of its parameter into host memory.
 
-    Returns the full state, and the names of the tensors that were gathered.
+    Collective: every rank must call it. Returns the full state, and the names of the tensors that were gathered.
 
     keep: if False, an empty state is returned, for ranks that do not need one.
     """
@@ -256,12 +259,12 @@ def _gather(
 
 
 def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
-    """Divide a state into tensors that have the layout of their parameters, and all other values. Collective.
+    """Divide a state into tensors that have the layout of their parameters, and all other values.
 
-    A tensor has this layout if it has the shape of the local parameter on every rank. One rank alone cannot tell,
-    because a step count may have the shape of a local parameter of one element. Other values, such as step counts, are
-    taken from the rank that stores most elements of the parameter, because an optimizer may not count steps on a rank
-    without elements.
+    Collective: every rank must call it. A tensor has this layout if it has the shape of the local parameter on every
+    rank. One rank alone cannot tell, because a step count may have the shape of a local parameter of one element. Other
+    values, such as step counts, are taken from the rank that stores most elements of the parameter, because an
+    optimizer may not count steps on a rank without elements.
 
     Args:
         parameters: the parameters by their keys in `state`.

@@ -80,7 +80,9 @@ def open_backend(
     facts: Mapping[str, Any],
     monitor: Monitor,
 ) -> Backend:
-    """Initialize torch's process group, unless it is initialized, and open the communicators of a world. Collective.
+    """Initialize torch's process group, unless it is initialized, and open the communicators of a world.
+
+    Collective: every rank must call it.
 
     Args:
         rank: this process's rank.
@@ -169,7 +171,10 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
-    """Check that `facts` are equal on all ranks. If they are not, close `control` and raise. Collective."""
+    """Check that `facts` are equal on all ranks. If they are not, close `control` and raise.
+
+    Collective: every rank must call it.
+    """
     try:
         agree(control, "init_distributed", facts)
     except RuntimeError:
@@ -192,10 +197,10 @@ def _versions(device: torch.device) -> dict[str, Any]:
 
 
 def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> int | None:
-    """Return the smallest size in bytes of a shard that is gathered and reduced with peer copies. Collective.
+    """Return the smallest size in bytes of a shard that is gathered and reduced with peer copies.
 
-    Returns None if collectives are used for all shards: if the user chose them, if the ranks cannot access each other's
-    memory, or by default on the CPU, where peer copies are slower.
+    Collective: every rank must call it. Returns None if collectives are used for all shards: if the user chose them, if
+    the ranks cannot access each other's memory, or by default on the CPU, where peer copies are slower.
     """
     if gather == "collective":
         return None
@@ -213,7 +218,7 @@ def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> 
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:
-    """Return why the ranks cannot access each other's memory, or None if they can. Collective.
+    """Return why the ranks cannot access each other's memory, or None if they can. Collective: every rank must call it.
 
     The result is equal on all ranks.
     """

@@ -35,7 +35,9 @@ class Monitor:
         return None
 
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
-        """Wait until all ranks have called this, before torch's process group is initialized. Collective.
+        """Wait until all ranks have called this, before torch's process group is initialized.
+
+        Collective: every rank must call it.
 
         Args:
             rank: this process's rank.
@@ -51,7 +53,9 @@ class Monitor:
         """
 
     def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None], busy: Callable[[], bool]) -> None:
-        """Start watching the other ranks, once this rank can exchange objects with them. Collective.
+        """Start watching the other ranks, once this rank can exchange objects with them.
+
+        Collective: every rank must call it.
 
         Args:
             control: exchanges objects between the ranks.

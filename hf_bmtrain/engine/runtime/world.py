@@ -101,7 +101,9 @@ class World:
     device_memory: DeviceMemory | None = None
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
-        """Wait until every rank has called this, and check that all ranks issued the same operations. Collective.
+        """Wait until every rank has called this, and check that all ranks issued the same operations.
+
+        Collective: every rank must call it.
 
         Args:
             occasion: the operation that the ranks are about to start, for messages. It must be equal on all ranks.
@@ -124,7 +126,7 @@ class World:
                 raise RuntimeError(f"rank {self.rank}: '{occasion}' found that {problem}")
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects that all ranks pass, in rank order. Collective.
+        """Return the objects that all ranks pass, in rank order. Collective: every rank must call it.
 
         Args:
             value: this rank's object, which must be picklable.
@@ -134,7 +136,7 @@ class World:
     def check_same_on_all_ranks(
         self, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None
     ) -> None:
-        """Check that all ranks pass the same facts in the same order. Collective.
+        """Check that all ranks pass the same facts in the same order. Collective: every rank must call it.
 
         Strings are compared themselves, other values by their `repr`. If all facts are equal, each rank only sends
         one digest.
@@ -166,7 +168,9 @@ class World:
             )
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
-        """Raise an error on every rank if any rank has a problem, so that no rank hangs. Collective.
+        """Raise an error on every rank if any rank has a problem, so that no rank hangs.
+
+        Collective: every rank must call it.
 
         Args:
             what: the beginning of the message.
@@ -246,9 +250,9 @@ def print_rank(*values, rank: int = 0, **options) -> None:
 
 
 def synchronize() -> None:
-    """Wait until every rank has called this and this rank's device has completed all queued work. Collective.
+    """Wait until every rank has called this and this rank's device has completed all queued work.
 
-    This also frees the shards of models to which no rank refers any longer.
+    Collective: every rank must call it. This also frees the shards of models to which no rank refers any longer.
     """
     world = current_world()
     world.schedule.wait_for_readers()

@@ -61,7 +61,7 @@ class ShardedBuffer:
         reduction: Reduction,
         storage: Storage | None = None,
     ) -> None:
-        """Shard `parameters`, taking rank 0's values. Collective.
+        """Shard `parameters`, taking rank 0's values. Collective: every rank must call it.
 
         Args:
             world: the ranks that share the buffer.
@@ -178,9 +178,10 @@ class ShardedBuffer:
         return self.storage.prepares or (self._target is not None and self._gather.is_collective(self._source))
 
     def take_part(self) -> None:
-        """Take part in an all-gather that other ranks need, without using the result. Collective.
+        """Take part in an all-gather that other ranks need, without using the result.
 
-        If this rank's full buffer is filled already, the result is received in other memory and dropped.
+        Collective: every rank must call it. If this rank's full buffer is filled already, the result is received in
+        other memory and dropped.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()
@@ -258,7 +259,7 @@ class ShardedBuffer:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Make the full parameters readable inside the context. Collective.
+        """Make the full parameters readable inside the context. Collective: every rank must call it.
 
         At the end, the buffer is resharded unless it was unsharded before. Then the current stream waits until no rank
         reads shards, so that they may be written.
@@ -270,11 +271,16 @@ class ShardedBuffer:
             self._gather.wait_for_readers()
 
     def prepare_write(self) -> None:
-        """Wait until no rank reads the shard. Call it before writing the shard, except in an optimizer. Collective."""
+        """Wait until no rank reads the shard. Call it before writing the shard, except in an optimizer.
+
+        Collective: every rank must call it.
+        """
         self._gather.wait_for_readers()
 
     def gather_like_local(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the full tensors of which `values` are this rank's elements, using one all-gather. Collective.
+        """Return the full tensors of which `values` are this rank's elements, using one all-gather.
+
+        Collective: every rank must call it.
 
         Args:
             values: by parameter index, a 1-D tensor laid out like the local parameter. All have one dtype.

@@ -19,7 +19,7 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 
 @contextmanager
 def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modify: bool = False) -> Iterator[Any]:
-    """Make full parameters available inside a `with` block. Collective.
+    """Make full parameters available inside a `with` block. Collective: every rank must call it.
 
     The full parameters are copies on each rank's device, without gradients. Inside the context, neither the model nor
     its `state_dict()` can be called. If the code inside raises an exception, nothing is written back.
@@ -74,9 +74,9 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
 
 
 def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
-    """Yield each local parameter once, while the full parameters of its buffer are readable. Collective.
+    """Yield each local parameter once, while the full parameters of its buffer are readable.
 
-    Only one buffer is unsharded at a time.
+    Collective: every rank must call it. Only one buffer is unsharded at a time.
     """
     unique = dict.fromkeys(sharded_params)
     for buffer in dict.fromkeys(sharded.buffer for sharded in unique):
@@ -85,7 +85,7 @@ def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[Distr
 
 
 def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
-    """Return a dict with a copy of the full parameter for each local parameter. Collective."""
+    """Return a dict with a copy of the full parameter for each local parameter. Collective: every rank must call it."""
     return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
 
 
@@ -134,7 +134,7 @@ def _refuse(*args: Any) -> None:
 
 
 def _write_back(world: World, full_params: Wholes) -> None:
-    """Write rank 0's values of the full parameters into the shards. Collective.
+    """Write rank 0's values of the full parameters into the shards. Collective: every rank must call it.
 
     Raises RuntimeError, before anything is written, if a shape or dtype was changed.
     """
@@ -153,7 +153,9 @@ def _write_back(world: World, full_params: Wholes) -> None:
 
 
 def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
-    """Raise RuntimeError on every rank if any rank changed the values of these parameters. Collective.
+    """Raise RuntimeError on every rank if any rank changed the values of these parameters.
+
+    Collective: every rank must call it.
 
     modify: whether the context was opened with modify=True. If so, `full_params` contains only the read-only ones.
     """

@@ -171,7 +171,10 @@ class GradientBuffer:
                 yield index, full.grad
 
     def send(self) -> None:
-        """Start to average the collected gradients and the full parameters' `.grad` over the ranks. Collective."""
+        """Start to average the collected gradients and the full parameters' `.grad` over the ranks.
+
+        Collective: every rank must call it.
+        """
         shard, total = self._begin()
         # Ignore the gradients of parameters that were frozen after the forward.
         gradients = [full.grad if required else None for full, required in zip(self._full_params, self.requires_grad)]

@@ -36,7 +36,7 @@ class Origin(NamedTuple):
 class DistributedParameter(ShardBase, torch.nn.Parameter):
     """A sharded parameter. `model.parameters()` yields such parameters, and optimizers update them.
 
-    `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective.
+    `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective: every rank must call it.
 
     The parameter has the full shape, but its memory contains only this rank's elements. They are a 1-D view of the
     shard of a `ShardedBuffer`, so that writing to the parameter writes to the shard. `part` returns these elements as a
@@ -153,14 +153,18 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             return self.full.detach().clone()
 
     def gather(self) -> torch.Tensor:
-        """Return the full parameter, a new tensor of `full_shape` on this rank's device. Collective.
+        """Return the full parameter, a new tensor of `full_shape` on this rank's device.
 
-        If gradients are enabled, the result is differentiable. Its gradient is averaged over the ranks into `.grad`.
+        Collective: every rank must call it. If gradients are enabled, the result is differentiable. Its gradient is
+        averaged over the ranks into `.grad`.
         """
         return self.read_full()
 
     def gather_gradient(self) -> torch.Tensor | None:
-        """Return the full gradient as a new tensor of `full_shape`, or None if `.grad` is None. Collective."""
+        """Return the full gradient as a new tensor of `full_shape`, or None if `.grad` is None.
+
+        Collective: every rank must call it.
+        """
         return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
 
     def take(self, full: torch.Tensor) -> ShardTensor:
@@ -225,7 +229,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         )
 
     def __deepcopy__(self, memo):
-        """Return a full Parameter in new memory, as in a deep copy of its module. Collective."""
+        """Return a full Parameter in new memory, as in a deep copy of its module.
+
+        Collective: every rank must call it.
+        """
         self.refuse_copy()
         full: Any = torch.nn.Parameter(self.gather().detach(), self.requires_grad)
         full.init_method, full.group = self.init_method, self.group

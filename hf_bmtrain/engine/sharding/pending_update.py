@@ -44,9 +44,10 @@ class PendingUpdate:
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:
-        """Make later all-gathers of `shard` wait until every rank has made the update of the last `begin`. Collective.
+        """Make later all-gathers of `shard` wait until every rank has made the update of the last `begin`.
 
-        All ranks must begin and announce the same updates in the same order, in an optimizer's step.
+        Collective: every rank must call it. All ranks must begin and announce the same updates in the same order, in an
+        optimizer's step.
         """
         assert self.ticket is not None, "call `begin` before `announce`"
         self._gather.announce(shard, self.ticket)

@@ -92,12 +92,12 @@ def shard_places(
     kind_of: Callable[[torch.nn.Parameter], StorageKind | None] = lambda parameter: None,
     separate: Set[int] = frozenset(),
 ) -> tuple[list[ShardedBuffer], list[Slot]]:
-    """Move parameters into flat buffers, and replace them in their modules by local parameters. Collective.
+    """Move parameters into flat buffers, and replace them in their modules by local parameters.
 
-    Parameters share a buffer if they have the same dtype, `requires_grad`, storage kind and membership of `separate`.
-    Tied parameters are stored once. At most one buffer's full parameters are in device memory at a time. The old
-    parameters are marked `sharded_elsewhere`, so that an optimizer that still refers to them raises an error instead of
-    updating them without effect.
+    Collective: every rank must call it. Parameters share a buffer if they have the same dtype, `requires_grad`, storage
+    kind and membership of `separate`. Tied parameters are stored once. At most one buffer's full parameters are in
+    device memory at a time. The old parameters are marked `sharded_elsewhere`, so that an optimizer that still refers
+    to them raises an error instead of updating them without effect.
 
     Args:
         world: the ranks that share the buffers.

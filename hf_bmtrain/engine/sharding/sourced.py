@@ -76,7 +76,9 @@ class SourcedParameter(torch.nn.Parameter):
 
     @torch.no_grad()
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
-        """Fill `part` with the parameter's elements start:start+len(part), and drop `values`. Collective.
+        """Fill `part` with the parameter's elements start:start+len(part), and drop `values`.
+
+        Collective: every rank must call it.
 
         Args:
             part: 1-D, this rank's elements in its shard.
@@ -105,7 +107,9 @@ class SourcedParameter(torch.nn.Parameter):
 
 
 def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
-    """Divide each parameter's values among the ranks, unless every rank has mapped the file. Collective.
+    """Divide each parameter's values among the ranks, unless every rank has mapped the file.
+
+    Collective: every rank must call it.
 
     parameters: the parameters by name. All ranks must pass the same names.
     """

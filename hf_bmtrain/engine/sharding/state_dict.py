@@ -51,9 +51,9 @@ class StateDict(OrderedDict):
 
 
 def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
-    """Fill `destination` by calling `collect`, then replace full parameters in it by CPU copies. Collective.
+    """Fill `destination` by calling `collect`, then replace full parameters in it by CPU copies.
 
-    While `collect` runs, the slots are set to the full parameters.
+    Collective: every rank must call it. While `collect` runs, the slots are set to the full parameters.
 
     Args:
         destination: a StateDict; or torch's own dict, if `state_dict` was called on a plain module that contains the
@@ -76,7 +76,9 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
 
 
 def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
-    """Return the full state dict of `model`, copied to the CPU; tied weights share memory. Collective.
+    """Return the full state dict of `model`, copied to the CPU; tied weights share memory.
+
+    Collective: every rank must call it.
 
     keep: whether this rank keeps the values. If not, it takes part in the collectives and gets empty tensors.
     """
@@ -86,7 +88,7 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
 
 
 def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> None:
-    """Raise RuntimeError unless all ranks are about to load the same parameters. Collective.
+    """Raise RuntimeError unless all ranks are about to load the same parameters. Collective: every rank must call it.
 
     The modules' own buffers are not compared, because a forward may write different values to them on each rank.
     """
@@ -146,7 +148,7 @@ def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
 
 
 def _gather_on_save(module, state_dict, prefix, metadata) -> None:
-    """Replace local parameters in `state_dict` by full tensors on the CPU. Collective.
+    """Replace local parameters in `state_dict` by full tensors on the CPU. Collective: every rank must call it.
 
     This is a state_dict post-hook of the modules inside a block. It acts if the user calls a module's own `state_dict`.
     If the `state_dict` of the block or the model runs, the slots are set to full parameters, and the hook does nothing.

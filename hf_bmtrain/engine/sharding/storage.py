@@ -73,7 +73,10 @@ class Storage:
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
-        """Allocate the buffer's `shard` and full buffer (which `fill` frees), and call `buffer.route`. Collective."""
+        """Allocate the buffer's `shard` and full buffer (which `fill` frees), and call `buffer.route`.
+
+        Collective: every rank must call it.
+        """
         buffer, layout = self.buffer, self.buffer.layout
         buffer.shard = world.shards.allocate(layout.shard_numel, dtype, world.device, buffer.update.wait)
         if layout.world_size > 1:
@@ -95,7 +98,10 @@ class Storage:
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Store rank 0's values on all ranks, because randomly initialized weights may differ. Collective."""
+        """Store rank 0's values on all ranks, because randomly initialized weights may differ.
+
+        Collective: every rank must call it.
+        """
         buffer = self.buffer
         if any(isinstance(parameter, SourcedParameter) for parameter in parameters):
             self._fill_singly(parameters)
@@ -112,7 +118,10 @@ class Storage:
         self.full.free()
 
     def _fill_singly(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Store the parameters one at a time, without the full buffer, from their files or from rank 0. Collective."""
+        """Store the parameters one at a time, without the full buffer, from their files or from rank 0.
+
+        Collective: every rank must call it.
+        """
         buffer = self.buffer
         if self.full is not None:
             self.full.free()
@@ -139,7 +148,10 @@ class Storage:
 
     @contextmanager
     def full_values(self) -> Iterator[None]:
-        """Make the full parameters readable inside the context, with exactly the shards' values. Collective."""
+        """Make the full parameters readable inside the context, with exactly the shards' values.
+
+        Collective: every rank must call it.
+        """
         buffer = self.buffer
         was_unsharded = buffer.is_unsharded
         buffer.gather()

@@ -12,10 +12,10 @@ from ..base.torch_internals import WithoutTorchFunction
 
 
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
-    """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters. Collective.
+    """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters.
 
-    The `.grad` of a sharded parameter in `inputs` is set to its gradient, averaged over the ranks. The `.grad` of
-    other parameters does not change.
+    Collective: every rank must call it. The `.grad` of a sharded parameter in `inputs` is set to its gradient, averaged
+    over the ranks. The `.grad` of other parameters does not change.
 
     Args:
         tensors: the tensors to differentiate.

@@ -56,7 +56,10 @@ class SegmentNorms:
 
 
 def measure(norms: Iterable[SegmentNorms]) -> None:
-    """Compute the norms of each buffer that has none cached, with one all-reduce for all buffers. Collective."""
+    """Compute the norms of each buffer that has none cached, with one all-reduce for all buffers.
+
+    Collective: every rank must call it.
+    """
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return

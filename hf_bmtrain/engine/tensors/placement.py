@@ -71,7 +71,7 @@ class Placement:
         return full.reshape(-1)[self.range.tensor_start : self.range.tensor_stop]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor, in new memory. Collective.
+        """Return the full tensor, in new memory. Collective: every rank must call it.
 
         part: (n,), this rank's elements.
         """

@@ -22,7 +22,7 @@ def _is_local(value: Any) -> bool:
 
 
 def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
-    """Return the `order`-norm of each sharded tensor over all ranks. Collective.
+    """Return the `order`-norm of each sharded tensor over all ranks. Collective: every rank must call it.
 
     `SegmentNorms` computes the 2-norms of gradients that have not been replaced since the backward, and caches them.
     All other norms are computed with one all-reduce.
@@ -103,7 +103,7 @@ def _dot(x: Any, y: Any):
 
 
 def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of all elements of `part` over all ranks, in `dtype`. Collective.
+    """Return the sum of all elements of `part` over all ranks, in `dtype`. Collective: every rank must call it.
 
     Floating-point numbers are added in float32 or wider. The communicator of the sharded tensor `x` does the
     all-reduce.

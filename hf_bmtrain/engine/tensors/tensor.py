@@ -126,7 +126,10 @@ class ShardBase:
         """Make the current stream wait for any asynchronous operation that is still writing this rank's elements."""
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor in new memory; autograd records this function of a parameter. Collective."""
+        """Return the full tensor in new memory; autograd records this function of a parameter.
+
+        Collective: every rank must call it.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -198,7 +201,7 @@ class ShardTensor(ShardBase, torch.Tensor):
         return made
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor. Collective.
+        """Return the full tensor. Collective: every rank must call it.
 
         Raises:
             RuntimeError: this tensor requires a gradient of its own.
@@ -549,9 +552,10 @@ class _Call:
     # -- functions of full tensors --------------------------------------------------------------------------------
 
     def _on_full(self, counted: bool = True) -> Any:
-        """Run the function on full copies on every rank, and copy modified arguments back. Collective.
+        """Run the function on full copies on every rank, and copy modified arguments back.
 
-        For an operator of torch.ops, the schema declares which arguments it modifies.
+        Collective: every rank must call it. For an operator of torch.ops, the schema declares which arguments it
+        modifies.
 
         Args:
             counted: whether the function increments the version counters of the tensors that it modifies. If not, the
@@ -629,7 +633,7 @@ class _Call:
 
 
 def barrier_outside(occasion: str) -> None:
-    """Wait for every rank, unless a forward or backward is running. Collective.
+    """Wait for every rank, unless a forward or backward is running. Collective: every rank must call it.
 
     If a rank does not arrive in time, the error names the rank and the occasion.
     """

@@ -41,7 +41,7 @@ def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Mo
 
 
 def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
-    """Shard the root parameters. Collective.
+    """Shard the root parameters. Collective: every rank must call it.
 
     Args:
         world: the ranks that share the parameters.
@@ -84,9 +84,9 @@ def _keys(block: torch.nn.Module) -> list[int]:
 
 @torch.no_grad()
 def place_buffers(model: torch.nn.Module, world: World) -> None:
-    """Move the module buffers (running means, masks, rotary tables) to this rank's device. Collective.
+    """Move the module buffers (running means, masks, rotary tables) to this rank's device.
 
-    All ranks get rank 0's values.
+    Collective: every rank must call it. All ranks get rank 0's values.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -35,7 +35,9 @@ def wrap(
     blocks: Iterable[torch.nn.Module] | None,
     extensions: Sequence[Extension],
 ) -> None:
-    """Shard `model` or, if it is wrapped already, the parameters that were added to it since. Collective.
+    """Shard `model` or, if it is wrapped already, the parameters that were added to it since.
+
+    Collective: every rank must call it.
 
     Args:
         model: the model.
@@ -84,7 +86,7 @@ def _choose_chains(
     late: bool,
     extensions: Sequence[Extension],
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """Check the model on all ranks, and return the result of `choose_chains`. Collective.
+    """Check the model on all ranks, and return the result of `choose_chains`. Collective: every rank must call it.
 
     If `late`, no blocks are chosen, and both lists are empty.
     """
@@ -119,7 +121,10 @@ def _choose_chains(
 
 
 def _refuse_together(world: World, check: Callable[[], object]) -> None:
-    """Call `check`, which may raise ValueError. Raise RuntimeError if the ranks' errors differ. Collective."""
+    """Call `check`, which may raise ValueError. Raise RuntimeError if the ranks' errors differ.
+
+    Collective: every rank must call it.
+    """
     refusal = None
     try:
         check()
@@ -137,7 +142,10 @@ def _root(model: torch.nn.Module, blocks: Chain) -> Chain:
 
 
 def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, extensions: Sequence[Extension]) -> None:
-    """Make each layer a CheckpointBlock of all its parameters except the shared ones. Collective."""
+    """Make each layer a CheckpointBlock of all its parameters except the shared ones.
+
+    Collective: every rank must call it.
+    """
     separate = {key for each in extensions for key in each.separate(plan)}
     kind = kind_of([*extensions])
     for layer in plan.layers:
@@ -164,7 +172,10 @@ def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList],
 
 
 def _shard_additions(plan: WrapPlan) -> None:
-    """Shard the parameters that were added after the model was wrapped, such as adapters or a new head. Collective."""
+    """Shard the parameters that were added after the model was wrapped, such as adapters or a new head.
+
+    Collective: every rank must call it.
+    """
     world, count, layers = plan.world, 0, plan.layers
     for block in layers:
         own = [place for place in find_places(block.modules()) if id(place[2]) not in plan.shared and _is_new(place)]
@@ -184,7 +195,9 @@ def _is_new(place: Place) -> bool:
 
 
 def _patch(plan: WrapPlan, fresh: Iterable[torch.nn.Module]) -> None:
-    """Move the module buffers to the device, patch the model's methods and install its hooks. Collective.
+    """Move the module buffers to the device, patch the model's methods and install its hooks.
+
+    Collective: every rank must call it.
 
     fresh: the model's modules that were not wrapped before.
     """

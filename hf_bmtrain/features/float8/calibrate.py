@@ -111,7 +111,10 @@ class Calibration(Observer):
         self.finish()
 
     def finish(self) -> None:
-        """Remove this observer, and from now on gather each weight as its layer's state says. Collective."""
+        """Remove this observer, and from now on gather each weight as its layer's state says.
+
+        Collective: every rank must call it.
+        """
         self.handle.remove()
         for state in self.states.values():
             state.measures, state.powers, state.guard = False, None, None
@@ -185,9 +188,9 @@ Decision = dict[str, tuple[bool, str | None]]
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
-    """Return the decisions about the float8 layers of `model` that have been decided. Collective.
+    """Return the decisions about the float8 layers of `model` that have been decided.
 
-    A calibration whose measurements are done on every rank decides first.
+    Collective: every rank must call it. A calibration whose measurements are done on every rank decides first.
     """
     states = _states_of(model)
     for guard in _guards_of(states):
@@ -197,7 +200,9 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
 
 
 def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -> None:
-    """Apply a saved decision to the float8 layers of `model`, which then skip the measurement. Collective.
+    """Apply a saved decision to the float8 layers of `model`, which then skip the measurement.
+
+    Collective: every rank must call it.
 
     A layer that is decided already is not changed; a warning is logged if the saved decision differs. If the saved
     decision lacks a layer of a calibration, all layers of that calibration are measured as usual.

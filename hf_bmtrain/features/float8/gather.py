@@ -47,9 +47,10 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
-    """Gather the weights of float8 layers in float8 from now on, and log the number of buffers. Collective.
+    """Gather the weights of float8 layers in float8 from now on, and log the number of buffers.
 
-    A buffer that contains the weight of a layer whose state has a `reason` is still gathered in its own dtype.
+    Collective: every rank must call it. A buffer that contains the weight of a layer whose state has a `reason` is
+    still gathered in its own dtype.
 
     Args:
         world: the world of the layers.

@@ -59,7 +59,10 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round `gathered`, which is about to be all-gathered, and all other changed shards. Collective."""
+        """Round `gathered`, which is about to be all-gathered, and all other changed shards.
+
+        Collective: every rank must call it.
+        """
         changed: list[Float8Storage] = []
         for reference, owners in self._storages:
             storage = reference()
@@ -200,9 +203,10 @@ class Float8Storage(Storage):
             buffer.reshard()
 
     def _check(self) -> None:
-        """Raise RuntimeError if this rank did not receive the small parameters and the rounded weights. Collective.
+        """Raise RuntimeError if this rank did not receive the small parameters and the rounded weights.
 
-        The received values are compared with the parameters all-gathered in their own dtype.
+        Collective: every rank must call it. The received values are compared with the parameters all-gathered in their
+        own dtype.
         """
         full_params = self.buffer.full_params
         shown = [small.clone() for small in self._shown]

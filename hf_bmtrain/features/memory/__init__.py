@@ -146,7 +146,7 @@ class Memory(Extension):
 
 
 def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:
-    """Apply `keep_frozen` to `model`, which has just been wrapped. Collective.
+    """Apply `keep_frozen` to `model`, which has just been wrapped. Collective: every rank must call it.
 
     keep_frozen: True makes all frozen buffers resident now; "auto" lets a plan choose some later; False makes none.
     """
@@ -166,9 +166,9 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
 
 
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
-    """Make buffers resident that were added to `model`, or frozen, after it was wrapped. Collective.
+    """Make buffers resident that were added to `model`, or frozen, after it was wrapped.
 
-    Does nothing unless `model` was wrapped with keep_frozen=True.
+    Collective: every rank must call it. Does nothing unless `model` was wrapped with keep_frozen=True.
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):

@@ -280,7 +280,7 @@ class Activations:
         return free - self._forward, free - self._backward
 
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
-        """Make the first plan, and return True. Collective.
+        """Make the first plan, and return True. Collective: every rank must call it.
 
         The plan is the same on every rank, except in an uneven model. If no optimizer has stepped on any rank, the
         optimizer's state is not allocated yet; then no plan is made, and False is returned.

@@ -177,9 +177,10 @@ class Reading:
 
 
 def agree(world: World, mine: Reading) -> tuple[list[int], list[int]] | None:
-    """Return the smallest `rooms` of any rank for each peak, and the largest `activations` for each block. Collective.
+    """Return the smallest `rooms` of any rank for each peak, and the largest `activations` for each block.
 
-    Return None if it is too early for a plan: no rank's optimizer has stepped, or a rank does not know its rooms.
+    Collective: every rank must call it. Return None if it is too early for a plan: no rank's optimizer has stepped, or
+    a rank does not know its rooms.
 
     Args:
         world: the ranks.

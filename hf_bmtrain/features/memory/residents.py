@@ -35,7 +35,7 @@ _GIB = 2**30
 
 
 def keep_all(model: torch.nn.Module, world: World) -> None:
-    """Make every buffer of `model` resident, and gather those that are frozen now. Collective.
+    """Make every buffer of `model` resident, and gather those that are frozen now. Collective: every rank must call it.
 
     A buffer that is frozen later is kept unsharded from its next all-gather on.
     """
@@ -120,7 +120,9 @@ class Residents:
     # -- a forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self, shapes: Shapes) -> None:
-        """Decide which buffers are resident in the training forward that begins now. Collective.
+        """Decide which buffers are resident in the training forward that begins now.
+
+        Collective: every rank must call it.
 
         shapes: the shapes of the forward's inputs.
         """
@@ -210,7 +212,10 @@ class Residents:
         return None if self._peak is None else free + self._planner.gathered_bytes - others - self._peak
 
     def _agree(self) -> None:
-        """Choose the resident buffers, the same on all ranks, once an optimizer has allocated its state. Collective."""
+        """Choose the resident buffers, the same on all ranks, once an optimizer has allocated its state.
+
+        Collective: every rank must call it.
+        """
         buffers, room = self._buffers(), self._room()
         reading = Reading(self._meter.has_stepped(buffers), None if room is None else (room,))
         self._meter.note_versions(buffers)
@@ -222,10 +227,10 @@ class Residents:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _plan(self, units: Sequence[Sequence[ShardedBuffer]], room: int) -> None:
-        """Choose the resident buffers: in execution order, each group that still fits into the room. Collective.
+        """Choose the resident buffers: in execution order, each group that still fits into the room.
 
-        The first groups matter most, because at the start of a forward hardly any computation can overlap with their
-        all-gathers.
+        Collective: every rank must call it. The first groups matter most, because at the start of a forward hardly any
+        computation can overlap with their all-gathers.
 
         units: the groups of frozen buffers.
         room: the bytes that resident buffers may take.

@@ -30,7 +30,7 @@ class Round:
         self._of_ranks = [*map(sum, self._by_rank)]
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """Send this rank's elements of all matrices to their owners. Collective.
+        """Send this rank's elements of all matrices to their owners. Collective: every rank must call it.
 
         Args:
             parts: this rank's elements of each of `matrices`, 1-D bfloat16, possibly empty.
@@ -40,7 +40,9 @@ class Round:
         self._ticket = self._communicator.all_to_all(self._received, self._sent, self._of_ranks, self._of_owners)
 
     def orthogonalize(self, function: Callable[[Matrix, torch.Tensor], torch.Tensor]) -> None:
-        """Compute the results of the matrices that this rank owns, and send them back. Collective.
+        """Compute the results of the matrices that this rank owns, and send them back.
+
+        Collective: every rank must call it.
 
         Args:
             function: called with a Matrix and a tensor of its full shape, which it may overwrite. It returns a tensor

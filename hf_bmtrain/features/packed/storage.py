@@ -107,10 +107,11 @@ class PackedStorage(Storage):
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Pack rank 0's values of `parameters`, and set `stored` to this rank's cells of them. Collective.
+        """Pack rank 0's values of `parameters`, and set `stored` to this rank's cells of them.
 
-        Parameters are broadcast one at a time, so that at most one full parameter is in memory. Every rank receives the
-        full parameter, packs it, and copies its own cells. Of a PackedParameter it receives the packed cells instead.
+        Collective: every rank must call it. Parameters are broadcast one at a time, so that at most one full parameter
+        is in memory. Every rank receives the full parameter, packs it, and copies its own cells. Of a PackedParameter
+        it receives the packed cells instead.
 
         Raises ValueError for values that `form` cannot represent.
         """
@@ -133,7 +134,10 @@ class PackedStorage(Storage):
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
 
     def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the packed cells of rank 0's `parameter`, on this rank's device. Collective."""
+        """Return the packed cells of rank 0's `parameter`, on this rank's device.
+
+        Collective: every rank must call it.
+        """
         if not isinstance(parameter, PackedParameter):
             return self.form.pack(self._values(parameter))
         packed = parameter.pack().to(self.stored.device)
@@ -141,7 +145,10 @@ class PackedStorage(Storage):
         return packed
 
     def _values(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return rank 0's values of `parameter` on this rank's device, flattened and in new memory. Collective."""
+        """Return rank 0's values of `parameter` on this rank's device, flattened and in new memory.
+
+        Collective: every rank must call it.
+        """
         device = self.stored.device
         if isinstance(parameter, SourcedParameter):
             values = torch.empty(parameter.numel(), dtype=parameter.dtype, device=device)

@@ -203,10 +203,10 @@ class _Comparison:
 
     @torch.no_grad()
     def of_gradients(self, full_params: Wholes) -> None:
-        """Compare each gradient of the sharded step with the mean over ranks of the plain step's gradients. Collective.
+        """Compare each gradient of the sharded step with the mean over ranks of the plain step's gradients.
 
-        Afterwards `.grad` of each full parameter is the all-gathered gradient of the sharded step, or None if it has
-        none, so that `of_update` gives both optimizers the same gradients.
+        Collective: every rank must call it. Afterwards `.grad` of each full parameter is the all-gathered gradient of
+        the sharded step, or None if it has none, so that `of_update` gives both optimizers the same gradients.
         """
         found = []
         for sharded, full in reversed(full_params.items()):
@@ -224,7 +224,10 @@ class _Comparison:
             )
 
     def _mean(self, full: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the mean of `full.grad` over ranks, in float32 or wider; None if no rank has one. Collective."""
+        """Return the mean of `full.grad` over ranks, in float32 or wider; None if no rank has one.
+
+        Collective: every rank must call it.
+        """
         present = torch.tensor([float(full.grad is not None)], device=self._world.device)
         self._world.reduce.all_reduce(present, maximum=True).wait()
         if not present.item():

@@ -19,7 +19,7 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 
 @torch.no_grad()
 def gather_full_params(model: torch.nn.Module) -> Wholes:
-    """Return a full copy of each sharded parameter of `model`. Collective.
+    """Return a full copy of each sharded parameter of `model`. Collective: every rank must call it.
 
     The copies are assembled from the local parameters, independently of a forward's all-gathers, which are under test.
     """

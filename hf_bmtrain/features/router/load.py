@@ -50,7 +50,9 @@ class RouterLoad(Observer):
             self._forwards += 1
 
     def read(self) -> dict[str, float]:
-        """Return a summary over all ranks since the last call, and log the tokens of the busiest layer. Collective.
+        """Return a summary over all ranks since the last call, and log the tokens of the busiest layer.
+
+        Collective: every rank must call it.
 
         Returns:
             busiest_share: the share of its layer's tokens that the busiest expert of all layers got; 1 / E if all E

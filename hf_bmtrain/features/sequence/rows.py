@@ -46,7 +46,7 @@ class SharedRows:
     """
 
     def __init__(self, model: torch.nn.Module, size: int) -> None:
-        """Open the communicators of the groups. Collective."""
+        """Open the communicators of the groups. Collective: every rank must call it."""
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
         self._parts: Parts | None = None  # the division in the last forward

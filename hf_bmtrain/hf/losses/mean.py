@@ -89,7 +89,10 @@ class _Calls:
 
 
 def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Tensor:
-    """Return this rank's share of all ranks' rows or labels, without ignored labels. Collective."""
+    """Return this rank's share of all ranks' rows or labels, without ignored labels.
+
+    Collective: every rank must call it.
+    """
     world = current_world()
     counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
     mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)

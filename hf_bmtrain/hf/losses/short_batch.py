@@ -68,7 +68,10 @@ def _rows_left(trainer: transformers.Trainer) -> int | None:
 def _loss_of_rows(
     trainer: transformers.Trainer, model: Any, inputs: Any, left: int, world: World
 ) -> torch.Tensor | None:
-    """Return the loss of the first `left` rows of all ranks' `inputs`, or None if it is unknown. Collective."""
+    """Return the loss of the first `left` rows of all ranks' `inputs`, or None if it is unknown.
+
+    Collective: every rank must call it.
+    """
     rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # `shared` ranks have the same rows
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)
     short = _first_rows(inputs, rows, max(mine, 1)) if _computes_loss(trainer) else None

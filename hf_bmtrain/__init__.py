@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-Block = CheckpointBlock  # BMTrain has both names
+Block = CheckpointBlock  # BMTrain exports this class under both names
 
 __all__ = [
     "BMTrainModelWrapper", "Block", "CheckpointBlock", "CheckpointBlockContext", "DCPState", "DistributedModule",

@@ -74,7 +74,7 @@ class _Module(ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name, f"{name}, provided by hf_bmtrain.")
         self.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        self.__path__ = []  # no folder: only submodules that are in sys.modules can be imported
+        self.__path__ = []  # there is no folder, so only submodules in sys.modules can be imported
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -105,7 +105,7 @@ def install_as_bmtrain() -> None:
     if real is not None:
         _log.warning("bmtrain is installed (%s), but `import bmtrain` will provide hf_bmtrain instead", real.origin)
     package = sys.modules[__name__.split(".")[0]]
-    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted: parents come first
+    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted, so that parents come first
     vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
     for name, module in modules.items():
         if name in _OFFERED:

@@ -251,7 +251,7 @@ class LoadedState:
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
             if all(what in places.get(parameters[name], ()) for name, what in names):
-                self._places = places  # otherwise masters of another kind of device are converted in `load`
+                self._places = places  # otherwise `load` converts masters that another kind of device has saved
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor to fill with this rank's elements of one state tensor.

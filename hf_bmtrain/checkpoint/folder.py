@@ -170,7 +170,7 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
     def number(folder: Path) -> int:
         try:
             return Manifest.read(folder).number
-        except Damaged:  # saved by another library, or partly deleted
+        except Damaged:  # another library has saved the folder, or it was partly deleted
             return 0
 
     ordered = sorted((folder for folder in folders if not folder.is_symlink()), key=number)

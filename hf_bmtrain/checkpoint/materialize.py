@@ -39,7 +39,7 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
         if any(isinstance(parameter, DistributedParameter) for parameter in model.parameters()):
             raise ValueError("the model is already sharded. Load the weights with bmt.load(model, weights)")
         if callable(getattr(model, "tie_weights", None)):
-            model.tie_weights()  # accelerate.init_empty_weights unties them
+            model.tie_weights()  # needed because accelerate.init_empty_weights unties the weights
         state = read_state(Path(weights), (world.rank, world.size))
         parameters, buffers = _named(model, False), _named(model, True)
         _compute_buffers(model, model)

@@ -42,7 +42,7 @@ from .ranges import Part, checksums, write_file, write_parts
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
-_SECONDS = 1800  # for which a background thread waits for the report of another rank's thread
+_SECONDS = 1800  # how long a background thread waits for another rank's report
 
 Agree = Callable[[str, str | None], str | None]
 """A function that exchanges problems between ranks. It is called with the name of the point in the program and this
@@ -232,9 +232,9 @@ class SavingState:
         try:
             write = functools.partial(snapshot.write, self._job.staging, memory)
             self._problem = self._job.finish(write, _posts(self._world, self._job))
-        except Exception as error:  # for example, the launcher's store no longer exists
+        except Exception as error:  # for example because the launcher's store no longer exists
             self._problem = _describe(error)
-        if self._problem is not None:  # the script may end before `wait` raises it
+        if self._problem is not None:  # log the problem now, because the script may end before `wait` raises it
             _log.error("save_state: %s was not saved. %s", self._job.final, self._problem)
 
     def wait(self) -> None:
@@ -490,7 +490,7 @@ def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
-            if name == "config":  # the model's own save_pretrained sets these too
+            if name == "config":  # save_pretrained also sets these attributes of the config
                 config.architectures = [type(model).__name__]
                 config.dtype = getattr(model, "dtype", None)
             config.save_pretrained(folder)

@@ -94,7 +94,7 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        # On every rank, even without elements, because all ranks must all-gather the buffers again.
+        # Runs on every rank, even on ranks without elements, because all ranks must all-gather the buffers again.
         torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
@@ -185,7 +185,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the complete rows, `last` excluded
+    first, last = -(-start // row), stop // row  # the range of complete rows; `last` is not included
     if first > last:  # start and stop are in the same row
         for offsets, sizes in boxes(shape[1:], start - last * row, stop - last * row):
             yield (last, *offsets), (1, *sizes)

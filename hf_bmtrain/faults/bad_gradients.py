@@ -63,7 +63,7 @@ class OwnGradients(Observer):
         self.steps -= 1
         if (
             self.steps < 0
-        ):  # no watched step was skipped: a skip calls `GradientWatcher.watch`, which removes this object
+        ):  # after a skipped step, `GradientWatcher.watch` has removed this object
             self._last = []
             self.handle.remove()
 

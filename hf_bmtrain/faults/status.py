@@ -26,7 +26,7 @@ _TASKS = {
         os.path.join("torch", "serialization.py"), f"packages{os.sep}safetensors{os.sep}",
         f"packages{os.sep}huggingface_hub{os.sep}", os.path.join(_PACKAGE, "checkpoint"),
     ),
-    "compiling": (  # only these files, because others also run when compiled code is called
+    "compiling": (  # only these files; other files also run when compiled code is called
         os.path.join("torch", "_dynamo", "convert_frame.py"), os.path.join("torch", "_inductor", "compile_fx.py"),
         os.path.join("triton", "compiler"),
     ),
@@ -71,7 +71,7 @@ class Status:
     excerpts: list[Excerpt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._instructions: list[tuple[int, int]] = []  # (code, instruction) of each frame of the last seen stack
+        self._instructions: list[tuple[int, int]] = []  # (code, instruction) of each frame of the stack seen last
 
     def to_text(self) -> str:
         """Return the status as JSON."""
@@ -110,7 +110,7 @@ class Status:
         place = _in_words(lines)
         if (
             place not in ("", self.place) and not self.ended
-        ):  # no line of the program is on the stack in `sys.excepthook`
+        ):  # while `sys.excepthook` runs, the stack has no line of the program
             self.place, self.since = place, now
         if instructions != self._instructions:
             self._instructions, self.moved = instructions, now

@@ -66,8 +66,8 @@ class Watch(Monitor):
         self._reported: dict[int, Status] = {}  # the missing ranks, as the last warning of this wait described them
         self._warning: str | None = None  # the text of the last warning of this wait
         self._stopped = threading.Event()
-        self._since = time.monotonic()  # when `_seen` changed last
-        self._seen: tuple[list[int], list[int]] = [], []  # number of entries of each log: this rank's, the next's
+        self._since = time.monotonic()  # the time of the last change of `_seen`
+        self._seen: tuple[list[int], list[int]] = [], []  # number of entries of each log: this rank's, the next rank's
         self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
@@ -80,7 +80,7 @@ class Watch(Monitor):
         self._board = SharedStatus(control, rank)
         self._compare(control.collective_log)
         self._observe()
-        self._show()  # the thread publishes only after a second, but the process may be stopped earlier
+        self._show()  # the thread first publishes after a second, and the process may be stopped earlier
         self._thread.start()
 
     def add(self, communicator: Communicator) -> None:
@@ -151,14 +151,14 @@ class Watch(Monitor):
                 if problem is not None:
                     self._tell(problem)
                     return
-        except Exception as error:  # the process that serves the store (the launcher or rank 0) has ended
+        except Exception as error:  # probably the process that serves the store (the launcher or rank 0) has ended
             _log.debug("rank %d stops monitoring the other ranks: %s", self._rank, error, exc_info=True)
 
     def _look(self) -> str | None:
         """Publish this rank's status, read the others', and return why every rank must stop, or None."""
         self._observe()
         self._show()
-        if self.problem is not None:  # an operation of this rank has found a problem
+        if self.problem is not None:  # another operation of this rank has found a problem
             return self.problem
         # An excerpt contains only the last entries of a rank's log. So of two ranks, only the one that has issued more
         # operations surely finds the other's entries in its own log. Each rank compares with both neighbours, so that
@@ -281,7 +281,7 @@ class Watch(Monitor):
             return None
         ranks = self._read_all()
         waiting = [rank for rank, status in ranks.items() if self._is_waiting(rank, status)]
-        if not waiting:  # ranks that wait for their devices may be computing, so they count only now
+        if not waiting:  # count ranks that wait for their devices only now, because they may still compute
             waiting = [r for r, status in ranks.items() if status.waits and not self._why_absent(r, status)]
             if len(waiting) == self._control.size:
                 return None
@@ -443,7 +443,7 @@ class Watch(Monitor):
         begun, end = time.time(), time.monotonic() + 1.5 * SECONDS
         ranks = {rank: self._read(rank) for rank in places if rank != self._rank}
         while any(status and status.written < begun for status in ranks.values()) and time.monotonic() < end:
-            time.sleep(0.1)  # until the other ranks have published their current lines
+            time.sleep(0.1)  # wait for the other ranks to publish their current lines
             ranks = {rank: self._read(rank) for rank in ranks}
         found = {rank: self.status if status is None else status for rank, status in ranks.items()}
         found[self._rank] = self.status

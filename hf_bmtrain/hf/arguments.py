@@ -63,7 +63,7 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
             "own signal, but all ranks must save a sharded model together. Leave it out, and set save_steps to the "
             "number of steps that you can afford to lose."
         )
-    for name in ("use_transformers_continuous_batching", "use_transformers_paged"):  # of TRL
+    for name in ("use_transformers_continuous_batching", "use_transformers_paged"):  # arguments of TRL
         if getattr(args, name, False) and current_world().size > 1:
             raise ValueError(
                 f"{name}=True does not work with several ranks: each rank would run the layers as often as its own "

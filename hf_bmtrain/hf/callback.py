@@ -195,7 +195,7 @@ class BMTrainCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if self._checkpoints is None:
-            return  # an evaluation outside training
+            return  # the event belongs to an evaluation outside training
         _compare(control, "after an evaluation")
         best = args.save_strategy == "best"
         if _is_best(args, state, metrics or {}) if best else control.should_save:

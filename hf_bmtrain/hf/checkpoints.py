@@ -189,7 +189,7 @@ class TrainerCheckpoints:
         found = next((place for place in places if (place / MANIFEST).exists()), None)
         place = current_world().control.broadcast_object(found)
         if place is None:
-            return  # saved by Trainer alone
+            return  # Trainer alone has saved this checkpoint
         _raise_if_damaged(place, _damage)
         if any(name.startswith("optimizer") for name in Manifest.read(place).files):
             raise RuntimeError(

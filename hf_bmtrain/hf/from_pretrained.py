@@ -87,7 +87,7 @@ def from_pretrained(
     """
     world = current_world()
     _check_arguments(auto_class, name_or_path, zero_level, compile, blocks)
-    Options(  # raises for wrong values
+    Options(  # raises an error for invalid values
         zero_level=zero_level or world.zero_level,
         use_checkpoint=use_checkpoint,
         compile=compile,

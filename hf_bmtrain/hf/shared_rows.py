@@ -48,7 +48,7 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     size, ranks = ranks_per_row(model), current_world().size
     if size == 1:
         state = AcceleratorState()
-        if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # left from an earlier Trainer
+        if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # an earlier Trainer has set it
             state.parallelism_config, state.device_mesh = ParallelismConfig(), None
         return
     if not args.average_tokens_across_devices:

@@ -63,7 +63,7 @@ class _Crc:
 
     def __init__(self) -> None:
         self.value = 0
-        self._open: set[int] = set()  # ids of the objects that are being added; reference cycles end there
+        self._open: set[int] = set()  # ids of the objects that are being added, to stop at reference cycles
 
     def add(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -84,7 +84,7 @@ class _Crc:
             self._add_text(f"{type(value).__name__} of {len(value)}")
             for held in value:
                 self.add(held)
-        elif hasattr(value, "__dict__"):  # the state of an LR scheduler may contain objects
+        elif hasattr(value, "__dict__"):  # an object, which the state of an LR scheduler may contain
             self._add_object(value)
         else:
             has_address = type(value).__repr__ is object.__repr__

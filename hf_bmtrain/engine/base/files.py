@@ -70,7 +70,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     folder.mkdir()
     try:
         with open(folder / _LOCK, "w") as held:
-            with contextlib.suppress(OSError):  # without locks in the file system, `_is_abandoned` is always False
+            with contextlib.suppress(OSError):  # if the file system has no locks, `_is_abandoned` is always False
                 fcntl.flock(held, fcntl.LOCK_EX)
             yield folder
     finally:

@@ -250,7 +250,7 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
             f"{name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got {len(values)}"
         )
     packed = []
-    for argument, value in zip(signature, values):  # runs in every launch, so text is formatted only for errors
+    for argument, value in zip(signature, values):  # this runs in every launch, so text is formatted only for errors
         if not argument.pointer:
             kinds, convert = _SCALARS[argument.c_type]
             if not isinstance(value, kinds) or isinstance(value, bool):

@@ -11,7 +11,7 @@ import torch
 
 from .launch import import_cupy
 
-_PORTABLE = 1  # cudaHostRegisterPortable
+_PORTABLE = 1  # the value of cudaHostRegisterPortable
 _GROUP = Path("/sys/fs/cgroup")
 CONTROL_GROUPS = (
     (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),

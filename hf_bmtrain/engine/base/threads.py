@@ -38,7 +38,7 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
             threads[-1].join()
             threads.pop()
         except BaseException as error:
-            problems.append(error)  # e.g. KeyboardInterrupt; still wait for all jobs, whose files the caller closes
+            problems.append(error)  # such as KeyboardInterrupt; still wait for all jobs, whose files the caller closes
     if problems:
         raise problems[0]
     return results

@@ -133,7 +133,7 @@ preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 equivalent."""
 
 # -- one operation on many tensors ----------------------------------------------------------------------------------
-# torch's optimizers are built on these. The public API has only functions of single tensors.
+# Torch's optimizers use these functions of lists. The public API has only functions of single tensors.
 
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_

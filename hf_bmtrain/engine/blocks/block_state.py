@@ -63,7 +63,7 @@ class BlockState:
     lists_as_tuples: bool = False
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # the slots are set to full parameters
-    _entered: bool = field(default=False, init=False)  # backward is in the block, and its reduction has not started
+    _entered: bool = field(default=False, init=False)  # backward is in the block and has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether the last training forward is recomputed
 
     @property
@@ -179,7 +179,7 @@ class BlockState:
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
             return checkpoint(run, *args, use_reentrant=False) if self._recomputed else run(*args)
-        finally:  # an exception also gets here: torch raises one to end a recomputation early
+        finally:  # also after an exception, which torch raises to end a recomputation early
             if closed:
                 self.show_local()
                 if self.zero_level == 3:

@@ -63,8 +63,8 @@ class Negotiation:
         """
         self._control, self._reduce = control, reduce
         self._units = 0
-        self._requests: dict[int, _Requests] = {}  # by the number of the buffer
-        self._served: dict[int, Callable[[], None]] = {}  # by request
+        self._requests: dict[int, _Requests] = {}  # the requests for each buffer, by the number of the buffer
+        self._served: dict[int, Callable[[], None]] = {}  # by request: takes part in the operation
 
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]
@@ -100,7 +100,7 @@ class Negotiation:
         here, owner = weakref.ref(buffer), None if block is None else weakref.ref(block)
 
         def serve_gather() -> None:
-            with torch.enable_grad():  # the rank that needs the buffer logs the all-gather in the same grad mode
+            with torch.enable_grad():  # for the log: the rank that needs the buffer uses this grad mode, too
                 _alive(here).take_part()
 
         def serve_reduction() -> None:

@@ -149,7 +149,7 @@ class Schedule:
         self._calibrates = False
         self._members: dict[int, dict[BackwardParticipant, None]] = {}  # participants, by graph task of autograd
         self._passes: dict[int, list[ForwardPass]] = {}  # by graph task: the forward passes that its backward reached
-        self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that dropped models are freed
+        self._left_unsharded: weakref.ref[BlockState] | None = None  # weak: it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
         self._undecided: list[GradientBuffer] = []
@@ -369,7 +369,7 @@ class Schedule:
             self._receive(ahead=0)
             self._decide()
         except BaseException:
-            self._members[task] = members  # for `discard_failed_backward`
+            self._members[task] = members  # needed by `discard_failed_backward`
             raise
         self._passes.pop(task, None)
         self.wait_for_readers()  # so that the optimizer may write the shards

@@ -45,7 +45,7 @@ def agree(
     names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
-    if not count:  # the facts differ only in their order, so compare the names by position, which raises
+    if not count:  # the facts differ only in their order. Compare the names by position, which raises an error
         agree(control, occasion, {f"number {number}": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])

@@ -24,7 +24,7 @@ from .streams import DONE, Ticket
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
 _CHECK_SECONDS = 1.0  # interval at which a waiting rank checks its collective log for a problem
-_DIAGNOSIS_SECONDS = 5.0  # wait for the monitor's explanation after an operation failed
+_DIAGNOSIS_SECONDS = 5.0  # how long to wait for the monitor's explanation after a failed operation
 PATIENCE = 5.0
 """Seconds that a wait may last beyond the timeout. The monitor, which can explain the timeout, thus reports it
 first."""
@@ -414,5 +414,5 @@ def end_group(group: Any) -> None:
     The threads must end before the interpreter does. If a gloo thread frees the tensors of its last operation while the
     interpreter shuts down, the process aborts ("terminate called without an active exception").
     """
-    with contextlib.suppress(ValueError):  # it was already destroyed together with the default group
+    with contextlib.suppress(ValueError):  # the group was already destroyed together with the default group
         dist.destroy_process_group(group)

@@ -169,7 +169,7 @@ class ObjectComm:
     def close(self) -> None:
         """Destroy the gloo group, unless its threads still wait for other ranks after a timeout."""
         given_up = self._last is not None and not self._last.is_completed()
-        self._last = None  # it refers to the group, whose threads end when the last reference is dropped
+        self._last = None  # the operation refers to the group, whose threads end only when nothing refers to it
         if given_up:
             keep_group(self._group)
         elif self._group is not None:

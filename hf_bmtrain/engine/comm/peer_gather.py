@@ -101,7 +101,7 @@ class PeerGather(Gather):
         self._made = 0
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._update_stream.follow()  # the update stream uses a token, which the current stream initializes
+        self._update_stream.follow()  # the current stream initializes the token that the update stream uses
         self._meetings = functools.cache(open_meetings)
 
     # -- memory -------------------------------------------------------------------------------------------------

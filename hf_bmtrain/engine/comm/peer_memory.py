@@ -71,7 +71,7 @@ class HostMemory:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
         nbytes = numel * dtype.itemsize
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the folder for temporary files
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None stands for the folder of temporary files
         descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=folder)
         os.truncate(descriptor, nbytes)
         os.close(descriptor)
@@ -88,7 +88,7 @@ class HostMemory:
         os.unlink(handle)
 
     def unmap(self, source: torch.Tensor) -> None:
-        pass  # the mapping ends with the last reference
+        pass  # the memory is unmapped when the last reference is dropped
 
     def free(self, handle: str) -> None:
         pass

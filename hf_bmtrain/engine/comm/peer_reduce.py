@@ -63,7 +63,7 @@ class Mailboxes:
         for mapped in self._mapped:
             if mapped is not None:
                 self._memory.unmap(mapped)
-        self._exchange(None)  # a barrier: afterwards no rank has them mapped
+        self._exchange(None)  # a barrier: afterwards no rank has the mailboxes mapped
         self._memory.free(self._handle)
         self.boxes, self._mapped, self._handle, self.nbytes = [], [], None, 0
 
@@ -72,7 +72,7 @@ class Mailboxes:
         full, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
         for rank, handle in enumerate(self._exchange(self._handle)):
             self._mapped.append(None if rank == self._rank else self._memory.map(handle, MAILBOXES * nbytes))
-        self._exchange(None)  # a barrier: afterwards every rank has mapped them
+        self._exchange(None)  # a barrier: afterwards every rank has mapped the mailboxes
         self._memory.unlink(self._handle)
         self.boxes = [Mailbox(part, number) for number, part in enumerate(full.split(nbytes))]
         self._taken, self.nbytes = 0, nbytes
@@ -183,7 +183,7 @@ class PeerReduction(Reduction):
         self._pushing.after(box.free)
         self._pushing.run(lambda: self._memory.copy([pushed]).wait())
         self._adding.after(self._pushing.record_event())
-        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting k
+        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting number k
         self.boxes.before(box).free = self._adding.record_event()
         self._adding.run(add)
         return self._adding.record_event()

@@ -16,7 +16,7 @@ from .residual import join, split
 
 THREADS = 256
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "hold_steps", "l2")
-RECORD = (  # struct Record in kernels/adam.cu
+RECORD = (  # the fields of struct Record in kernels/adam.cu
     "skip", "grad_scale", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inverse_root",
     "eps", "seed", "l2",
 )  # fmt: skip

@@ -17,8 +17,8 @@ from ..base.launch import C_NAMES, Variant, kernel
 THREADS = 256
 BLOCKS = 528  # the same on all devices, so that the order of additions is the same
 TILE_BYTES = THREADS * 64
-PIECE = 1 << 16  # the most elements of a segment that one thread block sums
-CHUNK = 1 << 18  # elements that the CPU converts to float64 at a time
+PIECE = 1 << 16  # maximum number of elements of a segment that one thread block sums
+CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time
 
 
 @cache

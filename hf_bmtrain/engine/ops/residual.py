@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 _TIE = 1 << 15
-_CHUNK = 1 << 20  # elements at a time, which limits the memory of temporary tensors
+_CHUNK = 1 << 20  # number of elements that are converted at a time, which limits the memory of temporary tensors
 
 
 @dataclass(frozen=True)

@@ -319,7 +319,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # the state of torch's AdamW lacks these
+        for group in self.param_groups:  # a state of torch's AdamW does not have these settings
             for name in ("hold_steps", "decoupled"):
                 group.setdefault(name, self.defaults[name])
 
@@ -388,7 +388,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             ValueError: the state does not fit the parameters.
         """
         check_state(state_dict)
-        if "sliced" in state_dict:  # a full state of state_dict(gather=True)
+        if "sliced" in state_dict:  # the state is a full one, from state_dict(gather=True)
             return load_state(self, state_dict, current_world())
         self._load(state_dict, copied=True)
 

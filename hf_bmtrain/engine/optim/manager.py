@@ -509,7 +509,7 @@ class OptimManager:
             )
         if skipped:
             for parameter, seen in used.items():
-                if is_unchanged(parameter, seen):  # otherwise the `.grad` belongs to a later backward, so keep it
+                if is_unchanged(parameter, seen):  # a changed `.grad` belongs to a later backward, so keep it
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
             self._skips.report(self, self._parameters(), scale, self._bounds[0])

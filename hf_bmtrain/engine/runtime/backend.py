@@ -167,7 +167,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
             "Another rank raised an error or ended earlier (look for the first error in the logs of all ranks), hangs, "
             f"was not started, or was given another address. ({str(error).strip().splitlines()[0]})"
         ) from None
-    del met  # it kept a store open to which the process group has now connected
+    del met  # `met` kept the store open until the process group had connected to it
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:

@@ -77,7 +77,7 @@ def name_of(function: Any) -> str:
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return function.__self__.__name__  # the getter of an attribute
+        return function.__self__.__name__  # `function` is the getter of an attribute
     return _OPERATORS.get(name, name).removeprefix("_foreach_")
 
 
@@ -130,7 +130,7 @@ def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
         return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, tuple) and hasattr(values, "_fields"):
         return type(values)(*[replace_tensors(function, each) for each in values])
-    if isinstance(values, tuple):  # one of torch.return_types, whose constructors take one sequence
+    if isinstance(values, tuple):  # a type of torch.return_types, whose constructor takes one sequence
         return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, dict):
         return {key: replace_tensors(function, each) for key, each in values.items()}

@@ -215,7 +215,7 @@ class ShardTensor(ShardBase, torch.Tensor):
             return self.placement.gather(self.as_subclass(torch.Tensor))
 
     def detach_(self) -> ShardTensor:
-        return self  # it has no history
+        return self  # a ShardTensor has no autograd history to be detached from
 
     def __deepcopy__(self, memo) -> ShardTensor:
         return memo.setdefault(id(self), self.detach().clone())
@@ -726,7 +726,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         if name.endswith("_"):
             return args[0]
         for each, placement in zip(result, placements):
-            each.__class__ = ShardTensor  # changed in place: `of` would create another tensor
+            each.__class__ = ShardTensor  # set the class in place, because `of` would create another tensor
             each.placement = placement
         return result
 

@@ -49,7 +49,7 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
         outside: the modules outside blocks. They and the modules of `places` become DistributedModules, except
             ModuleLists that have no parameters of their own.
     """
-    groups: dict[int, list[Place]] = {0: []}  # key 0: all small parameters, which share buffers and come first
+    groups: dict[int, list[Place]] = {0: []}  # key 0 has all small parameters, which share buffers and come first
     for place in places:
         large = place[2].numel() >= OWN_BUFFER_NUMEL
         groups.setdefault(id(place[2]) if large else 0, []).append(place)

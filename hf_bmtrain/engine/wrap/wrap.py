@@ -160,7 +160,7 @@ def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList],
     Also turns off the model's own gradient checkpointing, because the blocks recompute instead.
     """
     for module_list in lists:
-        if type(module_list) is torch.nn.ModuleList:  # not a subclass, whose own methods would be lost
+        if type(module_list) is torch.nn.ModuleList:  # a subclass would lose its own methods
             module_list.__class__ = TransformerBlockList
     for chain in chains:
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]

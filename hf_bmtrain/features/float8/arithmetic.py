@@ -312,7 +312,7 @@ def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:
     return tuple(tensor for factor in factors for tensor in factor)
 
 
-# Custom operators: `quantize_both` and `transpose` in compiled code.
+# Custom operators, which are used for `quantize_both` and `transpose` in compiled code.
 _library = torch.library.Library("hf_bmtrain", "DEF")
 _library.define("quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)", tags=torch.Tag.needs_fixed_stride_order)
 _library.define("transpose_codes(Tensor values) -> Tensor", tags=torch.Tag.needs_fixed_stride_order)

@@ -52,7 +52,7 @@ def install_signal_guard(
     calibration = (CalibrationAhead if compiled else CalibrationInStep)(world, model, states, blocks)
     calibration.handle = world.schedule.observe(calibration, model)
     for state in states.values():
-        state.guard = weakref.ref(calibration)  # the schedule holds the strong reference
+        state.guard = weakref.ref(calibration)  # a weak reference, because the schedule owns the calibration
 
 
 class Calibration(Observer):
@@ -127,7 +127,7 @@ class CalibrationInStep(Calibration):
     The decision is made once the backward of the measured forward has ended on every rank.
     """
 
-    _begun: int | None = None  # the number of backwards before the measured forward
+    _begun: int | None = None  # how many backwards had ended before the measured forward
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model is not self._model():
@@ -272,5 +272,5 @@ def _tell(ratios: dict[str, float]) -> None:
 def decibels(signal: float, noise: float) -> float:
     """Return 10 log10(signal / noise), or inf if an argument is zero or not finite. Both are sums of squares."""
     if not math.isfinite(signal) or not math.isfinite(noise):
-        return math.inf  # the output overflowed, which rounding does not cause; the loss scale handles it
+        return math.inf  # the output overflowed. Rounding does not cause this, and the loss scale handles it
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

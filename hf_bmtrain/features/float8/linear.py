@@ -25,7 +25,7 @@ from .arithmetic import Float8, product, quantize_both, quantize_full, quantize_
 from .storage import Float8Storage, GatheredFactor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CHUNK = 1024  # rows that are measured at a time
+_CHUNK = 1024  # number of rows that are measured at a time
 
 
 class Float8Inputs:

@@ -127,10 +127,10 @@ class Float8Storage(Storage):
 
     def __init__(self, small: int = 0) -> None:
         self._small = small
-        self._shown: list[torch.Tensor] = []  # a view of each small parameter, see `_show_small`
+        self._shown: list[torch.Tensor] = []  # views of the small parameters, made by `_show_small`
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
-        grain = ALIGNMENT_BYTES  # in elements: the rounded copy, with one byte per element, must be aligned too
+        grain = ALIGNMENT_BYTES  # in elements, because the float8 copy, of one byte per element, must be aligned, too
         return Layout.build(numels, world_size, grain, spread=(self._small, dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:

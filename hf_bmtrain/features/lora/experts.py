@@ -34,7 +34,7 @@ _IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 _KEYWORD = "lora_factors"
 _KERNEL: Any = getattr(torch.nn.functional, "grouped_mm", None)  # public since torch 2.10
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ALIGNMENT = 16  # bytes: torch's kernel requires strides that are multiples of this
+_ALIGNMENT = 16  # in bytes; the strides of tensors must be multiples of this for torch's kernel
 _logged: set[str] = set()
 
 Factors = list[tuple[Tensor, Tensor, float]]
@@ -168,7 +168,7 @@ def run_experts(
     if getattr(experts, "has_post_expert_norm", False):
         y = experts.post_expert_norm(y)
     y = y * top_k_weights.reshape(-1)[order, None]
-    y = torch.empty_like(y).index_copy(0, order, y)  # back into the order of the tokens
+    y = torch.empty_like(y).index_copy(0, order, y)  # restore the order of the tokens
     return y.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
 

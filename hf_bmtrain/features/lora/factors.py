@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
 
-_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # `out_dtype=` on CUDA, since torch 2.8
+_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # whether CUDA supports `out_dtype=` (since torch 2.8)
 
 
 class Adapter(NamedTuple):
@@ -178,7 +178,7 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
     """Return factor · one @ other in float32, for 16-bit matrices `one` and `other`."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
-    if torch.compiler.is_compiling():  # not in place: see `add_products`
+    if torch.compiler.is_compiling():  # not in place, for the reason that `add_products` gives
         wide = device == "cuda"
         return (torch.mm(one, other, out_dtype=torch.float32) if wide else one.float() @ other.float()) * factor
     total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)

@@ -24,7 +24,7 @@ def let_parametrize(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         activate = getattr(module, "_activate_lora", None)
-        if inspect.ismethod(activate):  # not patched yet
+        if inspect.ismethod(activate):  # the method has not been patched yet
             module._activate_lora = functools.partial(  # pyright: ignore[reportArgumentType]
                 _activate_uncounted, weak_method(activate), weakref.ref(module)
             )
@@ -43,7 +43,7 @@ def _activate_uncounted(activate: Callable, reference: weakref.ref[Any], *args: 
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name
     held = holder._parameters.get(name)
     with ExitStack() as stack:
-        if held is not None:  # None if an outer adapter of the same parameter has replaced it already
+        if held is not None:  # it is None if an outer adapter of the same parameter was applied first
             stack.callback(holder._parameters.__setitem__, name, held)
         with preserve_version(wrapper.get_param()):
             stack.enter_context(activate(*args, **kwargs))

@@ -158,7 +158,7 @@ class UnbornLogits:
         return self._but(cap=1.0) if self._cap is None else self._born("tanh").tanh()
 
     def float(self):
-        return self  # the loss is computed in float32 anyway
+        return self  # do nothing, because the loss is computed in float32 anyway
 
     def contiguous(self):
         return self

@@ -215,7 +215,7 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
         gradient.mul_(ratio)
     else:
         narrow = torch.empty_like(gradient, dtype=parameter.dtype)
-        gradient = torch.mul(gradient, ratio, out=narrow)  # rounded once
+        gradient = torch.mul(gradient, ratio, out=narrow)  # the product is rounded only once
     if not isinstance(parameter, DistributedParameter):
         return gradient
     OnDemandGather.of(parameter, current_world().schedule).collect(parameter.index, gradient)

@@ -58,7 +58,7 @@ class AutoCheckpoint(Recompute):
     """
 
     def __init__(self, activations: Activations, block: Block) -> None:
-        self.activations, self.block = activations, weakref.proxy(block)  # weak: the block owns this object
+        self.activations, self.block = activations, weakref.proxy(block)  # weak, because the block owns this object
         self.kept = False
         self.calls = self._most = 0
         self._inputs = MeasuredInputs()
@@ -168,7 +168,7 @@ class Activations:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
-        self._free: int | None = None  # the fewest bytes free as a planned pass began; None before the first plan
+        self._free: int | None = None  # minimum of free bytes at the start of a planned pass; None before the first plan
         self._forward = self._backward = 0  # the two peaks, in bytes above those allocated when the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward

@@ -84,8 +84,8 @@ class Residents:
         self._forwards = 0  # the number of training forwards in this pass
         self._seen: list[tuple[int, Shapes]] = []  # number and input shapes of each measured forward of this pass
         self._inputs = MeasuredInputs()
-        self._peak: int | None = None  # the most bytes taken since the measurement began; None without a measurement
-        self._free = 0  # the fewest bytes free at the start of a pass since the measurement began
+        self._peak: int | None = None  # peak of allocated bytes since the measurement began; None without a measurement
+        self._free = 0  # the minimum of free bytes at the start of a pass, since the measurement began
         self._spare = 0  # bytes by which free memory may fall below `_free` before a new plan is made
         self._policies: list[Any] = []  # the blocks' recompute policies when the measurement began
 
@@ -148,7 +148,7 @@ class Residents:
     def _begin_pass(self) -> None:
         """Store the input shapes measured in the last pass, and decide whether this pass needs any work."""
         self._forwards = 0
-        for number, shapes in self._seen:  # only now, because a measurement is complete once its pass has ended
+        for number, shapes in self._seen:  # added only now, because a measurement is complete when its pass has ended
             self._inputs.add(shapes, number)
         self._seen = []
         if self._planned:

@@ -212,7 +212,7 @@ class MuonOptimizer(AdamOptimizer):
         if divisor is not None:
             gradient = gradient / divisor
         if skip is not None:
-            gradient = torch.where(skip, momentum, gradient)  # then the momentum stays the same
+            gradient = torch.where(skip, momentum, gradient)  # if the step is skipped, the momentum does not change
         momentum.lerp_(gradient, 1 - group["momentum"])
         return (gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
 

@@ -114,7 +114,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _finish(self) -> None:
         """Make the host wait until the last step has written the weights and, in host memory, the state."""
         if self._mover is not None:
-            self._mover.downloaded.synchronize()  # the last download follows the last update
+            self._mover.downloaded.synchronize()  # all updates are complete when the last download is
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        tickets = dict.fromkeys(used, DONE)  # DONE stays if there is no chunk, because this rank stores no element
+        tickets = dict.fromkeys(used, DONE)  # DONE remains where this rank stores no element, and so has no chunk
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
             tickets[chunk.owner] = ticket

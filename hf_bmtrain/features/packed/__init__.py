@@ -22,7 +22,7 @@ from .bitsandbytes import admit_quantized, adopt_quantized, is_quantized, quanti
 from .choose import choose_quantized
 from .storage import PackedKind
 
-if TYPE_CHECKING:  # a circular import at run time, because `options` imports the formats' names
+if TYPE_CHECKING:  # at run time this import would be circular, because `options` imports the formats' names
     from ..options import Options
 
 

@@ -33,7 +33,7 @@ CELL = 16384
 BLOCK = 64
 THREADS = 256
 _BLOCKS = CELL // BLOCK
-_CHUNK = 256  # cells that torch packs or unpacks at a time: 16 MiB in float32
+_CHUNK = 256  # number of cells that torch packs or unpacks at a time (16 MiB in float32)
 _FP8_MOST = 448.0
 
 _NF4 = (

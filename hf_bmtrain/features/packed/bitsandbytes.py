@@ -91,7 +91,7 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
     """
     found = _find(model)
     root = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
-    made: dict[int, torch.nn.Parameter] = {}  # by the id of the old parameter, so that tied weights stay tied
+    made: dict[int, torch.nn.Parameter] = {}  # new parameters by the old ones' ids, so that tied weights stay tied
     unpacked: list[str] = []
     for name, (module, key, parameter) in found.items():
         if id(parameter) not in made:

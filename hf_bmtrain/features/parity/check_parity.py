@@ -213,7 +213,7 @@ class _Comparison:
             got, wanted = sharded.gather_gradient(), self._mean(full)
             full.grad = got
             if wanted is not None or got is not None:
-                nothing = full.detach().new_zeros(1).expand_as(full)  # no gradient counts as a gradient of zeros
+                nothing = full.detach().new_zeros(1).expand_as(full)  # a missing gradient counts as zeros
                 got, wanted = nothing if got is None else got, nothing if wanted is None else wanted
                 found.append((sharded, largest_difference(got, wanted), largest_of(wanted), self._allowed(wanted)))
         floor = _OF_MODEL * max((largest for _, _, largest, _ in found), default=0.0)

@@ -27,7 +27,7 @@ def gather_full_params(model: torch.nn.Module) -> Wholes:
     for sharded in model.parameters():
         if isinstance(sharded, DistributedParameter):
             full: Any = torch.nn.Parameter(sharded.placement.gather(sharded.part), sharded.requires_grad)
-            full.is_unsharded = True  # otherwise the model's forward refuses it as not sharded
+            full.is_unsharded = True  # otherwise the model's forward would raise an error, because it is not sharded
             full_params[sharded] = full
     return full_params
 

@@ -60,7 +60,7 @@ def predict_memory(
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
-    Options(  # raises for wrong values
+    Options(  # raises an error for invalid values
         zero_level=level,
         use_checkpoint=use_checkpoint,
         keep_frozen=keep_frozen,

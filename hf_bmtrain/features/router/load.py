@@ -115,7 +115,7 @@ def _counters_of(model: torch.nn.Module, world: World) -> tuple[torch.Tensor, di
     counters: dict[str, TokenCounter] = {}
     missing = []
     for name, module in model.named_modules():
-        if hasattr(module, "num_experts") and hasattr(module, "_apply_gate"):  # experts of transformers
+        if hasattr(module, "num_experts") and hasattr(module, "_apply_gate"):  # these are experts of transformers
             hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, TokenCounter)]
             if hooks:
                 counters[name] = hooks[0]

@@ -131,7 +131,7 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
 def _scores(model: Any) -> bool:
     """Return whether `model` may compute an output, such as a score, from only some of the tokens."""
     name = type(model).__name__
-    if "For" not in name and "LMHead" not in name:  # no head
+    if "For" not in name and "LMHead" not in name:  # the model has no head, and so computes no loss
         return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return head is None and "TokenClassification" not in name

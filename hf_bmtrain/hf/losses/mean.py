@@ -40,7 +40,7 @@ def follow_mean_loss(model: Any, args: Any) -> None:
         if calls is not None and not calls.ignored or not args.average_tokens_across_devices:
             return loss
         name = "" if calls is None else calls.name
-        if "CTC" in name and base.config.ctc_loss_reduction == "sum":  # Trainer's factor is right for a sum
+        if "CTC" in name and base.config.ctc_loss_reduction == "sum":  # Trainer's factor is correct for a sum
             return loss
         if not told and world.rank == 0:
             _log.info(

@@ -34,7 +34,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
     if name is None or ignores_count(model):
         return
     base, args, told = base_of(model), trainer.args, False
-    owner = weakref.ref(trainer)  # a weak reference: the model may live longer than the trainer and its optimizer
+    owner = weakref.ref(trainer)  # weak, because the model may live longer than the trainer and its optimizer
 
     def divide(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
         nonlocal told

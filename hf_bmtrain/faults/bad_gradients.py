@@ -61,9 +61,7 @@ class OwnGradients(Observer):
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
-        if (
-            self.steps < 0
-        ):  # after a skipped step, `GradientWatcher.watch` has removed this object
+        if self.steps < 0:  # after a skipped step, `GradientWatcher.watch` has removed this object
             self._last = []
             self.handle.remove()
 

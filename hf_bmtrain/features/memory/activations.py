@@ -168,7 +168,7 @@ class Activations:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
-        self._free: int | None = None  # minimum of free bytes at the start of a planned pass; None before the first plan
+        self._free: int | None = None  # minimum of free bytes when a planned pass begins; None before the first plan
         self._forward = self._backward = 0  # the two peaks, in bytes above those allocated when the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward

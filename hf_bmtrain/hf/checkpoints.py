@@ -320,8 +320,8 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 def _weights_were_replaced(checkpoint: Path) -> bool:
     """Return whether other weight files, with an index, have replaced the saved ones.
 
-    Collective: every rank must call it. Trainer has then loaded the other files. They have no checksums, which the log
-    says.
+    Collective: every rank must call it. If so, Trainer has loaded these other files, which nothing verifies, and a
+    warning says so.
     """
     saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
     index = checkpoint / "model.safetensors.index.json"

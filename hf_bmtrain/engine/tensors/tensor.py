@@ -258,7 +258,7 @@ class WholeCopy(torch.Tensor):
                 if problem is not None:
                     raise RuntimeError(
                         f"{name_of(func)} writes to a view of shape {tuple(written[0].shape)} of a sharded "
-                        "parameter. The view is part of a temporary copy, and the change would be lost: "
+                        "parameter. The view is part of a temporary copy, and the change would be lost, because "
                         f"{problem}. Write to the parameter itself (parameter[rows] = values) under torch.no_grad(), "
                         "or write inside `with bmt.gathered(model, modify=True):`."
                     )

@@ -240,10 +240,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _update_early(self, local_params: list[Any]) -> None:
         """Update `local_params`, parameters of one flat buffer whose gradient has just been reduced.
 
-        All parameters of a buffer get their gradients at once. The update is left to `step`, which rearranges the runs
-        first, if other parameters have a gradient than those in the optimizer's runs of this buffer. The weights may be
-        written now: every rank has contributed to the reduced gradient, so every rank has left the block's backward,
-        and the next forward waits for the update (see PendingUpdate).
+        All parameters of a buffer get their gradients at once. If they are not the same parameters as in the optimizer's
+        runs of this buffer, nothing is updated here: `step` then rearranges the runs and updates them. The weights may
+        be written now, because every rank has contributed to the reduced gradient and so has left the block's backward.
+        The next forward waits for the update (see PendingUpdate).
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:

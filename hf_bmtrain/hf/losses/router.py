@@ -48,8 +48,8 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
         coefficient = _value(base, name)
         if not told and current_world().rank == 0:
             _log.info(
-                "the routers' auxiliary loss of %s counts with its coefficient, %g, averaged over micro-batches and "
-                "ranks. Trainer without BMTrainCallback adds it %d times; average_router_loss=False does the same",
+                "the routers' auxiliary loss of %s is averaged over micro-batches and ranks, and multiplied by its "
+                "coefficient, %g. Without BMTrainCallback, or with average_router_loss=False, Trainer adds it %d times",
                 type(base).__name__, coefficient, times,
             )  # fmt: skip
         told = True

@@ -240,9 +240,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _update_early(self, local_params: list[Any]) -> None:
         """Update `local_params`, parameters of one flat buffer whose gradient has just been reduced.
 
-        All parameters of a buffer get their gradients at once. If they are not the same parameters as in the optimizer's
-        runs of this buffer, nothing is updated here: `step` then rearranges the runs and updates them. The weights may
-        be written now, because every rank has contributed to the reduced gradient and so has left the block's backward.
+        All parameters of a buffer get their gradients at once. If these are not the parameters of the optimizer's runs
+        of this buffer, nothing is updated here: `step` rearranges the runs and updates them. The weights may be written
+        now, because every rank has contributed to the reduced gradient and so has left the block's backward.
         The next forward waits for the update (see PendingUpdate).
         """
         local_params = [local for local in local_params if local.grad is not None]

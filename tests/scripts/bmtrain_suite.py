@@ -52,7 +52,7 @@ class Reason(NamedTuple):
     refused: str = ""
 
 
-PARALLEL = Reason("tensor or pipeline parallelism, which is not offered", refused=REFUSED)
+PARALLEL = Reason("tensor or pipeline parallelism, which is not supported", refused=REFUSED)
 REASONS = {
     "column_parallel_linear": PARALLEL,
     "init_parameters_multi_gpu": PARALLEL,

@@ -271,7 +271,7 @@ def losses() -> Iterator[Row]:
     yield entropy("items of a sum", "num_items_in_batch is the divisor", reduction="sum", num_items_in_batch=3)
     yield entropy("two items", "num_items_in_batch must be one number", num_items_in_batch=torch.ones(2))
     yield entropy("a leaf in place", "Use inplace=False", inplace=True)
-    yield "FusedCrossEntropy", "parallel", lambda: bmt.loss.FusedCrossEntropy(parallel=True), "not offered"
+    yield "FusedCrossEntropy", "parallel", lambda: bmt.loss.FusedCrossEntropy(parallel=True), "not supported"
     rows, head = torch.randn(4, 3), torch.randn(5, 3)
 
     def linear(name: str, message: str, *given: Any, **options: Any) -> Row:

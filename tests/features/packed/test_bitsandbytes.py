@@ -275,7 +275,7 @@ def saved(source):
     for name, value in fresh.named_parameters():
         if "lora" in name:
             assert torch.equal(value, before[name]), name
-    with pytest.raises(RuntimeError, match="to merge adapters, load the model without quantize_frozen or load_in_4bit"):
+    with pytest.raises(RuntimeError, match="To merge adapters, load the model without quantize_frozen or load_in_4bit"):
         model.merge_and_unload()
 
 

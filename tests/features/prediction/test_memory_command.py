@@ -56,7 +56,7 @@ def test_a_quantized_base_takes_less(config, capsys):
     assert rows[True][whole] <= rows[False][whole]
     with pytest.raises(SystemExit):
         run(config, "--quantize", "nf4")
-    assert "add --lora" in capsys.readouterr().err
+    assert "Add --lora" in capsys.readouterr().err
 
 
 @full

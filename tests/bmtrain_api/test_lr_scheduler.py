@@ -136,9 +136,11 @@ def test_a_users_own_schedule():
 def test_a_wrong_state_is_refused_and_changes_nothing():
     scheduler = Linear(make_optimizer(), S, W, E)
     before = scheduler.state_dict()
-    with pytest.raises(ValueError, match=r"Linear schedule: keys \['end_iter'\] are missing, and keys \['gamma'\] are unexpected"):
+    with pytest.raises(
+        ValueError, match=r"Linear schedule: keys \['end_iter'\] are missing, and keys \['gamma'\] are unexpected"
+    ):
         scheduler.load_state_dict({"start_lr": S, "warmup_iter": W, "num_iter": 0, "gamma": 0.5})
-    with pytest.raises(ValueError, match="end_iter 5"):
+    with pytest.raises(ValueError, match="end_iter is 5"):
         scheduler.load_state_dict({**before, "end_iter": 5})
     with pytest.raises(ValueError, match="num_iter"):
         scheduler.load_state_dict({**before, "num_iter": -5})

@@ -5,9 +5,9 @@
     model = bmt.auto_wrap(model)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 
-`engine` shards and gathers parameters, reduces gradients and updates weights. Each folder of `features` is one feature,
-such as float8 or LoRA. `bmtrain`, `hf`, `checkpoint` and `faults` have the interface for users. README.md in this
-folder describes the source, and which folder may import which.
+`engine` shards and gathers parameters, reduces gradients and updates weights. Each folder in `features` contains one
+feature, such as float8 or LoRA. `bmtrain`, `hf`, `checkpoint` and `faults` are the interface for users. README.md in
+this folder describes the source, and which folder may import which.
 """
 
 import importlib
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-Block = CheckpointBlock  # BMTrain has both names
+Block = CheckpointBlock  # BMTrain exports this class under both names
 
 __all__ = [
     "BMTrainModelWrapper", "Block", "CheckpointBlock", "CheckpointBlockContext", "DCPState", "DistributedModule",

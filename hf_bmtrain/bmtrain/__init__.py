@@ -1,1 +1,1 @@
-"""The public interface under BMTrain's names, and `init_distributed`, which creates the world."""
+"""BMTrain's public interface, and `init_distributed`, which creates the world."""

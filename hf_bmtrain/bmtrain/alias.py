@@ -1,7 +1,7 @@
-"""Makes `import bmtrain` provide this package: a module for each public module of BMTrain, with the same names in it.
+"""Make `import bmtrain` provide this package: each public module of BMTrain gets a module with the same names in it.
 
-`bmtrain` is a new module. If it were this package under a second name in `sys.modules`, an import of a submodule that
-BMTrain does not have would find a file of this package and run it a second time. With a new module the import fails.
+`bmtrain` is a new module, so that an import of a submodule that BMTrain does not have fails. If `bmtrain` were this
+package under a second name in `sys.modules`, such an import would find a file of this package and run it a second time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _OFFERED = {
     "bmtrain.optim.adam_offload": ("optim", _OFFLOAD),
     "bmtrain.optim.optim_manager": ("optim", _MANAGER),
 }
-"""For each module of BMTrain: the module of this package ("": the package itself) that has its names, and the names."""
+"""{BMTrain's module: (the module of this package that has its names, or "" for the package; the names)}."""
 
 
 class _Module(ModuleType):
@@ -79,7 +79,7 @@ class _Module(ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name, f"{name}, provided by hf_bmtrain.")
         self.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        self.__path__ = []  # a package without a folder: only submodules that are in sys.modules can be imported
+        self.__path__ = []  # there is no folder, so only submodules in sys.modules can be imported
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -92,25 +92,25 @@ def install_as_bmtrain() -> None:
     """Make `import bmtrain`, and imports of its modules, provide this package in this process.
 
     Scripts and libraries written for BMTrain then run unchanged. Call this function before they are imported, or start
-    the script with `python -m hf_bmtrain.run`. A second call does nothing. Spawned processes must call it again, forked
-    ones need not. A warning is logged if BMTrain itself is installed.
+    the script with `python -m hf_bmtrain.run`. A second call does nothing. Spawned processes must call it again; forked
+    processes need not. A warning is logged if BMTrain itself is installed.
 
     Raises:
-        RuntimeError: BMTrain itself has been imported already.
+        RuntimeError: BMTrain itself is already imported.
     """
     present = sys.modules.get("bmtrain")
     if isinstance(present, _Module):
         return
     if present is not None:
         raise RuntimeError(
-            f"install_as_bmtrain: BMTrain itself is imported already ({getattr(present, '__file__', present)}). Call "
+            f"install_as_bmtrain: BMTrain itself is already imported ({getattr(present, '__file__', present)}). Call "
             "install_as_bmtrain before anything imports bmtrain, or write `import hf_bmtrain as bmtrain`."
         )
     real = importlib.util.find_spec("bmtrain")
     if real is not None:
         _log.warning("bmtrain is installed (%s), but `import bmtrain` will provide hf_bmtrain instead", real.origin)
     package = sys.modules[__name__.split(".")[0]]
-    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted: parents come first
+    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted, so that parents come first
     vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
     for name, module in modules.items():
         if name in _OFFERED:

@@ -13,15 +13,15 @@ __all__ = ["CheckpointBlockContext"]
 
 
 class CheckpointBlockContext:
-    """Context in which the parameters of a block are full, for reading, as in `gathered(block)`. Collective.
+    """Context in which the parameters of a block are full, for reading, as in `gathered(block)`.
 
-    Prefer `gathered`, which takes any module, and can write.
+    Collective: every rank must call it. Prefer `gathered`, which takes any module and can also write.
 
     Args:
         block: the block.
-        ctx_dict: an argument of BMTrain's, ignored.
-        flag: an argument of BMTrain's, ignored.
-        pipe: an argument of BMTrain's, ignored.
+        ctx_dict: for compatibility with BMTrain; ignored.
+        flag: for compatibility with BMTrain; ignored.
+        pipe: for compatibility with BMTrain; ignored.
 
     Example::
 
@@ -37,13 +37,13 @@ class CheckpointBlockContext:
         self._inside: AbstractContextManager[Any] | None = None
 
     def enter(self) -> None:
-        """Gather the parameters, unless that is done already. Collective."""
+        """Gather the parameters, unless they are already gathered. Collective: every rank must call it."""
         if self._inside is None:
             self._inside = gathered(self._block)
             self._inside.__enter__()
 
     def exit(self) -> None:
-        """Free the full parameters. Collective."""
+        """Free the full parameters. Collective: every rank must call it."""
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.__exit__(None, None, None)

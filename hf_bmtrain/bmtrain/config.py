@@ -103,9 +103,7 @@ class Config(Mapping):
         if key in _TOGETHER and (grid := current_world().grid) is not None:  # as in BMTrain, absent otherwise
             return _TOGETHER[key](grid)
         if key not in _READ:
-            raise KeyError(
-                f"{key}: config has the keys {', '.join(self)}, but not BMTrain's other groups, streams and events"
-            )
+            raise KeyError(f"config has no key {key!r}: of BMTrain's keys it has only {', '.join(self)}")
         return _READ[key](current_world())
 
     def __iter__(self) -> Iterator[str]:

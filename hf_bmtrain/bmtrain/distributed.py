@@ -26,7 +26,7 @@ _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 
 
 def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Stack the tensors of all ranks. Differentiable. Collective.
+    """Stack the tensors of all ranks along a new dimension 0. Differentiable. Collective: every rank must call it.
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
@@ -44,7 +44,7 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
-    """Reduce a tensor over all ranks, element by element. Differentiable. Collective.
+    """Reduce a tensor over all ranks, element by element. Differentiable. Collective: every rank must call it.
 
     Args:
         x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
@@ -76,7 +76,9 @@ def _all_reduce(ranks: _Ranks, x: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
-    """Reduce a tensor over all ranks and return this rank's part of dimension 0. Differentiable. Collective.
+    """Reduce a tensor over all ranks and return this rank's part of dimension 0. Differentiable.
+
+    Collective: every rank must call it.
 
     Args:
         x: (world size * n, ...); shape and dtype must be equal on all ranks.
@@ -87,7 +89,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
         (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
 
     Raises:
-        ValueError: the size of dimension 0 is not a multiple of the world size, or for the reasons of `all_reduce`.
+        ValueError: the size of dimension 0 is not a multiple of the world size, or `all_reduce` raises it.
     """
     ranks = _ranks(comm)._replace(together=False)  # each rank gets other rows, so their gradients are added up
     _check_tensor("reduce_scatter", "x", x)
@@ -101,7 +103,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
 
 
 def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
-    """Return one rank's tensor on every rank. Differentiable. Collective.
+    """Return one rank's tensor on every rank. Differentiable. Collective: every rank must call it.
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
@@ -161,7 +163,7 @@ def _check_tensor(function: str, name: str, x: Any) -> None:
     """Raise ValueError unless `x` is a tensor that is not on the meta device."""
     if not isinstance(x, torch.Tensor) or x.is_meta:
         kind = "one on the meta device" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{function} takes a tensor with values as {name}, not {kind}: pass torch.tensor(...)")
+        raise ValueError(f"{function}: {name} must be a tensor with values, not {kind}. Pass torch.tensor(...).")
 
 
 def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> None:
@@ -236,17 +238,17 @@ class _Broadcast(torch.autograd.Function):
 
 
 def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Return the mean of a loss over all ranks, element by element. Differentiable. Collective.
+    """Return the mean of a loss over all ranks, element by element. Differentiable.
 
-    (The name is BMTrain's, where it also returns the mean.) For logging keep `.item()` or `.detach()` of the result,
-    because the result itself keeps the autograd graph of the forward in memory.
+    Collective: every rank must call it. The name is BMTrain's, which returns the mean too. For logging, keep `.item()`
+    or `.detach()` of the result, because the result itself keeps the autograd graph of the forward in memory.
 
     Args:
         loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
         comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
 
     Returns:
-        (...) float32, on the device of `loss`. Calling backward on it, on every rank, gives the gradients of the mean.
+        (...) float32, on the device of `loss`. If every rank calls backward on it, the gradients are those of the mean.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
@@ -259,7 +261,9 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
-    """Concatenate the results of all ranks on dimension 0, in rank order. Not differentiable. Collective.
+    """Concatenate the results of all ranks on dimension 0, in rank order. Not differentiable.
+
+    Collective: every rank must call it.
 
     Args:
         result: (n, ...); shape and dtype must be equal on all ranks. A scalar is treated as shape (1,).

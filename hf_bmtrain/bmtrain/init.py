@@ -1,4 +1,4 @@
-"""`init_distributed`: creates the world from the engine's parts, the fault detection and the features."""
+"""`init_distributed` creates the world from the engine's parts, the fault detection and the features."""
 
 from __future__ import annotations
 
@@ -49,19 +49,20 @@ def init_distributed(
     num_micro_batches: int | None = None,
     shard_over: str = "world",
 ) -> None:
-    """Initialize the world: all processes that the launcher started, or this one alone without a launcher. Collective.
+    """Initialize the world of all processes that the launcher started, or of one process without a launcher.
 
-    The function reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun,
-    torch.distributed.launch and accelerate set, or joins torch's process group if that is initialized already. It uses
-    CUDA if available (NCCL through CuPy), otherwise the CPU (gloo); ACCELERATE_USE_CPU=true selects the CPU.
+    Collective: every rank must call it. It reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which
+    torchrun, torch.distributed.launch and accelerate set, or uses torch's process group if that is already initialized.
+    The device is CUDA if available (with NCCL through CuPy), and otherwise the CPU (with gloo).
+    ACCELERATE_USE_CPU=true selects the CPU.
 
     Args:
         seed: the seed of `random`, NumPy and torch on every rank. CUDA generators get seed + rank instead, so that
             dropout differs between ranks.
-        zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them. `auto_wrap` and
-            CheckpointBlock can choose another value for a model.
-        loss_scale_factor: the default of `OptimManager`'s argument of that name.
-        loss_scale_steps: the default of `OptimManager`'s argument of that name.
+        zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. `auto_wrap` and
+            CheckpointBlock can override it for a model.
+        loss_scale_factor: the default of `OptimManager`'s argument with this name.
+        loss_scale_steps: the default of `OptimManager`'s argument with this name.
         timeout: the seconds that a rank waits for the others before all ranks end with an error.
         gather: how weights and gradients are exchanged. "peer": ranks read shards from each other's memory, and write
             gradients of blocks to it; this needs all ranks that share the shards on one host and, on GPUs, peer access.

@@ -29,11 +29,11 @@ class _Moments:
     """Statistics of a set of numbers, in float64.
 
     Attributes:
-        count: how many numbers there are.
-        mean: their mean.
+        count: the count of the numbers.
+        mean: the mean.
         squares: the sum of (number - mean)².
-        low: the smallest number; inf if there is none.
-        high: the largest number; -inf if there is none.
+        low: the smallest number, or inf if the set is empty.
+        high: the largest number, or -inf if the set is empty.
     """
 
     count: int
@@ -77,7 +77,7 @@ class _Local:
 
 
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the dict of one tensor from the contributions of all ranks. shape: the value for the key "shape"."""
+    """Return the summary of one tensor, given the statistics of all ranks. shape: the value for the key "shape"."""
     total = functools.reduce(operator.add, [local.values for local in ranks])
     gradients = [local.gradient for local in ranks if local.gradient is not None]
     gradient = functools.reduce(operator.add, gradients) if gradients else None
@@ -93,12 +93,14 @@ def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> list[dict[str, Any]]:
-    """Compute statistics of a model's parameters, without gathering the parameters. Collective.
+    """Compute statistics of a model's parameters, without gathering the parameters.
+
+    Collective: every rank must call it.
 
     Args:
         model: the model, sharded or not.
         param_name: a pattern for the names (`*`, `?`, `[...]`), such as "*.weight".
-        prefix: a text put before each name. The pattern is compared with the result.
+        prefix: a text that is put before each name. The pattern is compared with the prefixed name.
 
     Returns:
         A dict for each parameter whose name matches, with the keys name, shape, std (unbiased), mean, max and min of
@@ -132,7 +134,8 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
 class _Record:
     """A recorded tensor.
 
-    wants_gradient: whether the tensor's gradient is kept. version: the tensor's version when it was recorded.
+    wants_gradient: whether the tensor's gradient is also kept.
+    version: the tensor's version when it was recorded.
     """
 
     tensor: torch.Tensor
@@ -164,19 +167,19 @@ class InspectTensor:
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """This rank's records, in order: dicts of name, group, summary_name (as in `get_summary`), shape and tensor."""
+        """This rank's records, in order: dicts with name, group, summary_name (see `get_summary`), shape and tensor."""
         return [
             {"name": r.name, "group": r.group, "summary_name": name, "shape": r.tensor.shape, "tensor": r.tensor}
             for name, r in zip(self._names(), self._records)
         ]
 
     def get_summary(self) -> list[dict[str, Any]]:
-        """Compute statistics of the recorded tensors over all ranks. Collective.
+        """Compute statistics of the recorded tensors over all ranks. Collective: every rank must call it.
 
         Returns:
-            A dict for each record, in order, with the keys of `inspect_model`. In "shape", the size of dimension 0 is
-            the sum over the ranks. grad_std and grad_mean are None if there is no gradient. Names are `group.0.name`,
-            `group.1.name` and so on, for records of one group and name, or `0.name` without a group.
+            A dict for each record, in order, with the keys of `inspect_model`. The size of dimension 0 in "shape" is
+            the sum over the ranks. grad_std and grad_mean are None if there is no gradient. The names of records with
+            the same group and name are `group.0.name`, `group.1.name` and so on, or `0.name` and so on without a group.
 
         Raises:
             RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place later.
@@ -185,7 +188,7 @@ class InspectTensor:
         world.barrier("get_summary")
         written = ", ".join(record.name for record in self._records if record.tensor._version != record.version)
         world.raise_everywhere(
-            "Recorded tensors were modified in place afterwards, so their values are lost: record x.clone(), or write "
+            "Recorded tensors were modified in place afterwards, so their values are lost. Record x.clone(), or write "
             "`x = x + y` instead of `x += y`",
             written or None,
         )
@@ -197,8 +200,8 @@ class InspectTensor:
         names = [[local.name for local in rank] for rank in everyone]
         if any(other != names[0] for other in names):
             raise RuntimeError(
-                f"The ranks recorded different tensors, so no statistics over all ranks can be computed: {names}. "
-                "Call record_tensor on every rank, equally often."
+                f"The ranks recorded different tensors, so no statistics over all ranks can be computed: {names}. Call "
+                "record_tensor on every rank the same number of times."
             )
         lines = []
         for ranks in zip(*everyone):
@@ -208,7 +211,7 @@ class InspectTensor:
         return lines
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """Return one of the tensors that this rank recorded. Its `.grad` has the gradient, if that was kept.
+        """Return a tensor that this rank recorded. Its `.grad` is the gradient, if that was kept.
 
         Args:
             name: the name under which it was recorded.
@@ -301,7 +304,7 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
     """Format a summary as a text table: a header, and one line per dict.
 
     Args:
-        summary: what `inspect_model` or `InspectTensor.get_summary` returned.
+        summary: the result of `inspect_model` or `InspectTensor.get_summary`.
 
     Raises:
         TypeError: `summary` is not a list of dicts.
@@ -312,7 +315,7 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
         expect_kind("summary", line, Mapping, "a list of dicts, from inspect_model or get_summary")
         if not _COLUMNS.keys() <= line.keys():
             raise ValueError(
-                f"summary must be from inspect_model or get_summary: a dict lacks a key of {list(_COLUMNS)}"
+                f"summary must be a result of inspect_model or get_summary, but a dict lacks a key of {list(_COLUMNS)}"
             )
     rows = [tuple(_COLUMNS), *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
     longest = [max(map(len, column)) for column in zip(*rows)]
@@ -321,7 +324,7 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return the text of a table's cell: "-" for None, four decimals for a float."""
+    """Return the text of a table cell: "-" for None, and four decimals for a float."""
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
 """Learning-rate schedules: a linear warm-up, then one of five decays.
 
 t is the number of steps taken so far (`num_iter`), w the number of warm-up steps (`warmup_iter`), e the last step
-(`end_iter`) and s the peak learning rate (`start_lr`). While t < w the learning rate is s*t/w, so with a warm-up the
-very first update has a learning rate of 0, as in BMTrain.
+(`end_iter`), and s the peak learning rate (`start_lr`). While t < w, the learning rate is s*t/w. So with a warm-up the
+first update has a learning rate of 0, as in BMTrain.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class WarmupLRScheduler:
     """Base class of the five schedules. A subclass defines the decay in `get_lr_decay`.
 
     Args:
-        optimizer: the optimizer; the learning rate of all its `param_groups` is set now and at every `step()`.
+        optimizer: the optimizer. The learning rate of all its `param_groups` is set now and in every `step()`.
         start_lr: the peak learning rate.
         warmup_iter: the number of warm-up steps; 0 for none.
         end_iter: the step at which the decay ends. Schedules without an end ignore it (-1 is customary).
-        num_iter: the number of steps taken already.
+        num_iter: the number of steps already taken.
 
     Attributes:
         current_lr: the learning rate that was set last.
@@ -37,11 +37,11 @@ class WarmupLRScheduler:
             small for this schedule.
     """
 
-    own_state: tuple[str, ...] = ()  # the attributes that a subclass adds to the state dict
+    own_state: tuple[str, ...] = ()  # attributes that a subclass adds to the state dict
 
     def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0):
         if not hasattr(optimizer, "param_groups") or isinstance(optimizer, type):
-            raise ValueError(f"optimizer must have param_groups, {type(optimizer).__name__} has none")
+            raise ValueError(f"optimizer must have param_groups, but {type(optimizer).__name__} has none")
         self.optimizer = optimizer
         self.start_lr = start_lr
         self.warmup_iter = warmup_iter
@@ -85,7 +85,7 @@ class WarmupLRScheduler:
         """Advance the schedule and set the optimizer's learning rate.
 
         Args:
-            num_iter: the step to continue from; None for the next one.
+            num_iter: the step from which to continue; None for the next one.
 
         Raises:
             ValueError: `num_iter` is negative or not finite.
@@ -97,7 +97,7 @@ class WarmupLRScheduler:
         self.current_lr = self.get_lr()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(self.current_lr)  # in place: CUDA graphs and compiled steps refer to this tensor
+                group["lr"].fill_(self.current_lr)  # CUDA graphs and compiled steps refer to this tensor
             else:
                 group["lr"] = self.current_lr
 
@@ -109,19 +109,19 @@ class WarmupLRScheduler:
         """Continue a schedule from a saved state, and set the optimizer's learning rate.
 
         Args:
-            state_dict: what `state_dict()` of the same class returned. It may also be BMTrain's, which has only the
-                four numbers common to all schedules; other attributes then keep their values.
+            state_dict: the result of `state_dict()` of the same class. BMTrain's is also accepted: it has only the four
+                numbers that all schedules have, so other attributes keep their values.
 
         Raises:
-            ValueError: `state_dict` is not from a schedule of this class. Nothing is changed then.
+            ValueError: `state_dict` is not from a schedule of this class. The schedule is then not changed.
         """
         expect_kind("state_dict", state_dict, dict, "what state_dict() of a schedule returned")
         missing = sorted(set(STATE) - set(state_dict))
         unexpected = sorted(set(map(str, state_dict)) - set(STATE) - set(self.own_state))
         if missing or unexpected:
             raise ValueError(
-                f"state_dict is not from a {type(self).__name__} schedule: missing {missing}, unexpected "
-                f"{unexpected}. Create a schedule of the class that was saved."
+                f"state_dict is not from a {type(self).__name__} schedule: keys {missing} are missing, and keys "
+                f"{unexpected} are unexpected. Create a schedule of the class that was saved."
             )
         before = self.state_dict()
         self.__dict__.update(state_dict)
@@ -197,8 +197,8 @@ class Linear(WarmupLRScheduler):
         super().check()
         if self.end_iter <= self.warmup_iter:
             raise ValueError(
-                f"Linear decays from warmup_iter to end_iter, so end_iter must be larger than warmup_iter: "
-                f"warmup_iter {self.warmup_iter}, end_iter {self.end_iter}"
+                f"Linear decays from warmup_iter to end_iter, so end_iter must be larger than warmup_iter, but "
+                f"warmup_iter is {self.warmup_iter} and end_iter is {self.end_iter}"
             )
 
     def get_lr_decay(self, num_iter: int) -> float:
@@ -231,8 +231,8 @@ class Cosine(WarmupLRScheduler):
         super().check()
         if self.end_iter < self.warmup_iter:
             raise ValueError(
-                f"Cosine decays from warmup_iter to end_iter, so end_iter must not be smaller than warmup_iter: "
-                f"warmup_iter {self.warmup_iter}, end_iter {self.end_iter}"
+                f"Cosine decays from warmup_iter to end_iter, so end_iter must not be smaller than warmup_iter, but "
+                f"warmup_iter is {self.warmup_iter} and end_iter is {self.end_iter}"
             )
 
     def get_lr_decay(self, num_iter: int) -> float:

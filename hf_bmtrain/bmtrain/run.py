@@ -19,5 +19,5 @@ def main() -> None:
         raise SystemExit(f"python -m hf_bmtrain.run: there is no script {script!r}")
     install_as_bmtrain()
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(script).resolve().parent)  # in place of the working directory, which `python -m` set
+        sys.path[0] = str(Path(script).resolve().parent)  # replaces the working directory, which `python -m` put there
     runpy.run_path(script, run_name="__main__")

@@ -22,7 +22,7 @@ __all__ = [
 
 
 def allgather_objects(obj: Any) -> list[Any]:
-    """Return the objects of all ranks, in rank order. Collective.
+    """Return the objects of all ranks, in rank order. Collective: every rank must call it.
 
     Args:
         obj: any object that can be pickled.
@@ -31,7 +31,7 @@ def allgather_objects(obj: Any) -> list[Any]:
 
 
 def allgather_object(obj: Any, comm: World | None = None) -> list[Any]:
-    """Return the objects of all ranks, in rank order, as `allgather_objects` does. Collective.
+    """Return the objects of all ranks, in rank order, as `allgather_objects` does. Collective: every rank must call it.
 
     Args:
         obj: any object that can be pickled.
@@ -42,7 +42,7 @@ def allgather_object(obj: Any, comm: World | None = None) -> list[Any]:
 
 
 def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
-    """Return one rank's object on every rank. Collective.
+    """Return one rank's object on every rank. Collective: every rank must call it.
 
     Args:
         obj: any object that can be pickled; only rank `src`'s is used.
@@ -59,17 +59,17 @@ def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
 
 
 class DistributedStateDictWrapper(Mapping):
-    """Mapping that gives every rank the entries of rank 0's state dict, for `load_state_dict`. Collective.
+    """Mapping that gives every rank the entries of rank 0's state dict, for `load_state_dict`.
 
-    Reading an entry is collective too: it broadcasts the tensor, and the other ranks get it on the CPU. Prefer
-    `bmt.load`, with which each rank reads only its own part of a file.
+    Collective: every rank must call it. Reading an entry is collective too: it broadcasts the tensor, and other ranks
+    receive it on the CPU. Prefer `bmt.load`, with which each rank reads only its own part of a file.
 
     Args:
-        state_dict: the state dict on rank 0, an empty dict on the others.
+        state_dict: the state dict on rank 0; an empty dict on other ranks.
     """
 
     def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        expect_kind("state_dict", state_dict, Mapping, "a state dict, an empty dict on the ranks other than 0")
+        expect_kind("state_dict", state_dict, Mapping, "a state dict (an empty dict on ranks other than 0)")
         for value in state_dict.values():
             expect_kind("state_dict", value, torch.Tensor, "a state dict, whose values are tensors")
         self._state_dict = state_dict
@@ -104,10 +104,12 @@ class DistributedStateDictWrapper(Mapping):
 
 
 def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, prefix: str = "") -> dict:
-    """Return the full state dict on the CPU, under the model's own keys, on rank 0; {} on other ranks. Collective.
+    """Return the full state dict on the CPU on rank 0, under the model's own keys, and {} on other ranks.
 
-    The `state_dict` method of some models, such as ModelCenter's, calls this function, which therefore does not call
-    that method, but `torch.nn.Module.state_dict`. destination: a state dict to add to, on every rank, and to return.
+    Collective: every rank must call it. The `state_dict` method of some models, such as ModelCenter's, calls this
+    function. So this function does not call that method, but `torch.nn.Module.state_dict`.
+
+    destination: if given, a state dict to which the entries are added on every rank, and which is returned.
     """
     if destination is not None:
         _fill(model, destination, prefix)
@@ -120,6 +122,6 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
 
 
 def _fill(model: torch.nn.Module, destination: dict, prefix: str) -> None:
-    """Add the full parameters and the buffers of `model` to `destination`. Collective."""
+    """Add the full parameters and the buffers of `model` to `destination`. Collective: every rank must call it."""
     read = functools.partial(torch.nn.Module.state_dict, model, destination=destination, prefix=prefix, keep_vars=True)
     copy_full_params(destination, model._slots() if isinstance(model, ShardedModule) else [], read)

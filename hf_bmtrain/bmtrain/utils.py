@@ -85,12 +85,12 @@ def check_torch_version(version_str: str) -> int:
 
 @torch.no_grad()
 def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Set a flag if a tensor has an element that is inf or nan. Waits neither for the device nor for other ranks.
+    """Set a flag if a tensor contains inf or nan. This waits neither for the device nor for other ranks.
 
     Args:
         x: (...), a floating dtype.
-        out: the flag, a uint8 tensor of one element on the device of `x`. It is set to 1 if `x` has such an element and
-            not changed otherwise, so one flag can serve several tensors.
+        out: the flag, a uint8 tensor of one element on the device of `x`. It is set to 1 if `x` contains inf or nan,
+            and otherwise not changed, so that one flag can serve several tensors.
 
     Raises:
         ValueError: `out` is not a uint8 tensor of one element on the device of `x`.
@@ -99,16 +99,16 @@ def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
     expect_tensor("out", out)
     if out.dtype != torch.uint8 or out.numel() != 1 or out.device != x.device:
         raise ValueError(
-            f"has_inf_nan writes to out, which must be a uint8 tensor of one element on {x.device}, got {out.dtype} of "
-            f"shape {tuple(out.shape)} on {out.device}"
+            f"has_inf_nan writes to out, which must be a uint8 tensor of one element on {x.device}, but got "
+            f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )
     out.bitwise_or_(x.isfinite().all().logical_not().view(torch.uint8).view_as(out))
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print the memory allocated on rank 0's device, in GiB: now, and the peak since the last call. Rank 0 prints.
+    """Print the memory allocated on rank 0's device, in GiB: now, and the peak since the last call.
 
-    On the CPU, print the resident memory of rank 0's process: now, and the peak since the process started.
+    Only rank 0 prints. On the CPU, it prints the resident memory of its process: now, and the peak since it started.
 
     Args:
         message: a text to print before the numbers.
@@ -130,7 +130,7 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 
 def print_block(title: str, content: str | None = None, file: TextIO | None = None) -> None:
-    """Print a title, centred in a line of 60 characters filled with `=`, and text below it.
+    """Print a title, centred in a line of 60 `=` characters, and text below it.
 
     Args:
         title: the title.

@@ -4,8 +4,8 @@
     python -m hf_bmtrain.checkpoint inspect FOLDER    print the step, files and tensors of a checkpoint
     python -m hf_bmtrain.checkpoint merge FOLDER      write its model to a new folder that from_pretrained can open
 
-FOLDER is a checkpoint, or a folder of checkpoints, of which `merge` takes the newest intact one. The exit status is 1
-if `verify` finds a damaged checkpoint, or if `merge` writes nothing.
+FOLDER is a checkpoint, or a folder of checkpoints; then `merge` uses the newest intact one. The exit status is 1 if
+`verify` finds a damaged checkpoint, or if `merge` writes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     for folder, reason in damaged:
         print(f"{folder}: damaged: {reason}")
     if not found and not damaged:
-        sys.exit(f"{given.folder}: neither a checkpoint of save_state, nor a folder that contains one")
+        sys.exit(f"{given.folder} is neither a checkpoint of save_state, nor a folder that contains one")
     if given.command == "merge":
         sys.exit(_merge_newest(found, given))
     good = [verify(each) if given.command == "verify" else describe(each) for each in found]
@@ -71,15 +71,15 @@ def _bytes(text: str) -> int:
     """Convert a size such as "500MB" or "2GiB" to bytes."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write one such as 5GB, 500MB or 2GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
     size = int(float(match[1]) * _UNITS[match[2]])
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte: name a size such as 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte; pass a size such as 5GB")
     return size
 
 
 def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
-    """Write the model of the first intact checkpoint in `found`, which is sorted newest first, to a new folder.
+    """Write the model of the first intact checkpoint in `found` (sorted newest first) to a new folder.
 
     given: the options of the command line. Returns an error message, or None on success.
     """
@@ -101,7 +101,7 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
 
 
 def verify(checkpoint: Found) -> bool:
-    """Compare every byte with its checksum and print the result. Returns whether the checkpoint is intact."""
+    """Compare every byte with its checksum, and print the result. Return whether the checkpoint is intact."""
     files = checkpoint.manifest.files
     total = sum(map(checkpoint.manifest.size, files))
     problems: list[str] = []
@@ -123,7 +123,7 @@ def verify(checkpoint: Found) -> bool:
 
 
 def describe(checkpoint: Found) -> bool:
-    """Print a checkpoint's step, ranks, package versions, files and tensors. Returns True."""
+    """Print a checkpoint's step, ranks, package versions, files and tensors. Return True."""
     manifest = checkpoint.manifest
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     print(f"{checkpoint.folder}: step {manifest.step}, saved by {manifest.world_size} ranks with {versions}")

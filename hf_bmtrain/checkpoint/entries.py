@@ -1,4 +1,4 @@
-"""List the tensors of a checkpoint, the model's and the optimizers', and which elements of each this rank saves."""
+"""List the tensors of a checkpoint (of the model and the optimizers), and which elements of each this rank saves."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from .header import TensorSpec
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint, and the elements of it that this rank has.
+    """One tensor of a checkpoint, and this rank's elements of it.
 
     Attributes:
         spec: name, dtype and shape of the full tensor.
-        first: index of this rank's first element in the flattened full tensor.
-        part: this rank's elements, 1-D: a view of the model's or optimizer's tensor, or a copy if it is not contiguous.
+        first: the index of this rank's first element in the flattened full tensor.
+        part: this rank's elements, 1-D. It is a view of the model's or optimizer's tensor, or a copy if that is not
+            contiguous.
         sharded: whether each rank has different elements. If False, every rank has the full tensor.
     """
 
@@ -38,7 +39,8 @@ class Entry:
 
 
 MODEL, TRAINED = "model", "trained"
-"""Base names of a model's files: `model*.safetensors` has all tensors, `trained*.safetensors` only trained ones."""
+"""Base names of a model's files: `model*.safetensors` contains all tensors, `trained*.safetensors` only trained
+ones."""
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
@@ -48,8 +50,8 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 
     Args:
         model: the model.
-        chosen: called with (name, parameter), returns whether to include the parameter; None includes all. Persistent
-            buffers are always included.
+        chosen: called with (name, parameter). It returns whether to include the parameter; None includes all.
+            Persistent buffers are always included.
 
     Raises:
         ValueError: `chosen` is None, and the model has quantized weights, which a checkpoint cannot contain.
@@ -72,7 +74,7 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 
 
 def was_trained(name: str, parameter: Any) -> bool:
-    """Return whether a parameter is trainable, or was at any time since `auto_wrap`: PEFT freezes inactive adapters."""
+    """Return whether a parameter is trainable, or was since `auto_wrap`. (PEFT freezes inactive adapters.)"""
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
 
@@ -80,8 +82,9 @@ def refuse_quantized(model: torch.nn.Module) -> None:
     """Raise ValueError if the model has quantized weights, which a checkpoint cannot contain."""
     if any(is_read_only(parameter) for parameter in model.parameters()):
         raise ValueError(
-            "a checkpoint cannot contain quantized weights: save and resume only what is trained, with save_state(..., "
-            "trained_only=True). bmt.save(model, file) writes all weights to a file, the quantized ones dequantized."
+            "a checkpoint cannot contain quantized weights. Save and resume only trained parameters, with "
+            "save_state(..., trained_only=True). bmt.save(model, file) writes all weights to a file, with the "
+            "quantized ones dequantized."
         )
 
 
@@ -113,7 +116,7 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in an OptimManager or a sequence; [given] for one optimizer, [] for None."""
+    """Return the optimizers in an OptimManager or a sequence, [given] for one optimizer, or [] for None."""
     if given is None:
         return []
     if isinstance(given, OptimManager):
@@ -133,7 +136,7 @@ def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> 
 
 
 def schedulers_of(given: Any) -> list[Any]:
-    """Return the schedulers in a sequence; [given] for one scheduler, [] for None."""
+    """Return the schedulers in a sequence, [given] for one scheduler, or [] for None."""
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) else [given]
@@ -145,7 +148,7 @@ def file_base(number: int) -> str:
 
 
 def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
-    """Return the optimizer's parameters, in its order, by their names in `model`.
+    """Return {name in `model`: parameter} for the optimizer's parameters, in its order.
 
     Raises ValueError if a parameter is not in `model`.
     """
@@ -155,7 +158,7 @@ def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str,
     if strangers:
         raise ValueError(
             f"{type(optimizer).__name__} updates {len(strangers)} parameters that are not in the model, of shapes "
-            f"{', '.join(map(str, strangers[:5]))}: pass the module that contains all parameters of the optimizer."
+            f"{', '.join(map(str, strangers[:5]))}. Pass the module that contains all parameters of the optimizer."
         )
     return {names[parameter]: parameter for parameter in mine}
 
@@ -175,8 +178,8 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
     if theirs != own:
         counts = [", ".join(str(len(names)) for names in groups) for groups in (theirs, own)]
         raise ValueError(
-            f"the parameter groups of the saved {kind} have {counts[0]} parameters, those of this optimizer "
-            f"{counts[1]}; where the numbers are equal, the parameters differ. Create the optimizer with the same "
+            f"the parameter groups of the saved {kind} have {counts[0]} parameters, but those of this optimizer have "
+            f"{counts[1]} (where the numbers are equal, the parameters differ). Create the optimizer with the same "
             "groups"
         )
 
@@ -184,11 +187,11 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
 def optimizer_entries(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, world: World
 ) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
-    """Return an entry for each tensor of the optimizer's state that is laid out like its parameter, and all other
-    state. Collective.
+    """Return the optimizer's state: an entry for each tensor that is laid out like its parameter, and all other state.
 
-    An entry is named `<parameter>.<key>`. The other state, such as step counts, is copied to the CPU and returned as
-    {parameter name: {key: value}}. Raises RuntimeError if a sharded tensor is not laid out like its parameter.
+    Collective: every rank must call it. An entry is named `<parameter>.<key>`. The other state, such as step counts, is
+    copied to the CPU and returned as {parameter name: {key: value}}. Raises RuntimeError if a sharded tensor is not
+    laid out like its parameter.
     """
     parameters = named(optimizer, model)
     check_keys(optimizer, optimizer.state)
@@ -203,8 +206,8 @@ def optimizer_entries(
             if _holds_local(value):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} keeps '{key}' of {name} in sharded tensors that do not have the "
-                    "parameter's layout, so save_state cannot save it: save each rank's optimizer.state_dict() with "
-                    "torch.save."
+                    "parameter's layout, so save_state cannot save it. Save each rank's optimizer.state_dict() with "
+                    "torch.save instead."
                 )
     entries = [_of_parameter(f"{name}.{key}", parameters[name], held[name][key]) for key, name in sharded]
     return sorted(entries, key=lambda entry: entry.spec.name), others
@@ -217,15 +220,15 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """The state that is being loaded into an optimizer: `target` returns tensors to read it into, `load` then sets it.
+    """State that is being loaded into an optimizer: fill the tensors that `target` returns, then call `load`.
 
     For an AdamOptimizer, the constructor discards the optimizer's present state.
 
     Args:
         optimizer: the optimizer.
         parameters: its parameters, as `named` returns them.
-        names: (parameter name, key) of each tensor that `target` will be called for.
-        others: the other state, which is in no safetensors file: {parameter name: {key: value}}.
+        names: (parameter name, key) of each tensor for which `target` will be called.
+        others: the state that is in no safetensors file, as {parameter name: {key: value}}.
         groups: the saved parameter groups, in the order of the optimizer's groups.
     """
 
@@ -253,13 +256,13 @@ class LoadedState:
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
             if all(what in places.get(parameters[name], ()) for name, what in names):
-                self._places = places  # else the masters come from another kind of device, and `load` converts them
+                self._places = places  # otherwise `load` converts masters that another kind of device has saved
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor to fill with this rank's elements of one state tensor.
 
         Args:
-            name: the name of the parameter whose state it is.
+            name: the name of the parameter to which the state belongs.
             what: the key of the state tensor.
             dtype: the dtype of the stored tensor.
         """

@@ -24,7 +24,7 @@ from .ranges import check_file
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"
 ADDED = "complete.json"
-"""The file with the checksums of files that were added to a checkpoint after it was published."""
+"""The file with checksums of the files that were added to a checkpoint after its publication."""
 _LOCK = ".lock"
 _REPLACED = ".replaced-"
 _PREFIXES = ("checkpoint-", "checkpoint_")  # the names that `save_state` and Accelerate give to checkpoints
@@ -42,11 +42,10 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
 
     Args:
         root: the folder, created if it does not exist.
-        held: the file that an earlier call returned, or None. It is returned again, unless the folder was
-            deleted since.
+        held: the file that an earlier call returned, or None. It is returned again if the folder still exists.
 
     Returns:
-        The locked file; None, with a warning in the log, if the file system does not support locks.
+        The locked file. None, with a warning in the log, if the file system does not support locks.
 
     Raises:
         RuntimeError: another process holds the lock.
@@ -56,15 +55,15 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
         return held
     file = open(root / _LOCK, "a+")
     try:
-        # Not flock: forked workers inherit that lock, and would keep it after this process was killed.
+        # flock is not used, because forked workers inherit that lock and would keep it after this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
-        raise RuntimeError(f"{holder} is also saving to {root}: give each job its own folder") from error
+        raise RuntimeError(f"{holder} is also saving to {root}. Give each job its own folder.") from error
     except OSError as error:
-        _log.warning("%s cannot be locked (%s), so a second job that saves to it is not detected", root, error.strerror)
+        _log.warning("%s cannot be locked (%s), so a second job that uses it is not detected", root, error.strerror)
         file.close()
         return None
     file.truncate(0)
@@ -87,10 +86,10 @@ def is_reserved(name: str) -> bool:
 def stage(root: Path, step: int, nbytes: int) -> Path:
     """Create an empty temporary folder in `root` for a checkpoint of `nbytes`, and return it.
 
-    The caller must hold the lock of `root`. Temporary folders that killed jobs have left in `root` are deleted. The new
-    folder's name is unique, since a rank of a killed job may survive for a while and still write to that job's folder.
-    Raises OSError if the disk has too little free space. The space is not reserved, because some file systems do that
-    by writing zeros.
+    The caller must hold the lock of `root`. Temporary folders that killed jobs have left in `root` are deleted. The
+    name of the new folder is unique, because a rank of a killed job may survive for a while and still write to its old
+    folder. Raises OSError if the disk has too little free space. The space is not reserved, because some file systems
+    reserve space by writing zeros.
     """
     for kind in ("checkpoint", "removed"):
         for left in root.glob(f"{_STAGING}{kind}-*"):
@@ -105,17 +104,17 @@ def check_space(folder: Path, nbytes: int) -> None:
     """Raise OSError, with both sizes, if the disk of `folder` has less than `nbytes` of free space."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        sizes = f"the checkpoint takes {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        sizes = f"the checkpoint takes {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Rename the temporary folder `staging`, a complete checkpoint whose files are flushed to disk, to `final`.
+    """Rename the temporary folder `staging`, which contains a complete and flushed checkpoint, to `final`.
 
     An earlier checkpoint called `final` is renamed first, and is deleted by `prune`.
     """
     flush(staging)
-    if os.path.lexists(final):  # it stays a valid checkpoint, with a lower number, until `prune`
+    if os.path.lexists(final):  # the old folder stays a valid checkpoint, with a lower number, until `prune`
         aside = 1
         while os.path.lexists(replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")):
             aside += 1
@@ -125,10 +124,10 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete the checkpoints in `root` that a newer one of the same name has replaced, and those beyond `keep`.
+    """Delete replaced checkpoints in `root`, and those beyond the newest `keep`.
 
-    If `keep` is not None, only the newest `keep` intact checkpoints remain. Symbolic links to checkpoints are not
-    counted, and are deleted only if they were replaced.
+    A checkpoint is replaced if a newer one was published under the same name. None for `keep` deletes no others.
+    Symbolic links to checkpoints are not counted, and are deleted only if they were replaced.
     """
     for link in root.glob(f"*{_REPLACED}*"):
         if link.is_symlink():
@@ -140,7 +139,7 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that nothing takes a partly deleted folder for a checkpoint."""
+    """Delete a checkpoint. It is renamed first, so that a partly deleted folder is not taken for a checkpoint."""
     doomed = folder.with_name(f"{_STAGING}removed-{folder.name}-{secrets.token_hex(4)}")
     try:
         os.rename(folder, doomed)
@@ -162,16 +161,16 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
     """Delete the oldest checkpoints until `limit` remain.
 
     Args:
-        folders: the checkpoints. Those of other libraries have no number in a manifest, so they count as the oldest, in
-            the given order. Symbolic links are neither counted nor deleted.
-        limit: how many checkpoints remain.
-        kept: checkpoints that are never deleted, even if more than `limit` remain then.
+        folders: the checkpoints. Checkpoints of other libraries have no number in a manifest, so they count as the
+            oldest, in the given order. Symbolic links are neither counted nor deleted.
+        limit: the number of checkpoints that remain.
+        kept: checkpoints that are never deleted, even if then more than `limit` remain.
     """
 
     def number(folder: Path) -> int:
         try:
             return Manifest.read(folder).number
-        except Damaged:  # saved by another library, or partly deleted
+        except Damaged:  # another library has saved the folder, or it was partly deleted
             return 0
 
     ordered = sorted((folder for folder in folders if not folder.is_symlink()), key=number)
@@ -181,14 +180,14 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
 
 
 def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:
-    """Find the checkpoints in a folder. Reads manifests and file sizes, but not the files' contents.
+    """Find the checkpoints in a folder by reading manifests and file sizes, but not the contents of files.
 
     Args:
         path: a folder of checkpoints, or one checkpoint.
-        without: base names of files to ignore, see `Manifest.without`.
+        without: base names of files to ignore; see `Manifest.without`.
 
     Returns:
-        The intact checkpoints, newest first; and the damaged ones, as (folder, what is wrong with it).
+        The intact checkpoints, newest first, and the damaged checkpoints, as (folder, description of the damage).
     """
     found: list[Found] = []
     damaged: list[tuple[Path, str]] = []
@@ -214,7 +213,7 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
 
 
 def add_checksums(folder: Path) -> None:
-    """Write the file `ADDED` with the checksums of all files that were added to a checkpoint after its publication."""
+    """Write checksums of all files that were added to a checkpoint after its publication to the file `ADDED`."""
     known = {NAME, *Manifest.read(folder).files}
     sums = {
         path.name: zlib.crc32(path.read_bytes())
@@ -226,9 +225,9 @@ def add_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path, rank: int, size: int) -> str | None:
-    """Return what is wrong with a checkpoint or the files added to it; None if this rank finds nothing wrong.
+    """Return the damage of a checkpoint and of the files added to it, or None if this rank finds none.
 
-    The `size` ranks share the work: each one reads every `size`-th chunk of each file, and rank 0 also reads the added
+    The `size` ranks share the work: each reads every `size`-th chunk of each file, and rank 0 also reads the added
     files. Raises Damaged if the manifest is damaged or a file has the wrong size.
     """
     manifest = Manifest.read(folder)
@@ -244,12 +243,12 @@ def find_damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def find_damage_of_added(folder: Path) -> str | None:
-    """Return what is wrong with the files that were added to a checkpoint, None if nothing is.
+    """Return the damage of the files that were added to a checkpoint, or None.
 
-    Raises OSError if an added file is missing, and ValueError if the file with their checksums cannot be read.
+    Raises OSError if an added file is missing, and ValueError if the file with the checksums cannot be read.
     """
     sums = json.loads((folder / ADDED).read_bytes()) if (folder / ADDED).exists() else {}
     for name, crc in sums.items():
         if zlib.crc32((folder / name).read_bytes()) != crc:
-            return f"{name} does not match the saved checksum (if you have edited it, delete {ADDED})"
+            return f"{name} does not match the saved checksum (if you have edited this file, delete {ADDED})"
     return None

@@ -2,7 +2,7 @@
 
 A file consists of the length of its header (8 bytes, little-endian), the header (JSON), and the tensors in C order
 without gaps (https://github.com/huggingface/safetensors, "Format"). Every rank computes the same header, so it knows
-which byte range of the final file its elements of a tensor belong to.
+the byte range of its elements of a tensor in the final file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Damaged(ValueError):
-    """Raised if a file of a checkpoint is missing, or does not contain what was saved."""
+    """Raised if a file of a checkpoint is missing, or its contents differ from those that were saved."""
 
 
 class TensorSpec(NamedTuple):
@@ -49,7 +49,7 @@ class TensorSpec(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """Where a full tensor is stored: in bytes start:stop of `file`, a name without its folder."""
+    """The place of a full tensor: bytes start:stop of `file`, a name without a folder."""
 
     file: str
     dtype: torch.dtype
@@ -62,11 +62,10 @@ class StoredTensor(NamedTuple):
 class FilePlan:
     """A safetensors file that is to be written.
 
-    Attributes:
-        name: the file's name, without its folder.
-        head: the bytes before the first tensor, including the header.
-        tensors: where each tensor is, by name.
-        size: the file's size in bytes.
+    name: the file's name, without its folder.
+    head: the bytes before the first tensor, including the header.
+    tensors: the place of each tensor, by name.
+    size: the file's size in bytes.
     """
 
     name: str
@@ -76,20 +75,20 @@ class FilePlan:
 
 
 def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) -> tuple[list[FilePlan], bytes | None]:
-    """Assign tensors to files, named as by Hugging Face: `base`.safetensors, or `base`-00001-of-0000n.safetensors.
+    """Assign tensors to files with Hugging Face's names: `base`.safetensors, or `base`-00001-of-0000n.safetensors.
 
     The result depends only on the arguments, so all ranks plan the same files.
 
     Args:
-        base: the part that all file names begin with.
+        base: the common beginning of the file names.
         specs: the tensors.
         limit: maximum size of a file in bytes; a tensor larger than that gets its own file.
 
     Returns:
-        The files; and the contents of `base`.safetensors.index.json, None if there is only one file.
+        The files, and the contents of `base`.safetensors.index.json (None if there is only one file).
 
     Raises:
-        ValueError: safetensors does not support a dtype, or a header would be longer than it allows.
+        ValueError: safetensors does not support a dtype, or a header would be longer than safetensors allows.
     """
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -113,14 +112,14 @@ def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) 
 
 
 def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
-    # The largest element sizes come first, so that each tensor starts at a multiple of its element size.
+    # Tensors are sorted by element size, largest first, so that each starts at a multiple of its element size.
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, end = [], 0
     for spec in ordered:
         if spec.dtype not in _NAMES:
             raise ValueError(
-                f"{spec.name} is {spec.dtype}, which safetensors files do not support: cast it, or register it as a "
+                f"{spec.name} is {spec.dtype}, which safetensors files do not support. Cast it, or register it as a "
                 "non-persistent buffer."
             )
         places.append((end, end + spec.nbytes))
@@ -133,7 +132,7 @@ def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
     if len(text) > LARGEST_HEADER:
         raise ValueError(
             f"{name} would have a header of {len(text):,} bytes for {len(specs):,} tensors, but safetensors allows at "
-            f"most {LARGEST_HEADER:,}: stack small parameters into larger ones or, when merging, pass a smaller "
+            f"most {LARGEST_HEADER:,}. Stack small parameters into larger ones or, when merging, pass a smaller "
             "--max-shard-size."
         )
     head = len(text).to_bytes(8, "little") + text
@@ -183,7 +182,7 @@ def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
 def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
     """Return the tensors, by name, in `base`.safetensors or in the files that `base`.safetensors.index.json lists.
 
-    Raises Damaged if a listed file is missing or contradicts the index, FileNotFoundError if `folder` has neither.
+    Raises Damaged if a listed file is missing or contradicts the index, and FileNotFoundError if neither exists.
     """
     single, index = folder / f"{base}.safetensors", folder / f"{base}.safetensors.index.json"
     return read_indexed(index, read_header) if index.exists() else read_header(single)
@@ -200,7 +199,7 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> d
         The tensors of all files, by name.
 
     Raises:
-        Damaged: the file is not an index, lists a file of another folder, or lists files or tensors that are missing.
+        Damaged: the file is not an index, lists a file in another folder, or lists files or tensors that are missing.
     """
     try:
         places = dict(json.loads(index.read_text("utf-8"))["weight_map"])

@@ -21,12 +21,12 @@ from .ranges import Part, write_parts
 _log = logging.getLogger("hf_bmtrain")
 _ALIGNMENT = 64
 _TURN_BYTES = 256 << 20
-"""Size of the largest single copy. When training copies a flag to the host meanwhile, as transformers' masks do, the
-flag waits for at most one such copy."""
+"""Size of the largest single copy. If training copies a flag to the host meanwhile, as transformers' masks do, the flag
+waits for at most one such copy."""
 
 
 class HostMemory:
-    """Host memory that a checkpoint's values are copied to. Later checkpoints reuse it: allocating is slower."""
+    """Host memory for copies of a checkpoint's values. Later checkpoints reuse it, because allocation is slow."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -43,11 +43,11 @@ class HostMemory:
 
 
 class Snapshot:
-    """The values that the tensors in `parts` have when this object is constructed, for a thread to write to files.
+    """The values of the tensors in `parts` when this object is constructed, for a thread to write to files.
 
-    Training continues while the thread copies the values: forward and backward only read them, and the next optimizer
-    step waits until they are copied. Any other write to the tensors is detected by their versions. Synchronize the
-    world's device before constructing this object.
+    Training continues while the thread copies the values: forward and backward only read the tensors, and the next
+    optimizer step waits until they are copied. Other writes to the tensors are detected by the tensors' versions.
+    Synchronize the world's device before constructing this object.
     """
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
@@ -61,16 +61,16 @@ class Snapshot:
         self._taken.wait()
 
     def close(self) -> None:
-        """Remove the hook that makes optimizer steps wait. Called after `write` has ended, by the training thread."""
+        """Remove the hook that makes optimizer steps wait. The training thread calls it after `write` has ended."""
         self._hook.remove()
         self._copying.discard(self._taken)
 
     def write(self, folder: Path, memory: HostMemory) -> dict[str, list[Checked]]:
-        """Copy the values to `memory`, and write them into existing files. Returns the written chunks by file name.
+        """Copy the values to `memory`, and write them into existing files. Return the written chunks by file name.
 
-        If there is too little host memory for a copy, the values are written from the tensors themselves, and optimizer
-        steps wait until all are written. Raises RuntimeError if anything but an optimizer step has changed the values
-        since this object was constructed.
+        If there is too little host memory for a copy, the tensors themselves are written, and optimizer steps wait
+        until all are written. Raises RuntimeError if anything but an optimizer step has changed the values since this
+        object was constructed.
         """
         try:
             copies = self._copy(memory)
@@ -84,7 +84,7 @@ class Snapshot:
             self._taken.set()
 
     def _copy(self, memory: HostMemory) -> list[Part] | None:
-        """Copy the values to `memory` and return Parts with the copies; None if there is too little host memory."""
+        """Copy the values to `memory`, and return Parts with the copies, or None if there is too little memory."""
         starts, end = [], 0
         for part in self._parts:
             starts.append(end)
@@ -93,8 +93,8 @@ class Snapshot:
             host = memory.reserve(end, self._device)
         except RuntimeError as error:
             _log.warning(
-                "save_state: there is no memory for a copy, so the next optimizer step waits until the checkpoint is "
-                "written. %s",
+                "save_state: there is no host memory for a copy, so the next optimizer step waits until the "
+                "checkpoint is written. %s",
                 error,
             )
             return None
@@ -105,17 +105,17 @@ class Snapshot:
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
-                stream.record_event().synchronize()  # or copies that training makes would queue behind these
+                stream.record_event().synchronize()  # otherwise copies of the training step would wait for all of these
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
-        """Let optimizers step again, unless something has changed the values: then raise RuntimeError."""
+        """Let optimizers step again. Raise RuntimeError if something has changed the values."""
         changed = [part.values._version for part in self._parts] != self._versions
         self._parts = []
         if changed:
             raise RuntimeError(
-                "something other than an optimizer step changed weights or optimizer state before they were copied: "
-                "call wait() of the SavingState that save_state returned before you change them, or save without "
+                "something other than an optimizer step changed weights or optimizer state before they were copied. "
+                "Before you change them, call wait() of the SavingState that save_state returned, or save without "
                 "non_blocking."
             )
         self._taken.set()

@@ -35,14 +35,14 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Resumed(int):
-    """What `load_state` loaded: the step of the checkpoint as an int, which is true in a condition even for step 0.
+    """The result of `load_state`: the step of the checkpoint as an int, which is true in a condition even for step 0.
 
     It can be unpacked, `step, folder, extra = bmt.load_state(...)`, and equals the tuple of these three.
 
     Attributes:
         step: the step of the checkpoint.
         folder: the checkpoint's folder.
-        extra: what this rank passed to `save_state`. If another number of ranks saved, what rank 0 passed.
+        extra: the `extra` that this rank passed to `save_state`, or that of rank 0 if another number of ranks saved.
     """
 
     step: int
@@ -81,12 +81,12 @@ def load_state(
     weights: bool = True,
     random: bool = True,
 ) -> Resumed | None:
-    """Load the newest intact checkpoint in `folder`, or `folder` itself if it is a checkpoint. Collective.
+    """Load the newest intact checkpoint in `folder`, or `folder` itself if it is a checkpoint.
 
-    Each rank reads its own elements, whatever number of ranks saved them, and verifies the checksums of all bytes that
-    it uses. If a checkpoint is incomplete or damaged, the previous one is loaded instead, with a warning that names the
-    file and the tensor. With the number of ranks that saved, training continues bit by bit; with another number, the
-    random generators are seeded anew.
+    Collective: every rank must call it. Each rank reads its own elements, whatever number of ranks saved them, and
+    verifies the checksums of all bytes that it uses. If a checkpoint is incomplete or damaged, the previous one is
+    loaded instead, with a warning that names the file and the tensor. On the same number of ranks, training continues
+    bit by bit; on another number, the random generators are seeded anew.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.
@@ -97,7 +97,7 @@ def load_state(
         random: whether to restore the random generators of Python, NumPy, torch and the device.
 
     Returns:
-        A `Resumed`, which is the step of the checkpoint. None if `folder` has no checkpoint; then nothing is changed.
+        A `Resumed`, which is the step of the checkpoint. None, without any change, if `folder` has no checkpoint.
 
     Raises:
         RuntimeError: on every rank, if no checkpoint is intact, or if the checkpoint does not fit the model or the
@@ -138,7 +138,7 @@ def load_state(
 
 
 def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
-    """Find the checkpoints in `given` on rank 0, and return them on all ranks. Collective.
+    """Find the checkpoints in `given` on rank 0, and return them on all ranks. Collective: every rank must call it.
 
     without: as for `find`, which describes the result.
     Raises RuntimeError on all ranks if rank 0 cannot read the folder.
@@ -148,11 +148,11 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
         try:
             if root.is_file():
                 raise NotADirectoryError(
-                    "it is a file: pass the folder of a checkpoint, or the folder that contains checkpoints"
+                    "it is a file. Pass the folder of a checkpoint, or the folder that contains checkpoints"
                 )
             if given.is_symlink() and not root.exists():
                 raise FileNotFoundError(
-                    f"it is a symbolic link to {root}, which does not exist: was it deleted or moved?"
+                    f"it is a symbolic link to {root}, which does not exist. It may have been deleted or moved"
                 )
             found = find(root, without)
         except Exception as error:
@@ -162,10 +162,10 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
 
 
 def _attempt(world: World, stage: Any) -> str | None:
-    """Call `stage`, and return on all ranks the damage that any rank has found in files, or None. Collective.
+    """Call `stage`, and return on all ranks the damage that any rank has found in files, or None.
 
-    Damage is what `stage` raises as Damaged or OSError. Raises RuntimeError on all ranks if `stage` raises another
-    exception on any rank.
+    Collective: every rank must call it. `stage` reports damage by raising Damaged or OSError. If it raises another
+    exception on any rank, RuntimeError is raised on all ranks.
     """
     damage = problem = None
     try:
@@ -177,13 +177,13 @@ def _attempt(world: World, stage: Any) -> str | None:
     everyone = world.gather_objects((damage, problem))
     for rank, (_, text) in enumerate(everyone):
         if text is not None:
-            raise RuntimeError(f"load_state: the checkpoint cannot be loaded. rank {rank}: {text}")
+            raise RuntimeError(f"load_state: the checkpoint cannot be loaded. Error on rank {rank}: {text}")
     reports = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text is not None]
     return reports[0] if reports else None
 
 
 class _Loading:
-    """A checkpoint while it is being loaded: `open`, then `read`, then `apply`."""
+    """A checkpoint that is being loaded. Call `open`, `read` and `apply`, in this order."""
 
     manifest: Manifest
     _state: dict[str, Any]
@@ -199,9 +199,9 @@ class _Loading:
         self._trained: list[DistributedParameter] = []
 
     def open(self) -> None:
-        """Read headers and small state, check that they fit the model, and list what this rank must read.
+        """Read headers and small state, check that they fit the model, and list the ranges that this rank must read.
 
-        Changes nothing in the model or the optimizers.
+        Does not change the model or the optimizers.
         """
         self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
@@ -220,7 +220,7 @@ class _Loading:
                     )
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that must be equal on all ranks: arguments, and the checkpoint's files and checksums."""
+        """Return the arguments and the checkpoint's files and checksums, which must be equal on all ranks."""
         number = len(optimizers_of(self._optimizer))
         facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}
         return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
@@ -252,8 +252,8 @@ class _Loading:
         left = [name for name in left if name not in tensors]
         if left and self._world.rank == 0:
             _log.warning(
-                "load_state: %d parameters that were trained, but are frozen now, are not in %s and keep their values: "
-                "%s",
+                "load_state: %d parameters that were trained but are frozen now are not in %s, so they keep their "
+                "values: %s",
                 len(left), self._folder, ", ".join(left[:5]),
             )  # fmt: skip
 
@@ -269,7 +269,7 @@ class _Loading:
             self._states.append(state)
 
     def read(self) -> None:
-        """Read this rank's elements: those of sharded parameters in place, all others into memory for `apply`."""
+        """Read this rank's elements: of sharded parameters in place, of all others into memory for `apply`."""
         self._want_optimizers()
         parameters = self._model.parameters() if self._weights else ()
         buffers = {p.buffer for p in parameters if isinstance(p, DistributedParameter)}
@@ -278,18 +278,20 @@ class _Loading:
         try:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
             wait_loader()  # the reading threads copy to the device on another stream
-        finally:  # also on ranks that read nothing, since all ranks must all-gather the buffers again
+        finally:  # on every rank, because all ranks must all-gather the buffers again
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:
-        """Load what `read` has put into memory, and return this rank's `extra`. Call it once all ranks have read.
+        """Load the values that `read` put into memory, and return this rank's `extra`.
+
+        Call it after all ranks have read.
 
         random: whether to restore the random generators.
         """
         with torch.no_grad():
             for target, values in self._full_params:
                 target.copy_(values.view(target.shape))
-        for parameter in self._trained:  # so that later saves with `trained_only` include it even if it is frozen
+        for parameter in self._trained:  # later saves with `trained_only` then include it even if it is frozen
             parameter.trained = True
         for loaded in self._states:
             loaded.load()
@@ -301,15 +303,16 @@ class _Loading:
 
 
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError if the checkpoint has values for weights that are quantized, thus read-only, in this model.
+    """Raise ValueError if the checkpoint has values for weights that are quantized, and so read-only, in this model.
 
-    parameters: the parameters of the model, by name. tensors: the tensors of the checkpoint, by name.
+    parameters: the parameters of the model, by name.
+    tensors: the tensors of the checkpoint, by name.
     """
     packed = [name for name in tensors if is_read_only(parameters.get(name))]
     if packed:
         raise ValueError(
             f"the checkpoint has trained values of {len(packed)} weights that are quantized in this model "
-            f"({', '.join(packed[:5])}): load it into a model that was wrapped without quantize_frozen"
+            f"({', '.join(packed[:5])}). Load it into a model that was wrapped without quantize_frozen"
         )
 
 
@@ -318,13 +321,13 @@ def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None
     mine = {entry.spec.name: tuple(entry.spec.shape) for entry in entries}
     missing, unexpected = [name for name in mine if name not in tensors], [name for name in tensors if name not in mine]
     shapes = [
-        f"{name} {tensors[name].shape}, in the model {shape}"
+        f"{name} {tensors[name].shape} (in the model {shape})"
         for name, shape in mine.items()
         if name in tensors and tensors[name].shape != shape
     ]
     if missing or unexpected or shapes:
         raise ValueError(
-            f"the checkpoint is of another model: it lacks {len(missing)} tensors ({', '.join(missing[:5])}), "
-            f"{len(unexpected)} are unexpected ({', '.join(unexpected[:5])}), {len(shapes)} have other shapes "
+            f"the checkpoint is of another model: {len(missing)} tensors are missing ({', '.join(missing[:5])}), "
+            f"{len(unexpected)} are unexpected ({', '.join(unexpected[:5])}), and {len(shapes)} have other shapes "
             f"({', '.join(shapes[:5])})"
         )

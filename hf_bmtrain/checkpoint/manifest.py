@@ -1,4 +1,4 @@
-"""The manifest lists a checkpoint's files and their checksums. Written last, it marks a complete one."""
+"""The manifest, which lists a checkpoint's files and checksums. It is written last and marks a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Checked(NamedTuple):
     Attributes:
         start: the offset of the chunk's first byte in the file.
         length: the chunk's size in bytes.
-        crc: the CRC-32 (zlib's) of the chunk's bytes; None if it is not known.
+        crc: the CRC-32 (zlib's) of the chunk's bytes, or None if it is unknown.
     """
 
     start: int
@@ -82,8 +82,8 @@ class Manifest:
             content = outer["content"]
             if outer["hf_bmtrain"] != _FORMAT:
                 raise ValueError(
-                    f"the checkpoint has format {outer['hf_bmtrain']}, and this version of hf_bmtrain reads only "
-                    f"format {_FORMAT}: load it with the version that saved it"
+                    f"the checkpoint has format {outer['hf_bmtrain']}, but this version of hf_bmtrain reads only "
+                    f"format {_FORMAT}. Load it with the version that saved it"
                 )
             if zlib.crc32(content.encode()) != outer["crc"]:
                 raise ValueError("its contents do not match its checksum")
@@ -92,7 +92,7 @@ class Manifest:
             manifest = cls(**fields, files=files)
         except FileNotFoundError as error:
             raise Damaged(
-                f"{NAME} is missing: the checkpoint was never completed, or not written by save_state"
+                f"{NAME} is missing, so the checkpoint was never completed, or save_state did not write it"
             ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {error}") from error
@@ -102,7 +102,7 @@ class Manifest:
         return manifest
 
     def check_sizes(self, folder: Path) -> None:
-        """Raise Damaged unless every file exists in `folder` and has the recorded size. Reads no file's contents."""
+        """Raise Damaged unless every file exists in `folder` and has the recorded size. Contents are not read."""
         for name in self.files:
             try:
                 size = os.path.getsize(folder / name)

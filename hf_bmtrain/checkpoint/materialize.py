@@ -15,15 +15,15 @@ from ..engine.sharding.sourced import SourcedParameter, divide_unless_mapped_eve
 from .store import read_state
 
 Named = dict[int, tuple[torch.Tensor, list[str]]]
-"""Tensors of a model and all their names in the state dict: {id(tensor): (tensor, names)}."""
+"""{id(tensor): (tensor, all its names in the state dict)} for tensors of a model."""
 
 
 def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
-    """Replace the meta parameters and buffers of a model by values from files. Collective.
+    """Replace the meta parameters and buffers of a model by values from files. Collective: every rank must call it.
 
     Each rank maps the files into memory and reads only its own elements of each parameter, cast to the parameter's
-    dtype. For a Hugging Face model, tied weights are tied first, and `_init_weights` computes the buffers that are not
-    in the files.
+    dtype. For a Hugging Face model, tied weights are tied first, and buffers that are not in the files are computed
+    with `_init_weights`.
 
     Args:
         model: the model, on the meta device, not sharded.
@@ -31,15 +31,15 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
         world: the ranks that share each parameter.
 
     Raises:
-        RuntimeError: on every rank, if a rank cannot read the files, if a tensor has no value, or if names or shapes
-            differ.
+        RuntimeError: on every rank, if a rank cannot read the files, a tensor has no value, or names or shapes do not
+            match.
     """
     problem = None
     try:
         if any(isinstance(parameter, DistributedParameter) for parameter in model.parameters()):
-            raise ValueError("the model is sharded already: load the weights with bmt.load(model, weights)")
+            raise ValueError("the model is already sharded. Load the weights with bmt.load(model, weights)")
         if callable(getattr(model, "tie_weights", None)):
-            model.tie_weights()  # accelerate.init_empty_weights unties them
+            model.tie_weights()  # needed because accelerate.init_empty_weights unties the weights
         state = read_state(Path(weights), (world.rank, world.size))
         parameters, buffers = _named(model, False), _named(model, True)
         _compute_buffers(model, model)
@@ -69,7 +69,7 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
 
 
 def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless `state` has a value of the right shape for each meta tensor, and no other names."""
+    """Raise ValueError unless `state` has a value of the right shape for each meta tensor, and nothing else."""
     entries = [*parameters.values(), *buffers.values()]
     known = {name for _, names in entries for name in names}
     missing = [names[0] for tensor, names in entries if tensor.is_meta and not any(name in state for name in names)]
@@ -82,9 +82,9 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
             which = "others" if missing else "tensors that are not in the model"
             differences.append(f"have {len(unexpected)} {which} ({', '.join(unexpected[:5])})")
         raise ValueError(
-            f"the files {', and '.join(differences)}. Names in the files must be those of state_dict(); "
-            "bmt.hf.from_pretrained converts other names. Initialize what the files lack, such as a new head, before "
-            "auto_wrap"
+            f"the files {', and '.join(differences)}. The names in the files must be those of state_dict(); "
+            "bmt.hf.from_pretrained converts other names. Initialize tensors that the files lack, such as a new head, "
+            "before auto_wrap"
         )
     for tensor, names in entries:
         present = [name for name in names if name in state]
@@ -92,12 +92,12 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
             if state[name].shape != tensor.shape:
                 raise ValueError(
                     f"{name} has shape {tuple(state[name].shape)} in the files, but {tuple(tensor.shape)} in the "
-                    "model: create the model with the configuration of the files"
+                    "model. Create the model with the configuration of the files"
                 )
             if name != present[0] and not torch.equal(state[name], state[present[0]]):
                 raise ValueError(
-                    f"{present[0]} and {name} are tied in the model, but differ in the files: create the model untied "
-                    "(tie_word_embeddings=False), or leave one of the two out of the files"
+                    f"{present[0]} and {name} are tied in the model, but differ in the files. Create the model untied "
+                    "(tie_word_embeddings=False), or remove one of the two from the files"
                 )
     empty = [
         prefix + name
@@ -107,8 +107,8 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
     ]
     if empty:
         raise ValueError(
-            f"{len(empty)} buffers on the meta device have no values: they are not persistent, so no file contains "
-            f"them ({', '.join(empty[:5])}). Give them values, or create the model under "
+            f"{len(empty)} buffers on the meta device have no values, because they are not persistent, so no file "
+            f"contains them ({', '.join(empty[:5])}). Give them values, or create the model under "
             "accelerate.init_empty_weights(), which does not put buffers on the meta device"
         )
 
@@ -117,7 +117,7 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
 def _put(
     model: torch.nn.Module, parameters: Named, buffers: Named, state: Mapping[str, torch.Tensor], world: World
 ) -> None:
-    """Set the model's parameters (to `SourcedParameter`s) and buffers to the values in `state`; tied ones stay tied."""
+    """Set the model's parameters (to `SourcedParameter`s) and buffers to the values in `state`. Ties are kept."""
     filled: dict[int, torch.Tensor] = {}
     for key, (tensor, names) in [*parameters.items(), *buffers.items()]:
         name = next((name for name in names if name in state), None)
@@ -141,10 +141,10 @@ def _put(
 def _compute_buffers(module: Any, owner: Any) -> None:
     """Compute the non-persistent meta buffers of `module` and its children with Hugging Face's `_init_weights`.
 
-    For each module, the method of the innermost Hugging Face model around it is called. Buffers that the method does
-    not write stay on the meta device, and tensors that have values keep them.
+    For each module, the method of the innermost Hugging Face model around the module is called. Buffers that the method
+    does not write stay on the meta device, and tensors that already have values keep them.
 
-    owner: the innermost Hugging Face model that contains `module`; the root module if none does.
+    owner: the innermost Hugging Face model that contains `module`, or the root module if there is none.
     """
     owner = module if callable(getattr(module, "_init_weights", None)) else owner
     for child in module.children():

@@ -28,9 +28,9 @@ class _Source(NamedTuple):
 
     Attributes:
         folder: the folder of its file.
-        manifest: the manifest with the checksums of the file; None if the file has no checksums.
+        manifest: the manifest with the file's checksums, or None if the file has no checksums.
         stored: its position in the file.
-        in_base: whether it comes from `--base`. If False, it comes from the checkpoint.
+        in_base: whether it comes from `--base` instead of from the checkpoint.
     """
 
     folder: Path
@@ -42,9 +42,9 @@ class _Source(NamedTuple):
 def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, base: Sequence[Path]) -> list[str]:
     """Write the model in a checkpoint to a new folder that Hugging Face's `from_pretrained` can open.
 
-    Only one tensor is in memory at a time, and everything read is compared with its checksum. The folder is written
-    under a temporary name, flushed to disk and renamed into place. If `merge` is killed, the next one deletes the
-    temporary folder.
+    Only one tensor is in memory at a time, and all bytes that are read are compared with their checksums. The folder is
+    written under a temporary name, flushed to disk and renamed into place. If `merge` is killed, the next call deletes
+    the temporary folder.
 
     Args:
         checkpoint: the checkpoint.
@@ -59,10 +59,10 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
 
     Raises:
         Damaged, ValueError, OSError: a file is damaged, an argument does not fit, or a file cannot be read or written.
-            Nothing was written.
+            Then nothing was written.
     """
     if output.exists():
-        raise ValueError(f"{output} exists already: name another --output, or delete it")
+        raise ValueError(f"{output} already exists. Choose another --output, or delete it")
     check_heads(checkpoint.folder, checkpoint.manifest)
     own, notes = _sources(checkpoint, TRAINED if _has_trained_only(checkpoint) else MODEL), []
     groups, copied = {MODEL: own}, _small_files(checkpoint, with_optimizer)
@@ -88,16 +88,16 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
     """Raise ValueError if `base` does not fit the checkpoint, or `output` would be taken for a checkpoint itself."""
     if _has_trained_only(checkpoint) and not base:
         raise ValueError(
-            f"{checkpoint.folder} contains only the trained tensors (trained_only=True): pass --base with the folder "
-            "of the model that was trained, for the other tensors"
+            f"{checkpoint.folder} contains only the trained tensors (trained_only=True). For the other tensors, pass "
+            "--base with the folder of the model that was trained"
         )
     if base and not _has_trained_only(checkpoint):
-        raise ValueError(f"{checkpoint.folder} contains the full model: leave out --base")
+        raise ValueError(f"{checkpoint.folder} contains the full model. Leave out --base")
     beside = output.absolute().parent == checkpoint.folder.absolute().parent
     if beside and (with_optimizer or output.name.startswith("checkpoint-")):
         raise ValueError(
-            f"{output} would be taken for a checkpoint of the training that saves to {output.absolute().parent}: "
-            "choose an --output in another folder"
+            f"{output} would be taken for a checkpoint of the training that saves to {output.absolute().parent}. "
+            "Choose an --output in another folder"
         )
 
 
@@ -117,9 +117,10 @@ def _sources(checkpoint: Found, base: str) -> dict[str, _Source]:
 
 
 def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
-    """Return the contents, by name, of the checkpoint's files that are copied unchanged.
+    """Return {name: contents} of the checkpoint's files that are copied unchanged.
 
-    The file with the small state is among them if `with_optimizer`. Call `check_heads` first: it verifies these files.
+    They include the file with the small state if `with_optimizer`. Call `check_heads` first, which verifies these
+    files.
     """
     return {
         name: (checkpoint.folder / name).read_bytes()
@@ -132,7 +133,7 @@ def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
 
 
 def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, bytes]]:
-    """Return the tensors in `base`, a folder or files, and the contents of the configuration files next to them.
+    """Return the tensors in `base` (a folder or files), and the contents of the configuration files beside them.
 
     Raises ValueError if `base` cannot be read, or if two of its files contain the same tensor.
     """
@@ -153,39 +154,39 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
         for name, stored in found.items():
             if name in tensors:
                 raise ValueError(
-                    f"--base: {name} is in both {tensors[name].stored.file} and {stored.file}: pass the files of one "
-                    "model"
+                    f"--base: {name} is in both {tensors[name].stored.file} and {stored.file}. Pass the files of one "
+                    "model only"
                 )
             tensors[name] = _Source(place, manifest, stored, True)
     return tensors, {name: (folder / name).read_bytes() for name in _CONFIGS if (folder / name).exists()}
 
 
 def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dict[str, _Source], list[str]]:
-    """Return the tensors of `base`, with those in `trained` instead of the ones of the same name, and notes to print.
+    """Return the tensors of `base`, replaced by those of the same name in `trained`, and notes to print.
 
-    Raises ValueError if a trained tensor is not in `base`, or has another shape in it.
+    Raises ValueError if a trained tensor is not in `base`, or has another shape there.
     """
     strange = [name for name in trained if name not in base]
     if strange:
         raise ValueError(
-            f"--base lacks {len(strange)} of the {len(trained)} trained tensors: {', '.join(strange[:5])}. "
-            "Adapters are not part of a base model: to export them, load the checkpoint into the model with adapters "
-            "(bmt.load_state) and call its save_pretrained, or PEFT's merge_and_unload and then save_pretrained"
+            f"--base lacks {len(strange)} of the {len(trained)} trained tensors: {', '.join(strange[:5])}. Adapters "
+            "are not part of a base model. To export them, load the checkpoint into the model with adapters "
+            "(bmt.load_state), and call its save_pretrained, or PEFT's merge_and_unload and then save_pretrained"
         )
     shapes = [
-        f"{name} {mine.stored.shape}, in --base {base[name].stored.shape}"
+        f"{name} {mine.stored.shape} (in --base {base[name].stored.shape})"
         for name, mine in trained.items()
         if mine.stored.shape != base[name].stored.shape
     ]
     if shapes:
         raise ValueError(
             f"{len(shapes)} trained tensors have other shapes than in --base: {'; '.join(shapes[:5])}. Pass the model "
-            "from which the training started"
+            "from which training started"
         )
     notes, kinds = [], {(base[name].stored.dtype, mine.stored.dtype) for name, mine in trained.items()}
     for old, new in sorted((pair for pair in kinds if pair[0] != pair[1]), key=str):
         notes.append(
-            f"trained tensors are written in {new}, as they were saved, but --base has them in {old}: to keep their "
+            f"trained tensors are written in {new}, as they were saved, but --base has them in {old}. To keep their "
             f"values exactly, call from_pretrained with dtype={new}"
         )
     return {**base, **trained}, notes
@@ -197,10 +198,11 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
 def _write(
     staging: Path, groups: dict[str, dict[str, _Source]], copied: dict[str, bytes], limit: int
 ) -> dict[str, list[Checked]]:
-    """Write all files into `staging`, if the disk has space for them. Returns the written chunks by file name.
+    """Write all files into `staging`, if the disk has space for them. Return the written chunks by file name.
 
-    groups: for each base name of files, the tensors to copy into them, by name. copied: the contents of other files, by
-    name. limit: as for `merge`.
+    groups: {base name of files: {name: tensor to copy into them}}.
+    copied: {name: contents} of other files.
+    limit: as for `merge`.
     """
     files, written = [], {}
     for base, sources in groups.items():
@@ -225,7 +227,7 @@ def _write(
 
 
 def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
-    """Copy the tensor `source` to its place `target` in a file in `staging`. Returns the written chunks."""
+    """Copy the tensor `source` to its place `target` in a file in `staging`. Return the written chunks."""
     stored = source.stored
     values = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype, device="cpu")
     if not len(values):

@@ -25,11 +25,11 @@ from .manifest import Checked, Manifest
 
 _log = logging.getLogger("hf_bmtrain")
 PIECE_BYTES = 4 << 20
-"""Maximum size of a chunk. A multiple of every element size, so that no element is split between two chunks."""
+"""Maximum size of a chunk. It is a multiple of every element size, so that chunks never split an element."""
 
 
 class Part(NamedTuple):
-    """Values to write to a file: a 1-D tensor on any device, and the offset in bytes to write it at."""
+    """Values to write to a file: a 1-D tensor on any device, and its offset in the file in bytes."""
 
     file: str
     start: int
@@ -67,7 +67,8 @@ class _Scratch(threading.local):
                 return pinned_bytes(PIECE_BYTES, self._device, "chunks of a checkpoint")
             except RuntimeError as error:
                 _log.warning(
-                    "checkpoints are copied through memory that is not page-locked, which is slower: %s", error
+                    "checkpoints are copied through memory that is not page-locked, which is slower, because of: %s",
+                    error,
                 )
         return torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)
 
@@ -81,7 +82,7 @@ def _scratch_for(values: Iterable[torch.Tensor]) -> _Scratch:
 
 
 def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]:
-    """Write `parts` into existing files and flush the files to disk. Returns the written chunks by file name."""
+    """Write `parts` into existing files, and flush the files to disk. Return the written chunks by file name."""
     written: dict[str, list[Checked]] = {}
     scratch = _scratch_for(part.values for part in parts)
     with ExitStack() as stack:
@@ -123,7 +124,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
     Args:
         path: the file, which must not exist.
         data: the first bytes of the file.
-        size: the size of the file in bytes; None: the size of `data`. Bytes after `data` read as zeros.
+        size: the size of the file in bytes; None uses the size of `data`. Bytes after `data` read as zeros.
 
     Returns:
         The chunks of `data`, with their checksums.
@@ -146,7 +147,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
 
 def checksums(path: Path) -> list[Checked]:
-    """Return the chunks, with checksums, of a file that other code has written, and flush the file to disk."""
+    """Return the chunks and checksums of a file that other code has written, and flush the file to disk."""
     chunks, start = [], 0
     with open(path, "rb") as file:
         while data := file.read(PIECE_BYTES):
@@ -160,13 +161,13 @@ def checksums(path: Path) -> list[Checked]:
 
 
 class Wanted(NamedTuple):
-    """Consecutive elements of a stored tensor to read, and the tensor to read them into.
+    """Consecutive elements of a stored tensor, and the tensor into which they are read.
 
     Attributes:
         name: the tensor's name, for messages.
-        stored: where the tensor is stored.
-        first: index of the first element to read, in the flattened tensor.
-        values: the destination: 1-D, with as many elements as to read, on any device. Values are cast to its dtype.
+        stored: the place of the tensor.
+        first: the index of the first element to read, in the flattened tensor.
+        values: the destination: 1-D, on any device, with as many elements as are read. Values are cast to its dtype.
     """
 
     name: str
@@ -180,8 +181,8 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 
     Args:
         folder: the folder of the files.
-        manifest: the manifest with the files' checksums; None to read without verifying. To verify, each chunk with a
-            wanted byte is read completely.
+        manifest: the manifest with the files' checksums; None reads without verifying. To verify, each chunk that
+            contains a wanted byte is read completely.
         wanted: the elements to read.
 
     Raises:
@@ -232,7 +233,8 @@ def _read_chunk(handle: int, wanted: Wanted, chunk: Checked, scratch: _Scratch) 
 def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Tensor:
     """Return the bytes of a chunk of the open file `handle`, uint8. The thread's next call overwrites them.
 
-    scratch: the memory that they are read into. what: the tensor and file, for messages.
+    scratch: the memory into which they are read.
+    what: the names of tensor and file, for messages.
 
     Raises Damaged if the chunk cannot be read, the file is too short, or the checksum differs.
     """
@@ -274,7 +276,7 @@ def _header_bytes(path: Path) -> int:
 
 
 def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
-    """Read the `chunks` of a file, and yield for each chunk its size in bytes and what is wrong with it, or None."""
+    """Read the `chunks` of a file, and yield (size in bytes, damage or None) for each chunk."""
     try:
         handle = os.open(folder / name, os.O_RDONLY)
     except OSError as error:

@@ -42,11 +42,11 @@ from .ranges import Part, checksums, write_file, write_parts
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
-_SECONDS = 1800  # how long a background thread waits for the report of another rank's thread
+_SECONDS = 1800  # how long a background thread waits for another rank's report
 
 Agree = Callable[[str, str | None], str | None]
-"""A function that exchanges problems between ranks: (name of the point, this rank's problem or None) -> all problems in
-one text, None if no rank has one."""
+"""A function that exchanges problems between ranks. It is called with the name of the point in the program and this
+rank's problem or None, and returns a text with the problems of all ranks, or None."""
 
 
 def save_state(
@@ -63,12 +63,13 @@ def save_state(
     name: str | None = None,
     add: Callable[[Path], None] | None = None,
 ) -> SavingState:
-    """Save everything needed to resume training to `folder`/checkpoint-`step`, for `load_state`. Collective.
+    """Save everything needed to resume training to `folder`/checkpoint-`step`, for `load_state`.
 
-    This saves the weights, buffers, optimizer state, schedulers, loss scale, the random generators of every rank, and
-    which layers compute in float8. Each rank writes its own elements into the files; nothing is gathered, so every rank
-    must be able to write to `folder`. Hugging Face's `from_pretrained` can open `model*.safetensors` with the config;
-    `optimizer*.safetensors` contains the optimizer state in the parameters' shapes.
+    Collective: every rank must call it. This saves the weights, buffers, optimizer state, schedulers, loss scale, the
+    random generators of every rank, and which layers compute in float8. Nothing is gathered: each rank writes its own
+    elements into the files, so every rank must be able to write to `folder`. Hugging Face's `from_pretrained` can open
+    `model*.safetensors` with the config. `optimizer*.safetensors` contain the optimizer state in the parameters'
+    shapes.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
     older checkpoints deleted. If the job is killed, earlier checkpoints are intact. No other job may save to `folder`
@@ -78,25 +79,25 @@ def save_state(
         folder: the folder of the checkpoints.
         model: the model.
         optimizer: an OptimManager, an optimizer, or a sequence of optimizers, with parameters of `model`.
-        scheduler: one or several objects with a `state_dict`. Those in the OptimManager are saved anyway.
-        extra: data of this rank for `load_state` to return: tensors, numbers, strings, lists and dicts.
-        step: the step of the checkpoint; None: one more than that of the newest checkpoint in `folder`.
-        keep: how many checkpoints to keep, including this one; None keeps all.
+        scheduler: one or several objects with a `state_dict`. Schedulers in the OptimManager are saved anyway.
+        extra: data of this rank that `load_state` will return: tensors, numbers, strings, lists and dicts.
+        step: the step of the checkpoint. None uses one more than the step of the newest checkpoint in `folder`.
+        keep: the number of checkpoints to keep, including this one. None keeps all.
         trained_only: save only parameters that are, or since `auto_wrap` were, trainable. They are written to
-            `trained*.safetensors`, with all buffers, and `load_state` needs a model that has the other parameters.
+            `trained*.safetensors`, with all buffers. `load_state` then needs a model that has the other parameters.
         non_blocking: return at once, and let a thread copy the values to host memory and write them. The next optimizer
             step waits for the copies. Do not change weights in any other way before `SavingState.wait`. The first call
-            allocates host memory for this rank's values, page-locked if there is a GPU, and later calls reuse it.
-            Errors are raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
+            allocates host memory for this rank's values (page-locked if there is a GPU); later calls reuse it. Errors
+            are raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
         name: the name of the checkpoint's folder, instead of checkpoint-`step`.
-        add: a function that is called on every rank with an empty folder; files that it writes there become part of the
-            checkpoint. If ranks write files of the same name, the lowest rank's is saved.
+        add: a function that is called on every rank with an empty folder. Files that it writes there become part of the
+            checkpoint. If several ranks write files with the same name, that of the lowest rank is saved.
 
     Returns:
         A `SavingState`, whose `folder` is the checkpoint's folder.
 
     Raises:
-        RuntimeError: on every rank, if saving fails on one. Earlier checkpoints are untouched.
+        RuntimeError: on every rank, if saving fails on one rank. Earlier checkpoints are not changed.
         TypeError, ValueError: an argument has the wrong type or value.
 
     Example::
@@ -133,17 +134,17 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
     if step is not None:
         expect_number("step", step, "at least 0, or None", lambda number: number >= 0, integer=True)
     if keep is not None:
-        wanted = "at least 1, or None: the checkpoint being saved counts, and is always kept"
+        wanted = "at least 1, or None (the checkpoint being saved counts, and is always kept)"
         expect_number("keep", keep, wanted, lambda number: number >= 1, integer=True)
     expect_flag("trained_only", trained_only)
     expect_flag("non_blocking", non_blocking)
     if name is not None:
         expect_kind("name", name, str, "the name of a folder (str), or None")
         if Path(name).name != name or name == "..":
-            raise ValueError(f"name must be the name of a folder inside `folder`, without a slash, got {name!r}")
+            raise ValueError(f"name must be the name of a folder inside `folder`, without a slash, not {name!r}")
         if is_reserved(name):
             raise ValueError(
-                f"name must not begin with 'tmp-' or a dot, or contain '.replaced-', got {name!r}: folders with such "
+                f"name must not begin with 'tmp-' or a dot, or contain '.replaced-', got {name!r}. Folders with such "
                 "names are temporary, and are ignored or deleted"
             )
     if add is not None:
@@ -151,11 +152,11 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
 
 
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
-    """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and tell all ranks its name. Collective.
+    """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and tell all ranks its name.
 
-    Also sets the checkpoint's step and number, which rank 0 chooses, on every rank. Raises RuntimeError on all ranks if
-    `begin` fails, if a rank does not see the folder, or if the ranks would write tensors of different names, dtypes or
-    shapes.
+    Collective: every rank must call it. It also sets the checkpoint's step and number, which rank 0 chooses, on every
+    rank. Raises RuntimeError on all ranks if `begin` fails, if a rank does not see the folder, or if the ranks would
+    write tensors that differ in names, dtypes or shapes.
     """
     problem = None
     if world.rank == 0:
@@ -168,19 +169,19 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
     job.step, job.number, job.staged = begun
     if first != digest:
         problem = problem or (
-            "its tensors differ from rank 0's in names, dtypes or shapes: all ranks must pass the same model and "
+            "its tensors differ from rank 0's in names, dtypes or shapes. All ranks must pass the same model and "
             "optimizers"
         )
     elif job.staged and not os.path.isdir(job.staging):
         problem = problem or (
-            f"{job.root} lacks the folder {job.staged}, which rank 0 has created in {root}: all ranks must pass the "
+            f"{job.root} lacks the folder {job.staged}, which rank 0 has created in {root}. All ranks must pass the "
             "same folder, on a file system that they share"
         )
     _raise(job, _agreement(world)("begin", problem))
 
 
 def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
-    """Call `add`, if given, on every rank, so that it adds files to the checkpoint. Collective.
+    """Call `add`, if it is given, on every rank, to add files to the checkpoint. Collective: every rank must call it.
 
     Raises RuntimeError on all ranks if `add` fails on any rank.
     """
@@ -195,7 +196,10 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
 
 
 def let_others_save(folder: str | os.PathLike) -> None:
-    """Wait for the checkpoint that is being saved to `folder`, then unlock the folder for other jobs. Collective."""
+    """Wait for the checkpoint that is being saved to `folder`, and unlock the folder for other jobs.
+
+    Collective: every rank must call it.
+    """
     keeper = current_world().kept.pop(Path(folder).resolve(), None)
     if keeper is not None:
         keeper.finish()
@@ -221,34 +225,34 @@ class SavingState:
             try:
                 self._thread.start()  # the interpreter waits for this thread before it exits
             except BaseException:
-                snapshot.close()  # else optimizer steps would wait for a copy that nobody makes
+                snapshot.close()  # otherwise optimizer steps would wait for a copy that no thread makes
                 raise
 
     def _run(self, snapshot: Snapshot, memory: HostMemory) -> None:
         try:
             write = functools.partial(snapshot.write, self._job.staging, memory)
             self._problem = self._job.finish(write, _posts(self._world, self._job))
-        except Exception as error:  # such as: the launcher's store is gone
+        except Exception as error:  # for example because the launcher's store no longer exists
             self._problem = _describe(error)
-        if self._problem is not None:  # the script may end before a call raises it
+        if self._problem is not None:  # log the problem now, because the script may end before `wait` raises it
             _log.error("save_state: %s was not saved. %s", self._job.final, self._problem)
 
     def wait(self) -> None:
-        """Block until the checkpoint is complete. Collective.
+        """Block until the checkpoint is complete. Collective: every rank must call it.
 
         Raises:
-            RuntimeError: on every rank, if saving failed on one.
+            RuntimeError: on every rank, if saving failed on one rank.
         """
         if self._thread is not None and self._snapshot is not None:
             self._thread.join()
             self._snapshot.close()
             self._thread = None
-            problems = self._world.gather_objects(self._problem)  # each contains the problems of all ranks
+            problems = self._world.gather_objects(self._problem)  # each already contains the problems of all ranks
             _raise(self._job, next(filter(None, problems), None))
 
 
 class _Keeper:
-    """What this process remembers, between saves, about one folder of checkpoints.
+    """What this process stores about one folder of checkpoints between saves.
 
     Attributes:
         lock: the folder's locked file, on rank 0; None on other ranks.
@@ -273,13 +277,13 @@ class _Keeper:
 
 @dataclass
 class _Job:
-    """A checkpoint while it is being saved. Every rank calls the methods, except `begin`, which only rank 0 calls.
+    """A checkpoint that is being saved. Every rank calls the methods, except `begin`, which only rank 0 calls.
 
     Attributes:
         root: the folder of the checkpoints.
         files: the safetensors files to write.
         number: see `Manifest`.
-        staged: the name of the temporary folder, which is unique; "" before rank 0 has created it.
+        staged: the unique name of the temporary folder; "" before rank 0 has created it.
         adds: whether the ranks have called the user's `add`, so that there are added files.
     """
 
@@ -303,13 +307,13 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the temporary folder and all files in their final sizes, complete but for the ranks' elements.
+        """Create the temporary folder, with all files in their final sizes, complete except for the ranks' elements.
 
-        Locks `root`, and stores the lock in `keeper`. Sets `number`, `staged` and, if it is None, `step`.
+        It locks `root` and stores the lock in `keeper`. It sets `number`, `staged` and, if it is None, `step`.
 
         Args:
-            keeper: what is remembered about the folder of checkpoints.
-            small: the contents of further files, by name.
+            keeper: the data that is stored about the folder of checkpoints.
+            small: {name: contents} of further files.
             state: the small state.
             model: the model, whose configuration is written too.
         """
@@ -329,7 +333,7 @@ class _Job:
         self._note("begin", written)
 
     def add(self, write: Callable[[Path], None]) -> None:
-        """Call `write` with a new folder for this rank. `_publish` moves the files in it into the checkpoint."""
+        """Call `write` with a new folder for this rank. `_publish` moves the folder's files into the checkpoint."""
         folder = self._added(self.rank)
         folder.mkdir()
         write(folder)
@@ -337,7 +341,7 @@ class _Job:
         self._note(f"added-{self.rank}", {str(path.relative_to(folder)): checksums(path) for path in paths})
 
     def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
-        """Write this rank's elements by calling `write`; when all ranks have done so, publish the checkpoint on rank 0.
+        """Call `write` to write this rank's elements. After all ranks have done so, publish the checkpoint on rank 0.
 
         Returns the problems of all ranks, or None. Every rank must call it, because `agree` exchanges the problems.
         """
@@ -357,7 +361,9 @@ class _Job:
         return problem
 
     def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
-        """Save which chunks were written, with their checksums, in a file; rank 0 makes the manifest from these files.
+        """Store the written chunks and their checksums in a file.
+
+        Rank 0 makes the manifest from the files of all ranks.
 
         name: identifies the file.
         """
@@ -385,9 +391,9 @@ class _Job:
         return self.staging / f"added-{rank}"
 
     def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
-        """Move the files that `rank` added into the checkpoint, except files whose names exist there already.
+        """Move the files that `rank` added into the checkpoint, except files whose names already exist there.
 
-        Their chunks, with checksums, are put into `chunks`; files in subfolders get no checksums.
+        Their chunks and checksums are added to `chunks`. Files in subfolders get no checksums.
         """
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
@@ -404,7 +410,7 @@ class _Job:
         shutil.rmtree(self._added(rank))
 
     def withdraw(self) -> None:
-        """After a failure, delete the temporary folder. Only rank 0 does so."""
+        """Delete the temporary folder after a failure. Only rank 0 does this."""
         if self.rank == 0 and self.staged:
             shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -412,9 +418,11 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """Return the entries to save, by the base name of their files, and the other state of each optimizer. Collective.
+    """Return the entries to save, by the base name of their files, and the other state of each optimizer.
 
-    The other state is what `optimizer_entries` returns besides entries. trained_only: as for `save_state`.
+    Collective: every rank must call it. The other state is the second result of `optimizer_entries`.
+
+    trained_only: as for `save_state`.
     """
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
@@ -439,9 +447,11 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Return the entries, with copies in place of the tensors that are not sharded.
+    """Return the entries with copies of the tensors that are not sharded.
 
-    Otherwise a forward could change a module's buffers before they are written. bases: as for `_plan`.
+    Without copies, a forward could change a module's buffers before they are written.
+
+    bases: as for `_plan`.
     """
     return {
         base: [entry if entry.sharded else replace(entry, part=entry.part.clone()) for entry in entries]
@@ -453,7 +463,8 @@ def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -
     """Return what this rank writes: its elements of sharded tensors, unless another rank writes them too, and, on rank
     0, all other tensors.
 
-    bases: as for `_plan`. files: the files that `_plan` returned.
+    bases: as for `_plan`.
+    files: the files that `_plan` returned.
     """
     stored = {name: (file.name, tensor.start) for file in files for name, tensor in file.tensors.items()}
     parts = []
@@ -467,20 +478,20 @@ def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -
 def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     """Write the configuration of a Hugging Face model, so that `from_pretrained` can open the folder.
 
-    Returns the written chunks by file name. Writes nothing for a PEFT model, whose tensors' names do not match
-    the base model's configuration.
+    Returns the written chunks by file name. Nothing is written for a PEFT model, because the names of its tensors do
+    not match the base model's configuration.
     """
     if hasattr(model, "peft_config"):
         _log.info(
-            "save_state: a PEFT model's checkpoint has no config.json, since from_pretrained does not know PEFT's "
-            "tensor names; model.save_pretrained writes the adapters"
+            "save_state: the checkpoint of a PEFT model has no config.json, because from_pretrained does not know "
+            "PEFT's tensor names; model.save_pretrained writes the adapters"
         )
         return {}
     before = set(os.listdir(folder))
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
-            if name == "config":  # the model's own save_pretrained sets these too
+            if name == "config":  # save_pretrained also sets these attributes of the config
                 config.architectures = [type(model).__name__]
                 config.dtype = getattr(model, "dtype", None)
             config.save_pretrained(folder)
@@ -513,7 +524,7 @@ def _raise(job: _Job, problem: str | None) -> None:
     if problem is not None:
         job.withdraw()
         raise RuntimeError(
-            f"save_state: nothing was saved to {job.root}, and earlier checkpoints are untouched. {problem}"
+            f"save_state: nothing was saved to {job.root}, and earlier checkpoints were not changed. {problem}"
         )
 
 
@@ -522,12 +533,12 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 def _agreement(world: World) -> Agree:
-    """Return an `Agree`, a function that exchanges the problems of all ranks, which uses a collective."""
+    """Return an `Agree` (a function that exchanges the problems of all ranks) that uses a collective."""
     return lambda point, problem: _report(world.gather_objects(problem))
 
 
 def _posts(world: World, job: _Job) -> Agree:
-    """Return an `Agree`, a function that exchanges the problems of all ranks, for background threads.
+    """Return an `Agree` (a function that exchanges the problems of all ranks) for background threads.
 
     It uses the launcher's store, because the main thread may run a collective at the same time.
     """
@@ -546,7 +557,7 @@ def _posts(world: World, job: _Job) -> Agree:
 
 
 def _look(world: World, key: str, rank: int) -> str:
-    """Return the text that `rank` stores under `key` in the launcher's store; after a time limit, a problem instead."""
+    """Return the text that `rank` stores under `key` in the launcher's store, or after a time limit a problem."""
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
         shown = world.control.look(key)

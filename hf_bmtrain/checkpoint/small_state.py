@@ -31,9 +31,9 @@ def collect(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Return the small state of all ranks, on each rank. Collective.
+    """Return the small state of all ranks on every rank. Collective: every rank must call it.
 
-    others: for each optimizer, the state that is in no safetensors file, as {parameter name: {key: value}}.
+    others: the state of each optimizer that is in no safetensors file, as {parameter name: {key: value}}.
     """
     ranks = world.gather_objects(
         {"random": _random_state(world.device), "extra": extra, "buffers": _own_buffers(world, model)}
@@ -80,9 +80,9 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:
-    """Load schedulers, loss scale, the state of modules and features, and the buffers that differ between ranks.
+    """Load schedulers, the loss scale, the state of modules and features, and the buffers that differ between ranks.
 
-    Returns this rank's `extra`. If another number of ranks saved, returns that of rank 0, and loads no buffers.
+    Returns this rank's `extra`. If another number of ranks saved, returns rank 0's, and loads no buffers.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])
@@ -104,7 +104,7 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     """Restore this rank's random generators.
 
-    If another number of ranks saved, seed them anew, from rank 0's saved generator and `step`.
+    If another number of ranks saved, seed them anew, with a seed derived from rank 0's saved generator and `step`.
     """
     ranks = state["ranks"]
     if len(ranks) == world.size:
@@ -113,8 +113,9 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     seed = zlib.crc32(ranks[0]["random"]["torch"].numpy().tobytes()) ^ step
     seed_everything(seed, world.rank, world.device)
     _log.info(
-        "load_state: %d ranks load what %d ranks saved, so the random generators are seeded with %d (derived from rank "
-        "0's generator and the step), and every rank gets rank 0's extra", world.size, len(ranks), seed,
+        "load_state: %d ranks load the checkpoint of %d ranks, so the random generators "
+        "are seeded with %d (derived from rank 0's generator and the step), and every "
+        "rank gets rank 0's extra", world.size, len(ranks), seed,
     )  # fmt: skip
 
 
@@ -126,13 +127,13 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
     ):
         if mine and saved != mine:
             raise ValueError(
-                f"the checkpoint has the state of {saved} {what}, and this load_state call passes {mine}: pass as "
+                f"the checkpoint has the state of {saved} {what}, but this load_state call passes {mine}. Pass as "
                 "many, in the order of saving, or none"
             )
     if isinstance(optimizer, OptimManager):
         if state["manager"] is None:
             raise ValueError(
-                "the checkpoint was saved from optimizers, without an OptimManager, so it has no loss scale: pass the "
+                "the checkpoint was saved from optimizers without an OptimManager, so it has no loss scale. Pass the "
                 "optimizers instead of the manager"
             )
         optimizer.check_own_state(state["manager"])
@@ -149,7 +150,10 @@ def _with_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module
 
 
 def _own_buffers(world: World, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's persistent buffers that differ from rank 0's. Collective."""
+    """Return copies of this rank's persistent buffers that differ from rank 0's.
+
+    Collective: every rank must call it.
+    """
     buffers = {name: buffer.detach().cpu() for name, buffer in named_persistent_buffers(model)}
     digests = {name: checksum(buffer) for name, buffer in buffers.items()}
     first = world.control.broadcast_object(digests)

@@ -26,9 +26,10 @@ from .header import read_indexed
 _SAFETENSORS = ".safetensors"
 _INDEX = ".index.json"
 _CHECKSUMS = "hf_bmtrain_checksums"
-"""An entry of the metadata of a safetensors file, an attribute of the state dict in other files: readers ignore it."""
+"""The checksums are in the metadata of a safetensors file, or an attribute of the state dict in other files. Other
+readers ignore them."""
 _METADATA = "_metadata"
-"""Torch's attribute of a state dict, the versions of its modules."""
+"""torch's attribute of a state dict with the versions of its modules."""
 _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin") for ending in ("", _INDEX)]
 
 
@@ -46,41 +47,41 @@ class Saving:
             write_atomically(state, path)
         except BaseException as error:
             self._error = error
-            raise  # so that threading.excepthook logs it even if nobody calls wait
+            raise  # threading.excepthook then logs it, even if nobody calls `wait`
 
     def wait(self) -> None:
         """Block until the file is complete and renamed into place.
 
         Raises:
-            RuntimeError: on rank 0, if the file could not be written. An earlier file of that name is untouched.
+            RuntimeError: on rank 0, if the file could not be written. An earlier file with this name is not changed.
         """
         if self._thread.ident is not None:
             self._thread.join()
         if self._error is not None:
             raise RuntimeError(
-                f"{self._thread.name} failed, and an earlier file of that name is untouched: {self._error}"
+                f"{self._thread.name} failed, and an earlier file was not changed: {self._error}"
             ) from self._error
 
 
 def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: bool = False) -> Saving | None:
-    """Save the full tensors of a model, including persistent buffers, to one file. Collective.
+    """Save the full tensors of a model, including persistent buffers, to one file. Collective: every rank must call it.
 
-    Rank 0 writes to a temporary folder `file_name`.*.tmp, flushes the file to disk and renames it into place.
-    If the job is killed, `file_name` is the previous file or the new one; the next save deletes the temporary folder.
-    The file contains a checksum of each tensor, which `load` verifies and other readers ignore.
+    Rank 0 writes to a temporary folder `file_name`.*.tmp, flushes the file to disk, and renames it into place. If the
+    job is killed, `file_name` is the previous or the new file, and the next save deletes the temporary folder. The file
+    contains a checksum of each tensor, which `load` verifies and other readers ignore.
 
     Args:
         model: a model with or without sharded parameters.
-        file_name: the file to write. If the name ends in `.safetensors`, the file has that format and contains tied
-            weights once. Otherwise `torch.save` writes the state dict, and `torch.load(weights_only=True)` can read it.
-        non_blocking: return as soon as the values are in host memory on rank 0; a thread writes the file. Call
+        file_name: the file to write. If the name ends in `.safetensors`, the file has that format, and contains tied
+            weights once. Otherwise it is a state dict that `torch.load(weights_only=True)` can read.
+        non_blocking: return as soon as the values are in host memory on rank 0, and let a thread write the file. Call
             `Saving.wait` before saving to the same file again.
 
     Returns:
-        A `Saving` if `non_blocking`, else None.
+        A `Saving` if `non_blocking`, otherwise None.
 
     Raises:
-        RuntimeError: on every rank, if the file cannot be written. An earlier file of that name is untouched.
+        RuntimeError: on every rank, if the file cannot be written. An earlier file with this name is not changed.
 
     Example::
 
@@ -101,17 +102,16 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
             write_atomically(state, path)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-    world.raise_everywhere(f"save: {path} could not be written, and an earlier file of that name is untouched", problem)
+    world.raise_everywhere(f"save: {path} could not be written, and an earlier file was not changed", problem)
     return None
 
 
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
-    """Load a file of full tensors into a model, in place. Collective.
+    """Load a file of full tensors into a model, in place. Collective: every rank must call it.
 
-    Each rank reads its own elements of each tensor, so the file must be visible on every host. It may have been written
-    by `bmt.save`, by `torch.save(model.state_dict())`, by Hugging Face's `save_pretrained` or by BMTrain. Files of
-    torch.save are read with `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share
-    this work.
+    Each rank reads its own elements of each tensor, so every host must see the file. It may have been written by
+    `bmt.save`, `torch.save(model.state_dict())`, Hugging Face's `save_pretrained` or BMTrain. Files of torch.save are
+    read with `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share this work.
 
     Args:
         model: the model whose parameters and buffers are overwritten.
@@ -124,8 +124,8 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
     Raises:
         RuntimeError: on every rank, if the file cannot be read or is damaged, or if its names (with `strict`) or shapes
-            are not the model's. The error lists them. Tensors that fit may have been loaded before the error, but none
-            of a damaged file.
+            do not match the model. The error lists them. Tensors that match may have been loaded before the error, but
+            no tensor of a damaged file.
     """
     world = current_world()
     expect_module("model", model)
@@ -148,7 +148,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
 
 def write_atomically(state: dict, path: Path) -> None:
-    """Write `state` to a temporary file and rename it to `path`, so that `path` is never incomplete. Not collective."""
+    """Write `state` to a temporary file, and rename it to `path`, which is never incomplete. Not collective."""
     with atomic_file(path) as temporary:
         if path.suffix == _SAFETENSORS:
             tensors = _each_once(state)
@@ -159,7 +159,7 @@ def write_atomically(state: dict, path: Path) -> None:
 
 
 def _with_checksums(state: dict) -> OrderedDict:
-    """Return a copy of a state dict, whose attribute `_CHECKSUMS` has the checksums of its entries and metadata."""
+    """Return a copy of a state dict with the checksums of its entries and metadata in the attribute `_CHECKSUMS`."""
     result = OrderedDict(state)
     result.__dict__.update(getattr(state, "__dict__", {}))
     result.__dict__[_CHECKSUMS] = checksums(_with_metadata(result))
@@ -171,16 +171,16 @@ def _with_metadata(state: OrderedDict) -> dict[str, Any]:
 
 
 def _each_once(state: dict) -> dict[str, torch.Tensor]:
-    """Return the tensors of `state`, each tied tensor only under its first key, as in Hugging Face's files.
+    """Return the tensors of `state`, with each tied tensor only under its first key, as in Hugging Face's files.
 
-    This is needed because safetensors refuses tensors that share memory.
+    safetensors refuses tensors that share memory.
     """
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"a {_SAFETENSORS} file can contain only tensors, but {key!r} is a {type(value).__name__}: save to a "
+                f"a {_SAFETENSORS} file can contain only tensors, but {key!r} is a {type(value).__name__}. Save to a "
                 "file name with another ending, such as .pt"
             )
         if value.numel() == 0 or value.data_ptr() not in seen:
@@ -196,8 +196,8 @@ def read_state(path: Path, part: tuple[int, int] = (0, 1)) -> OrderedDict:
 
     Args:
         path: the file, folder or index.
-        part: (number, count): if a file has checksums, those of every `count`-th tensor, beginning with tensor
-            `number`, are verified.
+        part: (number, count). If a file has checksums, only every `count`-th tensor, beginning with tensor `number`, is
+            verified.
 
     Returns:
         The tensors by name.
@@ -209,8 +209,8 @@ def read_state(path: Path, part: tuple[int, int] = (0, 1)) -> OrderedDict:
         found = [path / name for name in _IN_FOLDER if (path / name).exists()]
         if not found:
             raise ValueError(
-                f"the folder has no Hugging Face weights: expected one of {', '.join(_IN_FOLDER)}. Name the folder "
-                "that has one, or the weight file itself."
+                f"the folder has no Hugging Face weights: it should contain one of {', '.join(_IN_FOLDER)}. Pass the "
+                "folder that contains them, or the weight file itself."
             )
         path = found[0]
     read = functools.partial(_read_file, part=part)
@@ -230,7 +230,7 @@ def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
 
 
 def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
-    """Return the tensors in a file, and the checksums in its metadata; None for the checksums if there are none."""
+    """Return the tensors in a file, and the checksums in its metadata, or None instead of the checksums."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_CHECKSUMS)
@@ -245,7 +245,7 @@ def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
 
 def _read_pickled(path: Path) -> OrderedDict:
     try:
-        mapped = zipfile.is_zipfile(path)  # the format that torch.save has used since torch 1.6 can be mapped
+        mapped = zipfile.is_zipfile(path)  # only this format, which torch.save writes since torch 1.6, can be mapped
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(
@@ -254,12 +254,12 @@ def _read_pickled(path: Path) -> OrderedDict:
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         found = ", ".join(map(str, list(state)[:5])) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"it is not a model's state dict, which maps names to tensors; it contains: {found}")
+        raise ValueError(f"it is not a model's state dict, which maps names to tensors. It contains: {found}")
     return OrderedDict(state) if not isinstance(state, OrderedDict) else state
 
 
 def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int]) -> None:
-    """Raise ValueError unless the values in `state` match the checksums in `sums`. See `read_state` for `part`."""
+    """Raise ValueError unless the values in `state` match the checksums in `sums`. part: as for `read_state`."""
     number, count = part
     if isinstance(sums, dict):
         chosen = {*sorted({*sums, *state}, key=str)[number::count]}
@@ -271,7 +271,7 @@ def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int])
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
-    """Add to `state` all names that a tied weight has in `model`, if it contains the weight under one of them."""
+    """Add a tied weight to `state` under all its names in `model`, if `state` has it under one of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""DCPState: save and load sharded models and optimizers with torch.distributed.checkpoint (DCP)."""
+"""DCPState saves and loads sharded models and optimizers with torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .entries import LoadedState, check_groups, groups_of, named, refuse_quantiz
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
 }  # fmt: skip
-"""Settings of torch.optim.AdamW that AdamOptimizer does not have, with the values that describe what it does."""
+"""Settings of torch.optim.AdamW that AdamOptimizer does not have, with the values that correspond to it."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes) of a box: the rectangular region of a tensor at these offsets, one number for each dimension."""
+"""A box is a rectangular region of a tensor: (offsets, sizes), with one number for each dimension."""
 
 
 class DCPState:
     """Save and load a model and its optimizer with `torch.distributed.checkpoint.save` and `load`. Needs torch 2.15.
 
     Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
-    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim", so checkpoints can be
-    exchanged with FSDP2 and with plain models in both directions. The state of an AdamOptimizer has the format of
-    torch.optim.AdamW; of the settings, lr, betas, eps and weight decay are loaded. For half-precision weights, the
-    float32 masters are saved too, and a checkpoint must contain them to be loaded.
+    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim". So checkpoints can be
+    exchanged with FSDP2 and with plain models, in both directions. The state of an AdamOptimizer has the format of
+    torch.optim.AdamW; of its settings, lr, betas, eps and weight decay are loaded. For half-precision weights, the
+    float32 masters are saved too, and must be in a checkpoint that is loaded.
 
     Args:
         model: the model; its complete state dict is saved.
@@ -56,19 +56,22 @@ class DCPState:
             expect_kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
         if not hasattr(checkpoint, "CheckpointableTensor"):
             raise RuntimeError(
-                "DCPState needs torch.distributed.checkpoint.CheckpointableTensor, which torch 2.15 introduces; this "
-                f"is torch {torch.__version__}. bmt.save_state works with any version, and other programs can read its "
-                "safetensors files."
+                "DCPState needs torch.distributed.checkpoint.CheckpointableTensor, which torch 2.15 introduces, but "
+                f"this is torch {torch.__version__}. bmt.save_state works with any version, and other programs can "
+                "read its safetensors files."
             )
         if isinstance(optimizer, AdamOptimizer) and not optimizer.adamw_state:
             raise ValueError(
-                f"DCPState exchanges the state of AdamW, but {type(optimizer).__name__} has another state for some "
-                "parameters: save it with bmt.save_state, or pass no optimizer."
+                f"DCPState exchanges the state of AdamW, but {type(optimizer).__name__} has other state for some "
+                "parameters. Save it with bmt.save_state, or pass no optimizer."
             )
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's elements, in host memory, for DCP to save or to load into. Collective."""
+        """Return copies of this rank's elements in host memory, which DCP saves or overwrites.
+
+        Collective: every rank must call it.
+        """
         current_world().barrier("DCPState.state_dict")
         state: dict[str, Any] = {"model": {name: _pack(t, t) for name, t in _model_tensors(self._model).items()}}
         if self._optimizer is not None:
@@ -77,10 +80,10 @@ class DCPState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy the values that DCP has loaded into the model and the optimizer. Collective.
+        """Copy the values that DCP has loaded into the model and the optimizer. Collective: every rank must call it.
 
         Args:
-            state_dict: what `state_dict` returned, after DCP has loaded into it.
+            state_dict: the result of `state_dict`, after DCP has loaded values into it.
         """
         current_world().barrier("DCPState.load_state_dict")
         targets = _model_tensors(self._model)
@@ -91,7 +94,7 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        # Also on ranks that store no elements, since all ranks must all-gather the buffers again.
+        # Runs on every rank, even on ranks without elements, because all ranks must all-gather the buffers again.
         torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
@@ -107,12 +110,12 @@ class DCPState:
         held = {names[number]: values for number, values in own["state"].items()}
         if isinstance(optimizer, AdamOptimizer):
             for name, parameter in parameters.items():
-                if parameter.requires_grad and name not in held:  # DCP needs tensors to load into
+                if parameter.requires_grad and name not in held:  # DCP needs tensors into which it can load
                     held[name] = _before_first_step(parameter)
         elif not held:
             raise RuntimeError(
-                f"{type(optimizer).__name__} has no state to save or to load into before its first step: call step() "
-                "once with lr=0, or pass an AdamOptimizer."
+                f"{type(optimizer).__name__} has no state before its first step, so DCP can neither save nor load it. "
+                "Call step() once with lr=0, or pass an AdamOptimizer."
             )
         sharded, state = divide_state(parameters, held, world)
         for what, name in sharded:
@@ -142,7 +145,7 @@ class DCPState:
 
 
 def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return AdamOptimizer's state of a parameter before the first update: CPU tensors with the parameter's layout."""
+    """Return AdamOptimizer's state of a parameter before the first update, in CPU tensors with its layout."""
     own = parameter.part if isinstance(parameter, DistributedParameter) else parameter
     values = own.detach().to("cpu", torch.float32, copy=True)
     state = {
@@ -154,7 +157,7 @@ def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the parameters, sharded and ordinary, and persistent buffers by name; tied ones under each of their names.
+    """Return {name: tensor} of all parameters and persistent buffers, tied ones under each of their names.
 
     Raises ValueError if a weight is quantized.
     """
@@ -172,9 +175,9 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes that together cover the elements start:stop (in C order) of a tensor of `shape`, each element once.
+    """Yield boxes that cover the elements start:stop (in C order) of a tensor of `shape`, each element once.
 
-    For a matrix, these are at most three: the end of a row, complete rows, and the beginning of a row.
+    For a matrix there are at most three boxes: the end of a row, complete rows, and the beginning of a row.
     """
     if start == stop:
         return
@@ -182,8 +185,8 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the complete rows, `last` excluded
-    if first > last:  # start and stop are inside the same row
+    first, last = -(-start // row), stop // row  # the range of complete rows; `last` is not included
+    if first > last:  # start and stop are in the same row
         for offsets, sizes in boxes(shape[1:], start - last * row, stop - last * row):
             yield (last, *offsets), (1, *sizes)
         return
@@ -199,8 +202,8 @@ def _pack(like: Any, values: Any) -> Any:
     """Return a copy of `values`, which has the layout of the parameter `like`, in the form that DCP saves and loads.
 
     The copy is in host memory and consists of all rows in which this rank has elements: (rows, *shape[1:]). Only this
-    rank's elements in these rows are ever written or read, so the operating system allocates no memory for pages
-    without any. A tensor that is not sharded is copied in full.
+    rank's elements of these rows are ever written or read, so the operating system allocates no memory for pages
+    without such elements. A tensor that is not sharded is copied in full.
     """
     if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
         full = (

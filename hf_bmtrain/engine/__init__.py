@@ -1,1 +1,1 @@
-"""The engine: it shards, all-gathers, computes, reduces and updates. It names no feature."""
+"""The engine shards, all-gathers, computes, reduces and updates. It does not refer to any feature."""

@@ -1,4 +1,4 @@
-"""Reports, after a skipped step, which gradients were inf or nan, in which block, and which ranks computed them."""
+"""Report, after a skipped step, which gradients were inf or nan, in which block, and which ranks computed them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..engine.sharding.gradient import GradientBuffer
 from ..engine.sharding.parameter import DistributedParameter
 
 WATCHED_STEPS = 16
-"""Number of steps after a skipped one in which each rank checks its own gradients before they are averaged."""
+"""The number of steps, after a skipped step, in which each rank checks its own gradients before averaging."""
 _SHOWN = 4
 _UNKNOWN = -1
 _LOST = (
@@ -24,8 +24,8 @@ _LOST = (
 )
 
 Seen = list[tuple[int, int, torch.Tensor]]
-"""One entry per gradient of this rank, in the order of backward: the number of the flat buffer, the parameter's index
-in it, and a bool tensor of shape (), True if all elements are finite."""
+"""One entry per gradient of this rank, in the order of backward: (number of the flat buffer, index of the parameter in
+it, a bool tensor of shape () that is True if all elements are finite)."""
 
 
 class OwnGradients(Observer):
@@ -56,19 +56,17 @@ class OwnGradients(Observer):
     def end(self) -> None:
         """End a step: the gradients seen since the last call are those of this step.
 
-        The observer is removed one step after the last watched step, because that step's skip may still have to be
+        The observer is removed one step after the last watched step, because the skip of that step may yet have to be
         explained.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
-        if (
-            self.steps < 0
-        ):  # none of the watched steps was skipped: a skip calls `GradientWatcher.watch`, which removes this object
+        if self.steps < 0:  # after a skipped step, `GradientWatcher.watch` has removed this object
             self._last = []
             self.handle.remove()
 
     def found(self) -> dict[tuple[int, int], int]:
-        """Return the last step's non-finite gradients, {(buffer number, index): position in the order of backward}."""
+        """Return {(buffer number, index): position in backward} for the last step's non-finite gradients."""
         if not self._last:
             return {}
         finite = torch.stack([flag for _, _, flag in self._last]).tolist()
@@ -85,9 +83,11 @@ class OwnGradients(Observer):
 
 
 class GradientWatcher(Observer):
-    """Explains why a step was skipped. Checks each rank's own gradients in the next steps, to name the ranks too.
+    """Explains why a step was skipped.
 
-    Every owner of optimizers (an OptimManager, or the object that follows Trainer) is watched separately.
+    In the steps after a skip it checks each rank's own gradients, so that another skip can also be traced to a rank.
+    The gradients of each owner of optimizers (an OptimManager, or the object that follows Trainer) are watched
+    separately.
     """
 
     def __init__(self, world: World) -> None:
@@ -107,7 +107,7 @@ class GradientWatcher(Observer):
         own.handle = self._world.schedule.observe(own, owner)
 
     def watch_of(self, owner: Any) -> OwnGradients | None:
-        """Return the latest OwnGradients of `owner`, also after its last watched step; None if there is none."""
+        """Return the latest OwnGradients of `owner`, even after its last watched step, or None."""
         return self._watches.get(owner)
 
     def stop(self, owner: Any) -> None:
@@ -130,15 +130,15 @@ class _Bad:
     """A gradient that is not finite.
 
     Attributes:
-        place: the sort key of its parameter: the model's number, the parameter's position in the model, and its
-            position in `parameters`. Backward reaches higher places earlier.
-        block: the name of the parameter's block, "" for a root parameter.
+        place: the sort key of its parameter: (number of the model, position of the parameter in the model, position in
+            `parameters`). Backward reaches higher places earlier.
+        block: the name of the parameter's block, or "" for a root parameter.
         name: the parameter's name.
         numel: the number of elements of the full parameter.
-        nan: the number of nan elements, 0 if every rank has freed the averaged gradient.
-        inf: the number of inf elements, 0 in the same case.
+        nan: the number of nan elements, or 0 if every rank has freed the averaged gradient.
+        inf: the number of inf elements, or 0 if every rank has freed the averaged gradient.
         partly: whether only some ranks could count, because others had freed the averaged gradient.
-        ranks: the ranks whose own gradient was not finite before averaging; () if none was, or if it was not checked.
+        ranks: the ranks whose own gradient was not finite before averaging; () if there are none, or none was checked.
     """
 
     place: tuple[int, int, int]
@@ -160,16 +160,18 @@ class _Bad:
 def explain(
     parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor, own: OwnGradients | None, world: World
 ) -> str | None:
-    """Name the first block in backward with non-finite gradients, these, and the ranks they come from. Collective.
+    """Name the first block in backward with non-finite gradients, those gradients, and the ranks that computed them.
+
+    Collective: every rank must call it.
 
     Args:
         parameters: the local parameters of all optimizers.
-        counts: as in `Observer.explain_skip`.
-        own: the check of this rank's own gradients; None if they were not checked.
+        counts: as for `Observer.explain_skip`.
+        own: the check of this rank's own gradients, or None if they were not checked.
         world: the world whose ranks are compared.
 
     Returns:
-        The message, the same on every rank. None if the gradients were freed and no rank had checked its own.
+        The message, which is the same on every rank. None if the gradients were freed and no rank had checked its own.
     """
     watched = own is not None and own.has_seen
     found = {} if own is None else own.found()
@@ -191,11 +193,12 @@ def explain(
 
 
 def _judge(parameter: torch.nn.Parameter, rows: torch.Tensor, number: int) -> _Bad | None:
-    """Combine what the ranks know of the gradient of `parameter`. Returns None if no rank knows it to be not finite.
+    """Combine the ranks' facts about the gradient of `parameter`. Return None if it is finite as far as known.
 
-    rows: (ranks, 4) int64, of each rank: nan and inf elements in its part of the averaged gradient (-1: freed), the
-    position in backward of its own non-finite gradient (-1: none), and whether it checked its own gradients (-1: no).
-    number: the parameter's position in `parameters`, used as a name where it has none.
+    rows: (ranks, 4) int64. For each rank: the number of nan and of inf elements in its part of the averaged gradient
+        (-1 if freed), the position in backward of its own non-finite gradient (-1 if none), and whether it checked its
+        own gradients (-1 if not).
+    number: the parameter's position in `parameters`, which serves as a name if it has none.
     """
     sharded = isinstance(parameter, DistributedParameter)
     known, missing = rows[:, :2].clamp_min(0), rows[:, 0] == _UNKNOWN
@@ -216,9 +219,12 @@ def _judge(parameter: torch.nn.Parameter, rows: torch.Tensor, number: int) -> _B
 def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> str:
     """Return the message for `bad`, which begins with the block that backward reached first.
 
-    Backward goes from the last parameter to the first, and inf and nan spread that way, so the gradient with the
-    highest `place` is the likely origin. present: the number of gradients that could be counted. watched: whether any
-    rank checked its own gradients. size: the number of ranks.
+    Backward goes from the last parameter to the first, and inf and nan spread in this direction, so the gradient with
+    the highest `place` is the likely origin.
+
+    present: the number of gradients that could be counted.
+    watched: whether any rank checked its own gradients.
+    size: the number of ranks.
     """
     first = max(bad, key=lambda each: each.place)
     inside = [each for each in bad if (each.block, each.place[0]) == (first.block, first.place[0])]
@@ -229,7 +235,7 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
     text = f"a gradient was inf or nan, first {where}"
     others = len(bad) - len(inside)
     if others:
-        text += f"; so were {others} more, nearer to the model's inputs"
+        text += f"; so were {others} more gradients, nearer to the model's inputs"
     if len(bad) == present > 1:
         text += "; these are all gradients, so look at the loss and the forward pass"
     if size == 1:
@@ -241,5 +247,5 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
         )
     ranks = sorted({rank for each in inside for rank in each.ranks})
     if not ranks:
-        return f"{text}; every rank's own gradient was finite, and their mean overflowed"
+        return f"{text}; every rank's own gradient was finite, but their mean overflowed"
     return f"{text}; computed by rank {', '.join(map(str, ranks))}" + (" (all ranks)" if len(ranks) == size else "")

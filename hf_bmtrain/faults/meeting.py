@@ -1,8 +1,8 @@
 """The rendezvous of the ranks in `init_distributed`, which names the ranks that do not arrive.
 
-The ranks meet in torch's TCPStore. Each rank that arrives sets a key named by its number and increments "count". The
-key "all" is set once: the last rank to arrive sets it to "met", or the first rank to give up sets it to the list of
-missing ranks. "told" counts the ranks that have read this list.
+The ranks meet in torch's TCPStore. Each rank that arrives sets a key with its number and increments "count". The key
+"all" is set only once: to "met" by the last rank that arrives, or to the list of missing ranks by the first rank that
+gives up. "told" counts the ranks that have read this list.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from .status import Status
 _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
 _FAREWELL_SECONDS = 5.0
-"""Seconds that rank 0, whose process serves the store, waits for the others to read which ranks are missing."""
+"""Seconds that rank 0 waits until the others have read which ranks are missing. Its process serves the store."""
 REPEAT_SECONDS = 30.0
-"""Seconds of waiting after which the second warning is logged."""
+"""Seconds of waiting before the second warning."""
 _MET = "met"
 _CAUSES = "raised or exited earlier (its own log says why), hangs, was not started, or was given another address"
 
 
 def hang_seconds() -> float:
-    """Return the seconds, from HF_BMTRAIN_HANG_SECONDS, after which a warning names a rank that others wait for.
+    """Return HF_BMTRAIN_HANG_SECONDS: the seconds after which a warning names a rank for which others wait.
 
-    By default 8, so that a rank is named within 10 s after it has stopped: the watch looks once in a second.
+    The default is 8. The watch looks once a second, so a rank is named within 10 s after it has stopped.
     """
     return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "8"))
 
 
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:
-    """Wait until every rank has called this function, and return the store in which they met. Collective.
+    """Wait until every rank has called this function, and return the store in which they met.
 
-    After HF_BMTRAIN_HANG_SECONDS, and again after 30 s, the lowest rank that is waiting logs a warning that names the
-    missing ranks.
+    Collective: every rank must call it. After HF_BMTRAIN_HANG_SECONDS, and again after 30 s, the lowest of the waiting
+    ranks logs a warning that names the missing ranks.
 
     Args:
         rank: this rank.
@@ -51,11 +51,11 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
         init_method: as for `torch.distributed.init_process_group`.
 
     Returns:
-        The store. Keep it until torch's process group, which uses the same server, has been created. None, without
-        waiting, if `init_method` has no host and port.
+        The store. Keep it until torch's process group, which uses the same server, has been created. If `init_method`
+        has no host and port, returns None without waiting.
 
     Raises:
-        RuntimeError: if a rank did not arrive within `timeout`; the error names the missing ranks.
+        RuntimeError: a rank did not arrive within `timeout`. The error names the missing ranks.
     """
     place = _place(init_method)
     if place is None:
@@ -79,11 +79,11 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
             reason = str(error).strip().splitlines()[0]
         if store is None and rank == 0:
             raise RuntimeError(
-                f"rank 0: cannot open the store for init_distributed at {place[0]}:{place[1]}: is the port in use? "
+                f"rank 0 cannot open the store for init_distributed at {place[0]}:{place[1]}. The port may be in use. "
                 f"({reason})"
             )
         absent = [0] if store is None else _absent(store, size)
-        # `absent` is empty if the last rank has arrived just now.
+        # `absent` is empty if the last rank has just arrived.
         if seconds < limit and absent and rank == next(other for other in range(size) if other not in absent):
             status = Status()
             status.look(threading.get_ident())
@@ -102,7 +102,7 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
 
 
 def _place(init_method: str) -> tuple[str, int] | None:
-    """Return the host and port that `init_method` names, None if it names none."""
+    """Return the host and port in `init_method`, or None if it has none."""
     url = urlparse(init_method)
     if url.scheme == "env":
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -110,9 +110,9 @@ def _place(init_method: str) -> tuple[str, int] | None:
 
 
 def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
-    """Open the store as torch does, but without waiting for the others, and note there that this rank has arrived.
+    """Open the store as torch does, but without waiting for the other ranks, and note in it that this rank has arrived.
 
-    end: the time, by `time.monotonic()`, until which to try.
+    end: the time, as `time.monotonic()`, at which to give up.
     """
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
@@ -126,9 +126,9 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
 
 
 def _wait_for_server(place: tuple[str, int], end: float) -> None:
-    """Wait until the store's server at `place` accepts a connection; raise OSError if none does by the time `end`.
+    """Wait until the store's server at `place` accepts a connection. Raise OSError if it does not by the time `end`.
 
-    TCPStore could wait too, but it logs errors if no server answers in time.
+    TCPStore could also wait, but it logs errors if no server answers in time.
     """
     while True:
         try:
@@ -141,10 +141,10 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 
 
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
-    """Wait until every rank has arrived or one has given up, at most until the time `end`.
+    """Wait until every rank has arrived, or one has given up, but at most until the time `end`.
 
-    Returns [] if all have arrived, the missing ranks if one has given up, and None if neither has happened by `end`.
-    The function polls, because `TCPStore.wait` logs a warning when its time is over.
+    Returns [] if all have arrived, the missing ranks if one has given up, and None at the time `end`. This function
+    polls, because `TCPStore.wait` logs a warning when its time is over.
     """
     while not store.check([_key("all")]):
         if time.monotonic() >= end:
@@ -154,25 +154,25 @@ def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
 
 
 def _give_up(store: TCPStore, size: int) -> list[int]:
-    """Store the missing ranks, so that no rank can start any more, and return them.
+    """Store the list of missing ranks, so that no rank can start any more, and return it.
 
-    If another rank was first, its result counts: the ranks that it stored, or [] if all had arrived just before.
+    If another rank was first, its result counts: the list that it stored, or [] if all ranks had just arrived.
     """
     return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size) or [0]))))
 
 
 def _ranks_of(shown: bytes) -> list[int]:
-    """Return the missing ranks that `shown`, the value of the key "all", lists; [] if it is "met"."""
+    """Return the missing ranks in `shown`, the value of the key "all"; [] if it is "met"."""
     return [] if shown.decode() == _MET else [int(rank) for rank in shown.decode().split()]
 
 
 def _say_farewell(store: TCPStore, rank: int) -> None:
-    """Note in the store that this rank has read which ranks are missing.
+    """Note in the store that this rank has read the list of missing ranks.
 
-    Rank 0 then waits, for some seconds at most, until the others have read it, because its process serves the store.
+    Rank 0, whose process serves the store, then waits for at most some seconds until the others have read it too.
     """
     end = time.monotonic() + _FAREWELL_SECONDS
-    with contextlib.suppress(RuntimeError):  # rank 0, whose process serves the store, may have ended
+    with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may have ended
         told = store.add(_key("told"), 1)
         while rank == 0 and told < store.add(_key("count"), 0) and time.monotonic() < end:
             time.sleep(_PAUSE)
@@ -180,7 +180,7 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:
-    """Return the ranks that have not arrived; [0] also if the store, which rank 0's process serves, does not answer."""
+    """Return the ranks that have not arrived, or [0] if the store, which rank 0 serves, does not answer."""
     try:
         return [rank for rank in range(size) if not store.check([_key(str(rank))])]
     except RuntimeError:
@@ -188,9 +188,9 @@ def _absent(store: TCPStore, size: int) -> list[int]:
 
 
 def _key(name: str) -> str:
-    """Return a key of the store for `name`.
+    """Return the store's key for `name`.
 
-    It has the number of restarts, because a launcher that restarts the ranks may keep the store with its old keys.
+    It contains the number of restarts, because a launcher that restarts the ranks may keep the store with its old keys.
     """
     return f"hf_bmtrain/meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
 

@@ -1,13 +1,13 @@
 """Changes to this process while it trains with other ranks. `install` makes them, and returns a function to undo them.
 
-* `sys.excepthook`: the rank that raises first prints its full traceback; every other rank prints one line that says
-  where it was and which rank to look at.
-* `sys.exit`, `exit` and `quit` note the calling line and the exit code, which an exit handler cannot find out later.
+* `sys.excepthook`: the rank that raises first prints its full traceback. Every other rank prints one line with its own
+  place in the program, and the rank whose output to read.
+* `sys.exit`, `exit` and `quit` note the calling line and the exit code, because an exit handler cannot find them out.
 * An exit handler closes the communicators of all ranks together.
 
-Two more effects are elsewhere. Once every rank must stop, for example after the timeout of `init_distributed`,
-`watch.py` kills stopped processes of this host (`os.kill`), and ends this process if its program does not get to raise
-the error (`os._exit`). `bmtrain/init.py` registers the check of torch's optimizers.
+There are three more effects, in other files. When every rank must stop, for example after the timeout of
+`init_distributed`, `watch.py` kills stopped processes of this host (`os.kill`), and ends this process if its program
+cannot raise the error (`os._exit`). `bmtrain/init.py` registers the check of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .watch import Watch
 
 _log = logging.getLogger("hf_bmtrain")
 _CAUSE_SECONDS = 5.0
-"""Seconds that a rank whose collective of torch.distributed failed waits to learn which rank has ended or failed."""
+"""Seconds that a rank waits for the cause when its collective of torch.distributed has failed: another rank's end."""
 _TORCH_COLLECTIVES = tuple(
     os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")
 )
 _FIRST_SECONDS = 5.0
-"""Seconds that a failing rank waits for the rank that raised first to end, so that the launcher blames that one."""
+"""Seconds that a failing rank waits for the first failed rank to end, so that the launcher blames the right rank."""
 
 
 def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool) -> Callable[[], None]:
@@ -48,12 +48,12 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
 
     Args:
         world: the world of this process.
-        watch: the monitor that tells the other ranks how this one ended.
+        watch: the monitor that tells the other ranks how this rank ended.
         opened: the communicators to close.
-        joined: whether torch's process group existed before `init_distributed`; then whoever created it destroys it.
+        joined: whether torch's process group existed before `init_distributed`. If so, it is not destroyed here.
 
     Returns:
-        A function that undoes these changes. It is also called when the program ends.
+        A function that undoes these changes. It is also called at the end of the program.
     """
     exits = Exits()
     undo = [_report_exceptions(watch, world.rank), exits.install()]
@@ -72,7 +72,7 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
 
 
 def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
-    """Replace `sys.excepthook`, so that the other ranks see an exception too. Returns a function that undoes it."""
+    """Replace `sys.excepthook`, so that the other ranks see an exception too. Return a function that undoes it."""
     print_exception = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -80,9 +80,7 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
         if problem is None and isinstance(error, RuntimeError) and _is_of_torch_collective(trace):
             problem = watch.find_cause(_CAUSE_SECONDS)
         first = watch.raised_before()
-        if first is not None and first[1].ended.startswith(
-            "ended"
-        ):  # because of a problem, which may be a third rank's
+        if first is not None and first[1].ended.startswith("ended"):  # the cause may be a problem of a third rank
             cause = problem or first[1].problem or ""
             if cause.startswith("rank "):
                 first, problem = None, cause
@@ -96,7 +94,7 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             other, status = first
             reason = "" if problem is not None or summary in status.ended else f" ({summary.splitlines()[0]})"
             sys.stderr.write(f"rank {rank} ends{at}{reason}, because rank {other} failed first: see its output.\n")
-        elif problem is not None:  # the problem names ranks and lines; this rank's traceback would add nothing
+        elif problem is not None:  # the problem already names ranks and lines, so the traceback is left out
             reason = "" if problem in raised else f" ({raised.splitlines()[0]:.200})"
             sys.stderr.write(f"rank {rank} ends{at}{reason}: {problem}\n")
         else:
@@ -113,18 +111,18 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
 def _is_of_torch_collective(trace: TracebackType | None) -> bool:
     """Return whether an exception was raised by a collective of torch.distributed.
 
-    These fail if another rank ends, or calls another one, but their errors do not say which rank.
+    Such collectives fail if another rank ends, or calls another collective, but their errors do not name the rank.
     """
     frames = traceback.walk_tb(trace)
     return any(frame.f_code.co_filename.endswith(_TORCH_COLLECTIVES) for frame, _ in frames)
 
 
 class Exits:
-    """Notes the last call of `sys.exit`, `exit` or `quit` on this process's main thread, even if SystemExit was caught.
+    """Notes the last call of `sys.exit`, `exit` or `quit` on the main thread, even if SystemExit was caught.
 
     Attributes:
-        code: the exit code of that call, 0 if there was no call.
-        last: the call and its line, such as "sys.exit(3) at train.py:41 (main)"; "" if there was no call.
+        code: the exit code of that call, or 0 without a call.
+        last: the call and its line, such as "sys.exit(3) at train.py:41 (main)", or "" without a call.
     """
 
     def __init__(self) -> None:
@@ -132,7 +130,7 @@ class Exits:
         self._pid = os.getpid()
 
     def install(self) -> Callable[[], None]:
-        """Wrap `sys.exit`, `exit` and `quit`. Returns a function that restores them."""
+        """Wrap `sys.exit`, `exit` and `quit`. Return a function that restores them."""
         places = [(sys, "exit"), *((builtins, name) for name in ("exit", "quit") if hasattr(builtins, name))]
         undo = []
         for place, name in places:
@@ -167,11 +165,12 @@ def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
 
 
 def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool, exits: Exits) -> None:
-    """Close the communicators at exit, once all ranks have reached their end, or alone if a rank failed or is missing.
+    """Close the communicators at exit, after all ranks have arrived, or at once if a rank failed or is missing.
 
-    Ends this process with a nonzero code (`os._exit`) if other ranks still needed this one, or if NCCL does not abort.
+    If other ranks still needed this one, or NCCL does not abort, this ends the process with a nonzero code
+    (`os._exit`).
     """
-    # Without a process group (accelerator.end_training() destroys it) the ranks cannot wait for each other.
+    # Without a process group, which accelerator.end_training() destroys, the ranks cannot wait for each other.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
     problem = None
     watch.end(f"has left the program; its last exit call was {exits.last}" if exits.last else "has left the program")
@@ -205,5 +204,5 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     if problem is not None or not aborted:
         logging.shutdown()
         sys.stdout.flush()
-        # An exit handler has no other way to set the exit code; with 0 the launcher would blame another rank.
+        # An exit handler cannot set the exit code otherwise. With 0, the launcher would blame another rank.
         os._exit(exits.code or 1)

@@ -1,6 +1,6 @@
-"""A status text and the collective logs of each rank, which the other ranks can read without waiting for it.
+"""A status text and the collective logs of each rank, which the other ranks can read without waiting for that rank.
 
-Ranks of one host read them from shared memory; ranks of other hosts read the text alone, from the launcher's store.
+Ranks of one host read them from shared memory. Ranks of other hosts read only the text, from the launcher's store.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..engine.comm.object_comm import ObjectComm
 
 _log = logging.getLogger("hf_bmtrain")
 _TEXT_BYTES = 32 << 10
-"""Size of each of the two text areas of a page: 8 bytes for the length of the text, then the text in UTF-8.
+"""The size of each of the two text areas of a page: 8 bytes for the length of the text, then the text in UTF-8.
 
-A page has 8 bytes for the number of texts written so far, two text areas, and _JOURNALS collective logs of WORDS words
-of 8 bytes each.
+A page consists of 8 bytes for the number of texts written so far, two text areas, and _JOURNALS collective logs of
+WORDS words of 8 bytes each.
 """
 _JOURNALS = 8
 _JOURNALS_START = 8 + 2 * _TEXT_BYTES
@@ -30,17 +30,17 @@ _KEY = "board/{}"
 
 
 class SharedStatus:
-    """One page of shared memory per rank, with its status text and collective logs, readable by others at any time.
+    """One page of shared memory per rank, with its status text and collective logs, which others can read at any time.
 
-    All ranks of a host map the pages of all ranks of that host. So the page of a stopped or killed process can still be
-    read, and no server takes part. If there are several hosts, each rank also writes its text to the launcher's store.
+    The ranks of a host map each other's pages. So the page of a stopped or killed process can still be read, and no
+    server is needed. If there are several hosts, each rank also writes its text to the launcher's store.
 
     Attributes:
         neighbours: the other ranks of this host.
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:
-        """Map the pages of this host's ranks. Collective."""
+        """Map the pages of this host's ranks. Collective: every rank must call it."""
         self._control, self._rank, self._collective_logs = control, rank, 0
         places = control.gather(_place())
         self.neighbours = [r for r, place in enumerate(places) if place == places[rank] and r != rank]
@@ -51,7 +51,10 @@ class SharedStatus:
             self._map()
 
     def _map(self) -> None:
-        """Map one file with a page for each rank of this host; if a rank cannot, none of them does. Collective."""
+        """Map one file with a page for each rank of this host. If a rank cannot, no rank does.
+
+        Collective: every rank must call it.
+        """
         ranks = sorted([self._rank, *self.neighbours])
         path = _create(len(ranks) * _PAGE_BYTES) if self._rank == ranks[0] else None
         path = self._control.gather(path)[ranks[0]]
@@ -61,7 +64,7 @@ class SharedStatus:
                 with open(path, "r+b") as file:
                     memory = memoryview(mmap.mmap(file.fileno(), len(ranks) * _PAGE_BYTES))
         except OSError as error:
-            _log.info("rank %d: cannot map the shared status pages, and will use the store: %s", self._rank, error)
+            _log.info("rank %d cannot map the shared status pages and uses the store: %s", self._rank, error)
         mapped = self._control.gather(memory is not None)
         if path is not None and self._rank == ranks[0]:
             os.unlink(path)  # the mapped memory stays valid
@@ -72,9 +75,9 @@ class SharedStatus:
     def add(self, collective_log: CollectiveLog) -> None:
         """Move a log to this rank's page, and compare each new entry with the logs of the two adjacent ranks.
 
-        Adjacent ranks are enough: if any two ranks of a host differ, two adjacent ones do. More comparisons would cost
-        time at every operation. Every rank must add the same logs in the same order, with equal entries so far. Only
-        the first _JOURNALS logs are shared.
+        Adjacent ranks are enough, because if any two ranks of a host differ, two adjacent ranks do. More comparisons
+        would cost time in every operation. Every rank must add the same logs in the same order, with equal entries so
+        far. Only the first _JOURNALS logs are shared.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:
@@ -94,14 +97,14 @@ class SharedStatus:
             self._control.show(_KEY.format(self._rank), text)
 
     def read(self, rank: int) -> str | None:
-        """Return the latest text of `rank`, None if it has not written one yet."""
+        """Return the latest text of `rank`, or None if it has not written one."""
         if rank in self._pages:
             return _read(self._pages[rank])
         return self._control.look(_KEY.format(rank))
 
 
 def _place() -> tuple[str, ...]:
-    """Return a key that is equal for processes that can share memory and see each other's process ids."""
+    """Return a key that is equal for processes that can share memory and can see each other's process ids."""
     names = [socket.gethostname(), tempfile.gettempdir()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/mnt"):
         try:
@@ -112,7 +115,7 @@ def _place() -> tuple[str, ...]:
 
 
 def _create(nbytes: int) -> str | None:
-    """Create a file of `nbytes` zeros, in /dev/shm if possible, and return its path; None if there is no space."""
+    """Create a file of `nbytes` zeros, in /dev/shm if possible. Return its path, or None if there is no space."""
     for folder in ("/dev/shm", tempfile.gettempdir()):
         try:
             handle, path = tempfile.mkstemp(prefix="hf_bmtrain_board_", dir=folder)
@@ -130,7 +133,7 @@ def _create(nbytes: int) -> str | None:
 
 
 def _write(page: memoryview, data: bytes) -> None:
-    """Write `data` to the text area that readers do not use, then increment the count, so that they read this area.
+    """Write `data` to the unused text area, then increment the count, so that readers use this area.
 
     If the process is stopped or killed in between, readers still see the previous text.
     """
@@ -142,7 +145,7 @@ def _write(page: memoryview, data: bytes) -> None:
 
 
 def _read(page: memoryview) -> str | None:
-    """Return the latest text of a page, None if there is none. Reads again if the text was replaced meanwhile."""
+    """Return the latest text of a page, or None. Read again if the text was replaced meanwhile."""
     count: Any = page[:8].cast("Q")
     while before := count[0]:
         start = 8 + before % 2 * _TEXT_BYTES

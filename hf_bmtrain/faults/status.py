@@ -1,4 +1,4 @@
-"""The status that a rank shows to the others: the line of the program it is at, what it waits for, and how it ended."""
+"""The status that a rank shows to others: its line in the program, the operation it waits for, and how it ended."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _TASKS = {
         os.path.join("torch", "serialization.py"), f"packages{os.sep}safetensors{os.sep}",
         f"packages{os.sep}huggingface_hub{os.sep}", os.path.join(_PACKAGE, "checkpoint"),
     ),
-    "compiling": (  # only these files of torch.compile: others also run when compiled code is called
+    "compiling": (  # only these files; other files also run when compiled code is called
         os.path.join("torch", "_dynamo", "convert_frame.py"), os.path.join("torch", "_inductor", "compile_fx.py"),
         os.path.join("triton", "compiler"),
     ),
 }  # fmt: skip
-"""What a rank is doing that may take long, by the files that it is in then."""
+"""Tasks that may take long, and the files that are on a rank's stack during each."""
 
 
 @dataclass
 class Status:
-    """What one rank tells the others about itself. Times are seconds since the epoch.
+    """The facts that a rank tells the others about itself. Times are seconds since the epoch.
 
     Attributes:
         pid: its process id.
         written: the time at which `look` last updated it.
-        place: the line of the user's program that it is at, such as "train.py:41 (load)"; "" if there is none.
+        place: the current line of the user's program, such as "train.py:41 (load)"; "" if it is unknown.
         since: the time at which it reached `place`.
-        waits: the operation with other ranks that it waits for, "" if it waits for none.
+        waits: the operation with other ranks for which it waits, or "".
         waits_since: the time since which it has waited without issuing another operation.
-        task: what it is doing, if that is one of `_TASKS`; otherwise "".
+        task: the current task, if it is one of `_TASKS`, or "".
         moved: the time at which `look` last found its thread at another instruction than before.
-        ended: how its program ended, such as "raised ValueError: ..."; "" while it runs.
+        ended: how its program ended, such as "raised ValueError: ...", or "" while it runs.
         ended_at: the time at which it ended.
-        problem: why every rank must stop, None if nothing is known.
-        blamed: the ranks that the others waited for until the timeout.
-        occasions: the purpose of each exchange of objects, by the number (as text) that stands for it in the logs.
+        problem: why every rank must stop, or None.
+        blamed: the ranks for which the others waited until the timeout.
+        occasions: {number in the logs, as text: purpose} of each exchange of objects.
         excerpts: the last entries of each of its collective logs.
     """
 
@@ -71,7 +71,7 @@ class Status:
     excerpts: list[Excerpt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._instructions: list[tuple[int, int]] = []  # of each frame of the stack that `look` has seen last
+        self._instructions: list[tuple[int, int]] = []  # (code, instruction) of each frame of the stack seen last
 
     def to_text(self) -> str:
         """Return the status as JSON."""
@@ -79,7 +79,7 @@ class Status:
 
     @classmethod
     def from_text(cls, text: str) -> Status:
-        """Return the status of which `to_text` returned `text`."""
+        """Return the status for which `to_text` returned `text`."""
         status = cls(**json.loads(text))
         status.excerpts = [Excerpt(*values) for values in status.excerpts]
         return status
@@ -87,7 +87,7 @@ class Status:
     def look(self, thread: int) -> None:
         """Update `place`, `waits`, `task` and `moved` from the stack of a thread of this process.
 
-        `place` stays as it is once the program has ended, and while no line of it is on the stack.
+        `place` does not change after the program has ended, or while no line of the program is on the stack.
 
         Args:
             thread: the thread's identifier, as from `threading.get_ident()`.
@@ -106,11 +106,11 @@ class Status:
             instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
         if waits.startswith("torch.distributed."):
-            waits += called  # the library's function that the user's line calls
+            waits += called  # the function of a library that the user's line calls
         place = _in_words(lines)
         if (
             place not in ("", self.place) and not self.ended
-        ):  # in `sys.excepthook` no line of the program is on the stack
+        ):  # while `sys.excepthook` runs, the stack has no line of the program
             self.place, self.since = place, now
         if instructions != self._instructions:
             self._instructions, self.moved = instructions, now
@@ -118,14 +118,14 @@ class Status:
 
 
 def line_now() -> str:
-    """Return the user's line that this call comes from: the innermost that is not in a library, "" if there is none."""
+    """Return the user's line that led to this call (the innermost that is not in a library), or ""."""
     status = Status()
     status.look(threading.get_ident())
     return status.place
 
 
 def line_of(trace: Any) -> str:
-    """Return the user's line in a traceback: the innermost that is not in a library, "" if there is none."""
+    """Return the user's line in a traceback (the innermost that is not in a library), or ""."""
     lines = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -136,7 +136,7 @@ def line_of(trace: Any) -> str:
 
 
 def condition(pid: int) -> str:
-    """Return "gone" or "stopped" if the process `pid` of this host does not run; "" if it runs or /proc is missing."""
+    """Return "gone" or "stopped" if process `pid` of this host does not run, or "" if it does or /proc is missing."""
     if not os.path.isdir("/proc/self"):
         return ""
     try:
@@ -153,12 +153,12 @@ def _is_of_library(path: str) -> bool:
 
 @lru_cache(4096)
 def _task_in(path: str) -> str:
-    """Return which of `_TASKS` code in the file `path` does, "" if none."""
+    """Return the task in `_TASKS` to which the file `path` belongs, or ""."""
     return next((task for task, files in _TASKS.items() if any(file in path for file in files)), "")
 
 
 def _waited_for(frame: FrameType, path: str) -> str:
-    """Return the operation with other ranks that `frame` waits for, "" if none. path: the file of the frame's code."""
+    """Return the operation with other ranks for which `frame` waits, or "". path: the file of the frame's code."""
     if not any(each in path for each in _WAITS):
         return ""
     name = frame.f_code.co_name
@@ -173,7 +173,7 @@ def _waited_for(frame: FrameType, path: str) -> str:
 
 
 def _in_words(lines: list[tuple[str, str]]) -> str:
-    """Return `lines`, (file:line, function) from the innermost, as a text such as "train.py:41 (load, from line 9)"."""
+    """Return a text such as "train.py:41 (load, from line 9)" for `lines`, (file:line, function) innermost first."""
     if not lines:
         return ""
     place, function = lines[0]
@@ -185,5 +185,5 @@ def _in_words(lines: list[tuple[str, str]]) -> str:
 
 
 def _short(path: str) -> str:
-    """Return `path` relative to the working directory if it is inside; otherwise as it is."""
+    """Return `path`, relative to the working directory if it is inside."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

@@ -1,4 +1,4 @@
-"""The thread that monitors the other ranks, and reports which rank differs, failed or is missing, where and why."""
+"""The thread that monitors the other ranks, and reports which rank differs, failed or is missing, and why."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ from .status import Status, condition
 
 _log = logging.getLogger("hf_bmtrain")
 SECONDS = 1.0
-"""Seconds between two updates and checks of the thread."""
+"""The interval of the thread's updates and checks, in seconds."""
 CROSSED_SECONDS = 5.0
 """Seconds without progress after which two ranks that wait for each other's operations are reported."""
 _SILENT_SECONDS = 5.0
-"""Seconds without an update of its status after which a rank's process counts as blocked."""
+"""Seconds after which a rank's process counts as blocked if its status was not updated."""
 _GRACE_SECONDS = 5.0
-"""Seconds that this rank's program has to raise a problem before its GPU operations, then its process, are ended."""
+"""Seconds in which this rank's program must raise a problem, before its GPU operations, and then its process, are
+ended."""
 _DEVICE = "its device"
-"""What a rank waits for whose program has not moved while its device has work. That may be the rank's own work, or a
-collective of torch.distributed, which waits for another rank."""
+"""Stands for the operation of a rank that waits for its device: its program has not moved, and its device has work.
+That may be the rank's own work, or a collective of torch.distributed, which waits for another rank."""
 _LONGEST = 4000
-"""The maximum length, in characters, of the text about an exception that other ranks see."""
+"""The maximum length, in characters, of an exception's text that other ranks see."""
 
 
 class Watch(Monitor):
     """A thread that publishes this rank's status every second, and reads the status of the other ranks.
 
     * If the collective logs of two ranks differ, every rank stores the reason as `problem` of its logs. The next
-      operation raises it, and so does an operation on the CPU that is waiting; `interrupt` aborts those on GPUs.
-    * If a rank raised an exception, or exited while others wait for it, the same happens.
-    * If ranks have waited for another for HF_BMTRAIN_HANG_SECONDS (8), one of them logs a warning with that rank, the
-      line it is at, and the likely cause. After 30 s, and after each doubling of that, it logs what has changed. The
-      rank may only be slow, so nothing else happens before the timeout.
+      operation raises it as an error, and so does an operation on the CPU that is waiting. `interrupt` aborts
+      operations that are waiting on GPUs.
+    * The same happens if a rank raised an exception, or exited while others wait for it.
+    * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
+      that rank, its line in the program, and the likely cause. After 30 s, and after each doubling of that time, it
+      logs the changes. The rank may only be slow, so nothing else happens before the timeout.
 
     Attributes:
         status: the status that this rank publishes.
@@ -62,10 +64,10 @@ class Watch(Monitor):
         self._busy: Callable[[], bool] = lambda: False
         self._delay = self._next = hang_seconds()
         self._reported: dict[int, Status] = {}  # the missing ranks, as the last warning of this wait described them
-        self._warning: str | None = None  # the last warning of this wait
+        self._warning: str | None = None  # the text of the last warning of this wait
         self._stopped = threading.Event()
-        self._since = time.monotonic()  # when `_seen` changed last
-        self._seen: tuple[list[int], list[int]] = [], []  # number of entries of each log: this rank's, the next's
+        self._since = time.monotonic()  # the time of the last change of `_seen`
+        self._seen: tuple[list[int], list[int]] = [], []  # number of entries of each log: this rank's, the next rank's
         self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
@@ -78,7 +80,7 @@ class Watch(Monitor):
         self._board = SharedStatus(control, rank)
         self._compare(control.collective_log)
         self._observe()
-        self._show()  # the thread publishes only after a second, and the process may be stopped before
+        self._show()  # the thread first publishes after a second, and the process may be stopped earlier
         self._thread.start()
 
     def add(self, communicator: Communicator) -> None:
@@ -86,7 +88,7 @@ class Watch(Monitor):
         self._compare(communicator.collective_log)
 
     def _compare(self, collective_log: CollectiveLog) -> None:
-        """Compare each new entry of a log with the logs of this host's ranks, and explain differences in words."""
+        """Compare each new entry of a log with the logs of this host's ranks, and explain differences in a message."""
         self._board.add(collective_log)
         collective_log.explain = self.difference
 
@@ -110,7 +112,7 @@ class Watch(Monitor):
             self._show()
 
     def raised_before(self) -> tuple[int, Status] | None:
-        """Return the other rank that was the first to end by an exception, and its status; None if none has."""
+        """Return the other rank that first ended by an exception, and its status, or None."""
         others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
         raised = [each for each in others if each[1].ended.startswith(("raised", "ended"))]
         return min(raised, key=lambda each: each[1].ended_at, default=None)
@@ -124,10 +126,10 @@ class Watch(Monitor):
         )
 
     def find_cause(self, seconds: float) -> str | None:
-        """Return why a collective that is not in the logs has failed on this rank, None if it is not known.
+        """Return why a collective that is not in the logs has failed on this rank, or None if it is unknown.
 
-        Waits at most `seconds` until a problem is known, or another rank has ended by an exception. If neither happens,
-        returns the last warning of the wait that has failed.
+        This waits at most `seconds` until a problem is known, or another rank has ended by an exception. If neither
+        happens, it returns the last warning about the wait that has failed.
         """
         warning, end = self._warning, time.monotonic() + seconds
         while self.problem is None and self.raised_before() is None and time.monotonic() < end:
@@ -135,7 +137,7 @@ class Watch(Monitor):
         return self.problem or warning
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
-        """Wait at most `seconds` until the process of `rank` has ended or is stopped; do not wait for other hosts."""
+        """Wait at most `seconds` until the process of `rank`, if it is on this host, has ended or is stopped."""
         status, end = self._read(rank), time.monotonic() + seconds
         while status is not None and rank in self._board.neighbours and time.monotonic() < end:
             if condition(status.pid):
@@ -149,17 +151,18 @@ class Watch(Monitor):
                 if problem is not None:
                     self._tell(problem)
                     return
-        except Exception as error:  # the process that serves the store (the launcher or rank 0) has ended
-            _log.debug("rank %d: stops monitoring the other ranks: %s", self._rank, error, exc_info=True)
+        except Exception as error:  # probably the process that serves the store (the launcher or rank 0) has ended
+            _log.debug("rank %d stops monitoring the other ranks: %s", self._rank, error, exc_info=True)
 
     def _look(self) -> str | None:
-        """Publish this rank's status, read the others', and return why every rank must stop, None if none must."""
+        """Publish this rank's status, read the others', and return why every rank must stop, or None."""
         self._observe()
         self._show()
-        if self.problem is not None:  # an operation of this rank has found a problem
+        if self.problem is not None:  # another operation of this rank has found a problem
             return self.problem
-        # An excerpt has only the last entries of a rank. So, of two ranks, only the one that has issued more operations
-        # can be sure to find the other's in its own log. Compare with both neighbours, so that one of each pair can.
+        # An excerpt contains only the last entries of a rank's log. So of two ranks, only the one that has issued more
+        # operations surely finds the other's entries in its own log. Each rank compares with both neighbours, so that
+        # this rank is one of each pair.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -171,7 +174,7 @@ class Watch(Monitor):
         return self._of_all()
 
     def _of_one(self, other: int, theirs: Status) -> str | None:
-        """Return why every rank must stop because of rank `other`, whose status is `theirs`; None if none must."""
+        """Return why every rank must stop because of rank `other`, whose status is `theirs`, or None."""
         if theirs.ended.startswith("raised"):
             return f"rank {other} {theirs.ended}; see the traceback in its output."
         if not theirs.ended and other in self._board.neighbours and condition(theirs.pid) == "gone":
@@ -180,7 +183,7 @@ class Watch(Monitor):
         return self.compare(other, theirs.excerpts) or crossed
 
     def _observe(self) -> None:
-        """Update this rank's status: its line, the operation it waits for, and since when."""
+        """Update this rank's status: its line, the operation for which it waits, and the start of the wait."""
         counts = [collective_log.count for collective_log in self._collective_logs]
         self.status.look(self._program)
         if not self.status.waits and any(each.unfinished() for each in list(self._communicators)):
@@ -213,10 +216,10 @@ class Watch(Monitor):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _tell(self, problem: str) -> None:
-        """Make this rank's program raise `problem`; end this process if the program does not do so in time.
+        """Make this rank's program raise `problem`. End this process if the program does not do so in time.
 
-        First kill the processes of this host that would never end: those that are stopped, and those that are blamed
-        and blocked.
+        Before that, kill the processes of this host that would never end: those that are stopped, and those that are
+        blamed and blocked.
         """
         for rank in self._board.neighbours:
             theirs = self._read(rank)
@@ -252,7 +255,7 @@ class Watch(Monitor):
         os._exit(1)
 
     def _is_told(self, seconds: float) -> bool:
-        """Return whether, within `seconds`, the program raises the problem, ends, or stops this thread."""
+        """Return whether the program raises the problem, ends, or stops this thread within `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if (
@@ -268,8 +271,8 @@ class Watch(Monitor):
     def _of_all(self) -> str | None:
         """Check how long this rank has waited for others.
 
-        After HF_BMTRAIN_HANG_SECONDS, the lowest waiting rank logs which ranks are missing; then again after 30 s and
-        after each doubling of that. Returns the explanation once the timeout is over, else None.
+        After HF_BMTRAIN_HANG_SECONDS, the lowest waiting rank logs which ranks are missing. It does so again after 30
+        s, and after each doubling of that time. Returns the explanation once the timeout is over, and otherwise None.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
         # A rank whose program has ended waits in the barrier at exit, which has its own timeout.
@@ -278,7 +281,7 @@ class Watch(Monitor):
             return None
         ranks = self._read_all()
         waiting = [rank for rank, status in ranks.items() if self._is_waiting(rank, status)]
-        if not waiting:  # ranks that wait for their devices may compute, so they come second
+        if not waiting:  # count ranks that wait for their devices only now, because they may still compute
             waiting = [r for r, status in ranks.items() if status.waits and not self._why_absent(r, status)]
             if len(waiting) == self._control.size:
                 return None
@@ -295,19 +298,19 @@ class Watch(Monitor):
         return None
 
     def _all_waited(self, ranks: dict[int, Status]) -> bool:
-        """Return whether, when the oldest of the statuses was written, all ranks had already waited for some time.
+        """Return whether all ranks had already waited for some time when the oldest of the statuses was written.
 
-        Otherwise, one may have come just now, or it has gone on and been stopped before it could write that.
+        If not, a rank may just have arrived, or may have continued and been stopped before it could publish that.
         """
         oldest = min(status.written for status in ranks.values())
         return oldest - max(status.waits_since for status in ranks.values()) >= max(self._delay / 2, 2 * SECONDS)
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
-        """Return whether a rank waits for others and can itself still take part in operations."""
+        """Return whether a rank waits for others and can still take part in operations itself."""
         return status.waits not in ("", _DEVICE) and not self._why_absent(rank, status)
 
     def _why_absent(self, rank: int, status: Status) -> str:
-        """Return why a rank cannot take part in operations; "" if it can as far as is known."""
+        """Return why a rank cannot take part in operations, or "" if it can as far as is known."""
         state = condition(status.pid) if rank in self._board.neighbours else ""
         if state == "stopped":
             return f"its process {status.pid} is stopped (by SIGSTOP or a debugger); kill -CONT resumes it"
@@ -327,15 +330,16 @@ class Watch(Monitor):
         return ""
 
     def missing(self) -> str:
-        """Return which ranks this one waits for, where they are, and why they are missing."""
+        """Return a text with the ranks for which this one waits, where they are, and why they are missing."""
         self._observe()
         ranks = {**self._read_all(), self._rank: self.status}
         return self._explain_wait(ranks, [rank for rank, status in ranks.items() if self._is_waiting(rank, status)])
 
     def _explain_wait(self, ranks: dict[int, Status], waiting: Sequence[int]) -> str:
-        """Return which ranks are missing, where they are and why, and what the waiting ranks wait for.
+        """Return a text with the missing ranks, where they are and why, and the operations of the waiting ranks.
 
-        ranks: the status of each rank that has published one. waiting: the ranks that wait; all others are missing.
+        ranks: the status of each rank that has published one.
+        waiting: the ranks that wait; all others are missing.
         """
         now = time.time()
         lines = []
@@ -365,11 +369,11 @@ class Watch(Monitor):
         return [collective_log.excerpt() for collective_log in self._collective_logs]
 
     def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Return how this rank's collective logs differ from another rank's, None if no difference is known.
+        """Return how this rank's collective logs differ from another rank's, or None if no difference is known.
 
         Args:
             other: the other rank.
-            theirs: what its `excerpts` returned.
+            theirs: the result of its `excerpts`.
         """
         for collective_log, shown in zip(self._collective_logs, theirs):
             text = self.difference(collective_log, other, shown)
@@ -378,7 +382,7 @@ class Watch(Monitor):
         return None
 
     def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
-        """Return how a collective log differs from another rank's log of the same communicator, None if it does not.
+        """Return how a collective log differs from another rank's log of the same communicator, or None.
 
         Args:
             collective_log: this rank's log.
@@ -393,7 +397,7 @@ class Watch(Monitor):
         return self._explain(places, f"{when} of communicator '{collective_log.name}' differs")
 
     def _crossed(self, other: int, theirs: Status) -> str | None:
-        """Return an explanation if this rank and `other` wait for each other on two communicators; None if they do not.
+        """Return an explanation if this rank and `other` wait for each other on two communicators, or None.
 
         They do if each has issued an operation, on one of the communicators, that the other has not issued, and neither
         has made progress for CROSSED_SECONDS.
@@ -416,10 +420,10 @@ class Watch(Monitor):
         return self._explain(places, "Each waits for the other")
 
     def _describe(self, entry: int, other: int | None = None) -> str:
-        """Return a log's entry in words. other: the rank whose entry it is, None for this rank."""
+        """Return a description of a log's entry. other: the rank of the entry, or None for this rank."""
         occasions = dict(self._control.occasions)
         end = time.monotonic() + 2.5 * SECONDS
-        while True:  # until the other rank has published the purpose of its latest exchange
+        while True:  # repeat until the other rank has published the purpose of its latest exchange
             status = None if other is None else self._read(other)
             if status is not None:
                 occasions.update({int(number): text for number, text in status.occasions.items()})
@@ -431,26 +435,27 @@ class Watch(Monitor):
     def _explain(self, places: dict[int, str], what: str) -> str:
         """Return the error text for ranks that issued different operations.
 
-        places: the operation of each of the ranks, in words. what: a clause that says where their logs differ.
+        places: a description of each rank's operation.
+        what: a clause that says where their logs differ.
         """
         self.status.look(self._program)
         self._show()
         begun, end = time.time(), time.monotonic() + 1.5 * SECONDS
         ranks = {rank: self._read(rank) for rank in places if rank != self._rank}
         while any(status and status.written < begun for status in ranks.values()) and time.monotonic() < end:
-            time.sleep(0.1)  # until the other ranks have published the line that they are at now
+            time.sleep(0.1)  # wait for the other ranks to publish their current lines
             ranks = {rank: self._read(rank) for rank in ranks}
         found = {rank: self.status if status is None else status for rank, status in ranks.items()}
         found[self._rank] = self.status
         doing = "; ".join(f"rank {rank}: {place}{_seen(place, found[rank])}" for rank, place in sorted(places.items()))
         summary = "the ranks issued different operations, which would deadlock or exchange the wrong data"
         if all(map(_is_decision, places.values())):
-            summary = "the ranks differ in a decision, after which they would wait for each other for ever"
+            summary = "the ranks differ in a decision, after which they would wait for each other forever"
         return f"{summary}. {what}. {doing}. {_advice(list(places.values()))}"
 
 
 def _seen(place: str, status: Status) -> str:
-    """Return where a rank that issued `place`, an entry of a log in words, was last seen; "" if that is not known."""
+    """Return where a rank was last seen, or "". place: the description of its log entry."""
     if place != repr(EXIT):
         return f" at {status.place}" if status.place else ""
     line = f", last seen at {status.place}" if status.place else ""
@@ -458,12 +463,12 @@ def _seen(place: str, status: Status) -> str:
 
 
 def _is_decision(place: str) -> bool:
-    """Return whether `place`, an entry of a log in words, is a decision and not an operation."""
+    """Return whether `place`, the description of a log entry, is a decision and not an operation."""
     return place.startswith("decision for")
 
 
 def _advice(places: Sequence[str]) -> str:
-    """Return the advice for ranks that issue different operations. places: these operations, in words."""
+    """Return the advice for ranks that issue different operations. places: descriptions of these operations."""
     if repr(EXIT) in places:
         return (
             "One rank made fewer steps, or ended by sys.exit(). Give every rank the same number of batches (drop_last, "
@@ -484,16 +489,18 @@ def _advice(places: Sequence[str]) -> str:
             "If any rank may decide for all, exchange it first: stop = bmt.sum_loss(torch.tensor(float(stop))) > 0."
         )
     return (
-        "Every rank must call the same modules in the same order and equally often, and backward too. Do not evaluate "
-        "on one rank alone. If a rank's data do not need a module (no image, fewer tiles, a skipped layer), call it "
-        "there with some input and add its output times 0 to the loss."
+        "Every rank must call the same modules in the same order and the same number of times, in backward too. Do not "
+        "evaluate on one rank alone. If a rank's data do not need a module (no image, fewer tiles, a skipped layer), "
+        "call it there with some input and add its output times 0 to the loss."
     )
 
 
 def _guess(status: Status, before: Status | None) -> str:
-    """Return what a missing rank is likely doing, if its process runs and waits for no other rank.
+    """Return what a missing rank is probably doing, if its process runs and waits for no other rank.
 
-    It ends the sentence "rank 1 is at train.py:41, for 32 s, ...". before: its status at the last warning, if any.
+    It completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
+
+    before: its status at the last warning, or None.
     """
     task = "running code that only this rank executes, or slow work"
     if status.task:

@@ -41,9 +41,10 @@ def extensions_of(options: Options) -> list[Extension]:
 
 
 class LayerFeatures:
-    """Creates each block's recomputation policy, and the Replay that restores its state in a recomputation.
+    """Builds the recomputation policy and the `Replay` of each block.
 
-    It also does so for a `CheckpointBlock` that is made without `auto_wrap`.
+    The `Replay` restores a block's state (random generators, buffers) when its forward is recomputed. This class also
+    serves a `CheckpointBlock` that is created without `auto_wrap`.
     """
 
     def check(self, use_checkpoint: object) -> None:
@@ -74,19 +75,20 @@ def auto_wrap(
     offload_activations: bool = False,
     mlp_chunks: int = 1,
 ) -> torch.nn.Module:
-    """Shard a model over all ranks, in place, and return it. Collective.
+    """Shard a model over all ranks, in place, and return it. Collective: every rank must call it.
 
-    The items of the outermost `nn.ModuleList`s that contain parameters become CheckpointBlocks, and these lists
-    TransformerBlockLists. All other modules gather their parameters when they are called, as a DistributedModule does.
-    Class names, the keys of `state_dict` and tied weights are preserved. The model moves to the rank's device, and all
-    ranks get rank 0's weights and buffers. `model.parameters()` then yields local parameters, so create the optimizer
-    after this call. Cast the model before it.
+    The items of each outermost `nn.ModuleList` that contains parameters become CheckpointBlocks, and the list becomes a
+    TransformerBlockList. Every other module all-gathers its own parameters when it is called, as a DistributedModule
+    does. Class names, `state_dict` keys and tied weights are preserved. The model moves to this rank's device, and
+    every rank receives rank 0's weights and buffers. Cast the model before this call. Create the optimizer after it,
+    because `model.parameters()` then yields local parameters.
 
-    Call `auto_wrap(model)` again after adding parameters, such as adapters: each is sharded with the block it is in.
+    After adding parameters such as adapters, call `auto_wrap(model)` again: it shards each with the block that contains
+    it.
 
     Args:
         model: the model, on any device. With `weights` it is on the meta device.
-        zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them. None takes the value
+        zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. None uses the value
             given to `init_distributed`.
         use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "attention"
             keeps what attention returns, and recomputes everything else. "auto" on a GPU measures the first step and
@@ -127,7 +129,7 @@ def auto_wrap(
     expect_module("model", model)
     if not isinstance(compile, str) or not compile:
         expect_flag("compile", compile)
-    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `choose_chains` checks a single module
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # a module is checked by `choose_chains`
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)
@@ -154,10 +156,10 @@ def auto_wrap(
 
 @functools.wraps(auto_wrap, assigned=("__annotations__",))
 def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Shard a model as `auto_wrap` does, unless it is sharded already. Collective.
+    """Shard a model as `auto_wrap` does, unless it is sharded already. Collective: every rank must call it.
 
-    A TransformerBlockList is returned unchanged, and so is a model with blocks or DistributedModules if all its
-    parameters are sharded.
+    Two kinds of models are returned unchanged: a TransformerBlockList, and a model that contains blocks or
+    DistributedModules and whose parameters are all sharded.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""Options: the arguments of `auto_wrap` that features read."""
+"""`Options`: the arguments of `auto_wrap` that the features read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UseFloat8 = bool | Literal["rows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments with which one model is wrapped. Meanings and defaults are those of `auto_wrap`.
+    """The arguments of one call of `auto_wrap`, which documents their meanings and defaults.
 
     Raises:
         TypeError, ValueError: a value is not among those that `auto_wrap` documents.
@@ -58,7 +58,7 @@ class Options:
         expect_number("sequence_parallel", self.sequence_parallel, wanted, lambda ranks: ranks >= 1, integer=True)
 
     def facts(self) -> dict[str, Any]:
-        """Return the options, all of which must be equal on all ranks, for `World.check_same_on_all_ranks`."""
+        """Return the options for `World.check_same_on_all_ranks`. Each must be equal on all ranks."""
         return {**vars(self), "keep": [*self.keep]}
 
 

@@ -1,6 +1,6 @@
 """Train sharded models with Hugging Face's Trainer and Accelerate. Imported on first use, as `bmt.hf`.
 
-Only this folder imports transformers and accelerate. It may import every other folder, and no other folder imports it.
+Only this folder imports transformers and accelerate. It may import all other folders; none of them imports it.
 """
 
 from ..features.loss.chunked_head import fuse_causal_loss

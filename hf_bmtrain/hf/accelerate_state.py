@@ -1,4 +1,4 @@
-"""Accelerate's checkpoints of a sharded model: each rank writes its own elements, and a rename publishes the folder."""
+"""Accelerate's checkpoints of a sharded model, in which each rank writes its own elements."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ..engine.wrap.accelerator import check_accelerator
 def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
     """Make `accelerator.save_state` and `load_state` save and load checkpoints as `bmt.save_state` does.
 
-    Each rank writes its own elements of weights and optimizer state, nothing is gathered, and any number of ranks can
-    resume. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random states) to the
-    same folder, which is checksummed and renamed into place. After that, checkpoints beyond `total_limit` are deleted.
-    Both methods become collective.
+    Each rank writes its own elements of weights and optimizer state, so nothing is gathered, and any number of ranks
+    can resume. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random states) to
+    the same folder, which is checksummed and then renamed into place. Afterwards, checkpoints beyond `total_limit` are
+    deleted. Both methods become collective: every rank must call them.
 
     Args:
-        accelerator: the `accelerate.Accelerator`, whose two methods are replaced.
+        accelerator: the Accelerator whose two methods are replaced.
 
     Returns:
         `accelerator`.
@@ -47,9 +47,9 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
 class _AcceleratorStates:
     """The methods that replace `save_state` and `load_state` of one Accelerator.
 
-    With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. A folder that
-    the caller names contains one checkpoint, in a subfolder checkpoint-1 or with a higher number. The next call with
-    this folder saves a second checkpoint there, and deletes the first one when the second is complete.
+    With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. If the caller
+    names a folder, the checkpoint is a subfolder of it, checkpoint-1 or with a higher number. The next call with the
+    same folder saves a new subfolder, and then deletes the previous one.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -57,7 +57,9 @@ class _AcceleratorStates:
         self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
 
     def save(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Path:
-        """Save models, optimizers and the rest of Accelerate's state as a checkpoint. Collective.
+        """Save models, optimizers and the rest of Accelerate's state as a checkpoint.
+
+        Collective: every rank must call it.
 
         Args:
             output_dir: the checkpoint's folder; required without automatic naming, ignored with it.
@@ -69,7 +71,7 @@ class _AcceleratorStates:
 
         Raises:
             ValueError: `output_dir` is None without automatic naming.
-            RuntimeError: on every rank, if one rank cannot write. Earlier checkpoints are untouched.
+            RuntimeError: on every rank, if one rank cannot write. Earlier checkpoints are not changed.
         """
         world, configuration = self._begin("accelerator.save_state"), self._accelerator.project_configuration
         automatic, limit, iteration = (
@@ -86,7 +88,7 @@ class _AcceleratorStates:
             with self._left_to_accelerate():
                 self._save_state(str(folder), safe_serialization, **options)
 
-        with ExitStack() as stack:  # if `_fresh` creates a temporary folder, on rank 0, `close` renames it to `root`
+        with ExitStack() as stack:  # `close` renames a temporary folder of `_fresh` to `root`
             fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
             try:
                 saved = save_state(
@@ -103,13 +105,13 @@ class _AcceleratorStates:
         return saved.folder if automatic else root
 
     def load(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """Load `input_dir` or, with automatic naming, the newest intact checkpoint. Collective.
+        """Load `input_dir` or, with automatic naming, the newest intact checkpoint.
 
-        Damaged checkpoints are skipped and logged, with the reason. A folder in Accelerate's own format is loaded by
-        Accelerate.
+        Collective: every rank must call it. Damaged checkpoints are skipped, and the log says why. A folder in
+        Accelerate's own format is loaded by Accelerate.
 
         Args:
-            input_dir: the folder; None with automatic naming.
+            input_dir: the folder. None uses automatic naming.
             load_kwargs: passed to Accelerate's `load_state`.
             **options: passed to Accelerate's `load_state`.
 
@@ -124,8 +126,8 @@ class _AcceleratorStates:
         if not _on_first_rank(world, lambda: any(find(root))):
             if automatic:
                 raise ValueError(
-                    f"accelerator.load_state: there is no checkpoint in {root}: pass input_dir, or start without "
-                    "load_state"
+                    f"accelerator.load_state: there is no checkpoint in {root}. Pass input_dir, or start without "
+                    "load_state."
                 )
             return self._load_state(input_dir, load_kwargs, **options)
         resumed, problem = load_state(root, self._model(), self._optimizers(), random=False), None
@@ -133,7 +135,7 @@ class _AcceleratorStates:
         try:
             with self._left_to_accelerate():
                 self._load_state(str(resumed.folder), load_kwargs, **options)
-            # Accelerate itself restores the step only if as many ranks load as saved
+            # Accelerate itself restores the step only if as many ranks load as saved.
             if isinstance(resumed.extra, dict):
                 self._accelerator.step = resumed.extra.get("step", self._accelerator.step)
             small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)
@@ -168,9 +170,9 @@ class _AcceleratorStates:
 
     @contextmanager
     def _left_to_accelerate(self) -> Iterator[None]:
-        """While this context is open, make Accelerate save or load everything but models and optimizers.
+        """Under `with`, Accelerate saves or loads everything except models and optimizers.
 
-        Hooks that the user has registered for saving or loading still get the models, and hooks for saving also get the
+        Hooks that the user has registered for saving or loading still get the models. Hooks for saving also get the
         full weights.
         """
         accelerator, configuration = self._accelerator, self._accelerator.project_configuration
@@ -194,7 +196,7 @@ class _AcceleratorStates:
 
 
 def _on_first_rank(world: World, call: Any) -> Any:
-    """Call `call` on rank 0 and return its result on all ranks. Collective.
+    """Call `call` on rank 0, and return its result on all ranks. Collective: every rank must call it.
 
     Raises RuntimeError on all ranks if the call raises OSError or ValueError.
     """
@@ -215,7 +217,7 @@ def _names(folder: Path) -> str:
 def _refuse_existing(folder: Path) -> None:
     if folder.exists():
         raise ValueError(
-            f"{folder} exists already: to continue the numbers of the existing checkpoints, call load_state() before "
+            f"{folder} already exists. To continue the numbers of the existing checkpoints, call load_state() before "
             "the first save, or set ProjectConfiguration(iteration=...)."
         )
 
@@ -223,7 +225,7 @@ def _refuse_existing(folder: Path) -> None:
 def _fresh(folder: Path, stack: ExitStack) -> Path | None:
     """Return a temporary folder that becomes `folder` when `stack` is closed, so that `folder` is never incomplete.
 
-    Returns None, and changes nothing in `folder`, if it has contents already.
+    If `folder` already has contents, returns None and does not change them.
     """
     if folder.exists() and os.listdir(folder):
         delete_abandoned(folder)

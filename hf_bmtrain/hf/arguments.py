@@ -22,7 +22,8 @@ _EQUAL = (
     "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_only_model",
     "load_best_model_at_end",
 )  # fmt: skip
-"""Arguments that must be equal on all ranks: they decide the updates, the batches, and when collectives are issued."""
+"""Arguments that must be equal on all ranks: they determine the updates, the batches, and when collectives are
+issued."""
 
 
 def check_versions() -> None:
@@ -32,7 +33,7 @@ def check_versions() -> None:
     if numbers < _OLDEST_ACCELERATE:
         raise RuntimeError(
             f"accelerate {installed} wraps every model in DistributedDataParallel, which would corrupt a sharded "
-            "model. Install a newer one: pip install 'accelerate>=1.14'."
+            "model. Install a newer version: pip install 'accelerate>=1.14'."
         )
 
 
@@ -43,8 +44,8 @@ def check_model(model: Any) -> None:
     if sharded < len(parameters):
         raise RuntimeError(
             f"BMTrainCallback: only {sharded} of the {len(parameters)} parameters of {type(model).__name__} are "
-            "sharded. Call model = bmt.auto_wrap(model) before Trainer, after everything that adds or replaces "
-            "parameters."
+            "sharded. Call model = bmt.auto_wrap(model) before you create the Trainer, after everything that adds or "
+            "replaces parameters."
         )
 
 
@@ -52,9 +53,9 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
     """Raise ValueError if an argument of Trainer does not work with a sharded model."""
     if args.auto_find_batch_size:
         raise ValueError(
-            "auto_find_batch_size=True does not work with a sharded model: when one rank runs out of memory and tries "
-            "again, the others wait for it for ever. Leave it out and choose a smaller per_device_train_batch_size; "
-            "more gradient_accumulation_steps keep the global batch size."
+            "auto_find_batch_size=True does not work with a sharded model: if one rank runs out of memory and tries "
+            "again, the other ranks wait for it forever. Leave it out and choose a smaller "
+            "per_device_train_batch_size. More gradient_accumulation_steps keep the global batch size."
         )
     if getattr(args, "enable_jit_checkpoint", False) and current_world().size > 1:
         raise ValueError(
@@ -62,11 +63,11 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
             "own signal, but all ranks must save a sharded model together. Leave it out, and set save_steps to the "
             "number of steps that you can afford to lose."
         )
-    for name in ("use_transformers_continuous_batching", "use_transformers_paged"):  # of TRL
+    for name in ("use_transformers_continuous_batching", "use_transformers_paged"):  # arguments of TRL
         if getattr(args, name, False) and current_world().size > 1:
             raise ValueError(
                 f"{name}=True does not work with several ranks: each rank would run the layers as often as its own "
-                "prompts need, and wait for the others in between. Leave it out: TRL then calls generate(), which "
+                "prompts require, while the other ranks wait for it. Leave it out, and TRL calls generate(), which "
                 "keeps the ranks together."
             )
     optim = str(getattr(args.optim, "value", args.optim))
@@ -79,19 +80,22 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):
             raise ValueError(
-                f"{name}={getattr(args, name)!r}: hf_bmtrain has sharded the model already. Leave this argument out."
+                f"{name}={getattr(args, name)!r} does not work with a model that hf_bmtrain has sharded. Leave it out."
             )
     if args.n_gpu > 1:
         raise ValueError(
-            f"Trainer sees {args.n_gpu} GPUs in one process and would use DataParallel: start one process for each "
-            "GPU (torchrun --nproc-per-node N script.py), or make only one GPU visible (CUDA_VISIBLE_DEVICES=0)."
+            f"Trainer sees {args.n_gpu} GPUs in one process and would use DataParallel. Start one process for each GPU "
+            "(torchrun --nproc-per-node N script.py), or make only one GPU visible (CUDA_VISIBLE_DEVICES=0)."
         )
     check_accelerator(current_world().size)
     _check_precision(args, {parameter.dtype for parameter in model.parameters()})
 
 
 def agree_on_arguments(args: TrainingArguments) -> None:
-    """Raise RuntimeError if an argument that must be the same on all ranks differs between them. Collective."""
+    """Raise RuntimeError if an argument that must be the same on all ranks differs between them.
+
+    Collective: every rank must call it.
+    """
     current_world().check_same_on_all_ranks("Trainer.train", {name: getattr(args, name, None) for name in _EQUAL})
 
 
@@ -103,7 +107,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"All {len(held)} parameters of {type(optimizer).__name__} are frozen, so nothing would be trained. "
             "Adapters were probably added to the model after the optimizer was created, for example by peft_config=. "
             "Let the trainer create the optimizer (optim= or optimizer_cls_and_kwargs=), or add the adapters before "
-            "you create it."
+            "you create the optimizer."
         )
 
 
@@ -127,6 +131,6 @@ def _check_precision(args: TrainingArguments, dtypes: set[torch.dtype]) -> None:
     for name, dtype in (("fp16_full_eval", torch.float16), ("bf16_full_eval", torch.bfloat16)):
         if getattr(args, name, False) and dtypes != {dtype}:
             raise ValueError(
-                f"{name}=True casts the model for evaluation, and a sharded model cannot be cast. Leave it out (with "
+                f"{name}=True casts the model for evaluation, but a sharded model cannot be cast. Leave it out (with "
                 "bf16 or fp16, evaluation runs under autocast too), or cast the model before auto_wrap."
             )

@@ -1,4 +1,4 @@
-"""BadNumbers: find where inf and nan in Trainer's gradients come from, and end training that cannot recover."""
+"""BadNumbers: find the source of inf and nan in Trainer's gradients, and end training that cannot recover."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LEAST_SCALE = 2.0**-24
 class BadNumbers:
     """Checks the gradient norm and loss scale that Trainer logs, and finds the source of inf and nan in gradients.
 
-    Without a GradScaler, Trainer applies gradients with inf or nan, as torch does; with a GradScaler, it skips any
-    number of such steps. If a logged gradient norm is not finite, or the loss scale is below 1, this class logs a
-    warning, examines the gradients of the next steps, and logs the rank, block and parameter where inf or nan occurred
-    first. Otherwise it never makes the host wait for the device. All methods are collective.
+    Trainer applies gradients with inf or nan, as torch does. With a GradScaler it skips such steps, any number of them.
+    If a logged gradient norm is not finite, or the loss scale is below 1, this class logs a warning, examines the
+    gradients of the next steps, and logs the rank, block and parameter where inf or nan first occurred. Otherwise it
+    never makes the host wait for the device. All methods are collective: every rank must call them.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -31,7 +31,7 @@ class BadNumbers:
         self._logs = 0
 
     def end_step(self, step: int) -> None:
-        """If `look` has found bad numbers, examine the gradients of step `step`, and log where inf or nan came from."""
+        """Examine the gradients of step `step` if `look` has found bad numbers, and log where inf or nan came from."""
         own = _watcher().watch_of(self)
         if own is None:
             return
@@ -45,10 +45,10 @@ class BadNumbers:
             self.close()
 
     def look(self, step: int, norm: float | None, scale: float | None) -> None:
-        """Check the gradient norm and the loss scale (None without one) that are logged after step number `step`.
+        """Check the gradient norm and the loss scale that are logged after step number `step`. scale: None without one.
 
-        Raises RuntimeError if, without a loss scale, the norm was not finite in three consecutive logs, or if the loss
-        scale is so small that gradients vanish.
+        Raises RuntimeError in two cases: without a loss scale, if the norm was not finite in three consecutive logs;
+        with one, if it is so small that gradients vanish.
         """
         bad = scale < 1 if scale is not None else norm is not None and not math.isfinite(norm)
         if not bad:
@@ -57,7 +57,7 @@ class BadNumbers:
         self._logs += 1
         if scale is None:
             problem = (
-                f"the gradient norm is {norm} at step {step}, and Trainer applies such gradients without a loss scale: "
+                f"the gradient norm is {norm} at step {step}, and without a loss scale Trainer applies such gradients: "
                 f"{self._spoilt()}"
             )
         else:
@@ -65,7 +65,7 @@ class BadNumbers:
         if self._logs >= LIMIT if scale is None else scale < LEAST_SCALE:
             raise RuntimeError(
                 f"Training no longer makes progress: {problem}. Resume from an earlier checkpoint with a lower "
-                "learning rate or without the data that cause this (the log names block and rank), or use "
+                "learning rate, or without the data that cause this (the log names block and rank). Or use "
                 "OptimManager, which skips such steps."
             )
         if current_world().rank == 0:
@@ -74,7 +74,10 @@ class BadNumbers:
             _watcher().watch(self, self._parameters)
 
     def _spoilt(self) -> str:
-        """Return a text with the number of parameters that contain inf or nan on at least one rank. Collective."""
+        """Return a text with the number of parameters that contain inf or nan on at least one rank.
+
+        Collective: every rank must call it.
+        """
         world = current_world()
         parts = [p.detach().as_subclass(torch.Tensor) for p in self._parameters]
         flags = torch.stack([part.isfinite().all().logical_not() for part in parts]).float().to(world.device)

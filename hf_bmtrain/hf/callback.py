@@ -1,4 +1,4 @@
-"""BMTrainCallback: train a sharded model with an unmodified Trainer of Hugging Face."""
+"""BMTrainCallback: train a sharded model with Hugging Face's unmodified Trainer."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ class BMTrainCallback(TrainerCallback):
     """Trains a sharded model with Hugging Face's Trainer.
 
     When the trainer is constructed, the callback raises an error for arguments that do not work with a sharded model,
-    and shards adapters that the trainer added. Trainer saves only on rank 0; therefore, before each save, the callback
-    lets every rank write its own elements of weights and optimizer state to the checkpoint. If `torch_compile` is set,
-    the callback compiles the blocks.
+    and shards adapters that the trainer added. Trainer itself saves only on rank 0. Therefore, before each save, the
+    callback lets every rank write its own elements of weights and optimizer state to the checkpoint. If `torch_compile`
+    is set, the callback compiles the blocks.
 
-    To log entries with the training loss it adds samples_per_second and tokens_per_second (over all ranks),
+    To each log entry that contains the training loss it adds samples_per_second and tokens_per_second (over all ranks),
     model_tflops_per_device, peak_memory_gib (of the rank that uses most) and, with loss scaling, loss_scale. For
-    mixtures of experts they also get router/busiest_share, router/unused_experts and router/aux_loss. If the
-    gradient norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and
-    rank that it comes from. After three such norms in a row, training ends with an error.
+    mixtures of experts it also adds router/busiest_share, router/unused_experts and router/aux_loss. If the gradient
+    norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and rank
+    from which it comes. After three such norms in a row, training ends with an error.
 
-    Training also ends with an error, which names ranks and flags, if callbacks set a flag of Trainer's control, such as
-    `should_training_stop` or `should_save`, on some ranks alone.
+    Training also ends with an error if callbacks set a flag of Trainer's control, such as `should_training_stop` or
+    `should_save`, on only some of the ranks. The error names the ranks and flags.
 
-    Put it last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as TensorBoard
-    run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
+    Put this callback last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as
+    TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
 
     Args:
         save_on_sigterm: when any rank receives SIGTERM, save a checkpoint at the end of the step and exit all ranks
             with status 143. For this, the ranks exchange a message after every step, which takes about a millisecond.
-        average_router_loss: whether the routers' auxiliary loss of a mixture of experts counts with its coefficient,
-            averaged over micro-batches and ranks. Without this, Trainer counts it once for each micro-batch and rank.
+        average_router_loss: whether the routers' auxiliary loss of a mixture of experts is averaged over micro-batches
+            and ranks, and counts with its coefficient. Otherwise Trainer adds it once per micro-batch and rank.
 
     Example::
 
@@ -116,7 +116,7 @@ class BMTrainCallback(TrainerCallback):
                 model.num_parameters = ParameterCount(model)
 
     def _follow_losses(self, model: Any) -> None:
-        """Let the losses of `model` count as in one process, in training and in evaluation."""
+        """Make the losses of `model` count as in one process, in training and in evaluation."""
         trainer = calling_trainer()
         if trainer is None or not claim_hooks(model, trainer):
             return
@@ -181,8 +181,8 @@ class BMTrainCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_step(args, state, control, "after an epoch", **kwargs)
-        # A rank that was stopped alone after `_compare`, by `on_log` or by a callback behind this one, waits here. Its
-        # next collective would be one of Trainer's, which other ranks might take for theirs.
+        # A rank that alone was stopped after `_compare` (by `on_log` or by a later callback) waits here. Without this
+        # barrier, other ranks might mistake its next collective, which would be one of Trainer's, for theirs.
         current_world().barrier(f"the end of an epoch, {_flags(control)} in the TrainerControl")
 
     def _end_step(self, args: Any, state: Any, control: Any, when: str, **kwargs: Any) -> None:
@@ -202,7 +202,7 @@ class BMTrainCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if self._checkpoints is None:
-            return  # an evaluation outside training
+            return  # the event belongs to an evaluation outside training
         _compare(control, "after an evaluation")
         best = args.save_strategy == "best"
         if _is_best(args, state, metrics or {}) if best else control.should_save:
@@ -218,7 +218,7 @@ class BMTrainCallback(TrainerCallback):
         self._weights.written = self._checkpoints.staged if own else None
 
     def stage(self, args: Any, model: Any) -> None:
-        """Gather the weights to rank 0, for a `save_model` that runs only there. Collective.
+        """Gather the weights on rank 0, for a `save_model` that only rank 0 calls. Collective: every rank must call it.
 
         Args:
             args: the trainer's TrainingArguments.
@@ -245,7 +245,7 @@ class BMTrainCallback(TrainerCallback):
     # -- logs ---------------------------------------------------------------------------------------------------
 
     def take_report(self, logs: dict[str, float]) -> None:
-        """Move the speed and memory that were measured since the last log entry into the new entry `logs`.
+        """Move the speed and memory measured since the last log entry into the new entry `logs`.
 
         Args:
             logs: the entry. It is changed only if it contains the training loss.
@@ -263,9 +263,9 @@ class BMTrainCallback(TrainerCallback):
 
 
 def _compare(control: Any, when: str) -> None:
-    """Compare the flags by which callbacks control Trainer with those of the other ranks, without waiting for them.
+    """Compare this rank's flags of Trainer's control with those of the other ranks, without waiting for them.
 
-    Raises RuntimeError if they differ, on this rank or on the other.
+    If they differ, RuntimeError is raised on this rank or on the other one.
     """
     current_world().control.note_decision(f"{_flags(control)} in the TrainerControl {when}")
 
@@ -291,9 +291,9 @@ def _loss_scale(optimizer: Any) -> dict[str, float]:
 
 
 def _is_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
-    """Return whether Trainer, with save_strategy="best", will save after an evaluation that gave `metrics`.
+    """Return whether Trainer, with save_strategy="best", will save after an evaluation with these `metrics`.
 
-    Trainer saves if `args.metric_for_best_model` is better than `state.best_metric`. Returns False if `metrics` lacks
+    Trainer saves if `args.metric_for_best_model` is better than `state.best_metric`. Return False if `metrics` lacks
     this metric.
     """
     name = args.metric_for_best_model or "loss"

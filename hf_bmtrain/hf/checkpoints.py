@@ -1,4 +1,4 @@
-"""The sharded part of Trainer's checkpoints: weights and optimizer state, which all ranks write first."""
+"""The sharded part of Trainer's checkpoints: weights and optimizer state, written by all ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _REFERENCE = "hf_bmtrain"
 class TrainerCheckpoints:
     """Saves and loads the weights and the optimizer state of a sharded model in Trainer's checkpoint folders.
 
-    `save` publishes the folder `checkpoint-N` with everything that is sharded, flushed to disk and checksummed. Then
-    Trainer adds its own files; its `optimizer.pt` has only the parameter groups and a reference to the folder.
-    `complete` adds the checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete these
-    on rank 0 while other ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and
-    `load` then loads what is sharded.
+    `save` publishes the folder `checkpoint-N` with all sharded state, flushed to disk and checksummed. Then Trainer
+    adds its own files; its `optimizer.pt` contains only the parameter groups and a reference to the folder. `complete`
+    adds the checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0
+    while other ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load`
+    loads the sharded state.
     """
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, args: Any) -> None:
@@ -50,19 +50,19 @@ class TrainerCheckpoints:
         self._model, self._optimizer, self._args = model, optimizer, args
         self._run = current_world().control.broadcast_object(uuid.uuid4().hex)
         self._reference: dict[str, Any] | None = None
-        self._limit: int | None = None  # save_total_limit, while it is hidden from Trainer
+        self._limit: int | None = None  # the value of save_total_limit while it is hidden from Trainer
 
     @property
     def staged(self) -> Path | None:
-        """The checkpoint that `save` has published and Trainer has still to complete; None if there is none."""
+        """The checkpoint that `save` has published and that Trainer has yet to complete, or None."""
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:
-        """Save the sharded part of `checkpoint-step`, before Trainer writes the rest. Collective.
+        """Save the sharded part of `checkpoint-step`, before Trainer writes the rest.
 
-        From then until `complete` or `withdraw`, the optimizer's state_dict() returns a reference to the folder instead
-        of the state. Does nothing if neither of the two was called since the last `save`. Raises RuntimeError on every
-        rank if any rank cannot write.
+        Collective: every rank must call it. From then until `complete` or `withdraw`, the optimizer's state_dict()
+        returns a reference to the folder instead of the state. A second `save` in this time does nothing. Raises
+        RuntimeError on every rank if any rank cannot write.
         """
         if self._reference is not None:
             return
@@ -76,7 +76,9 @@ class TrainerCheckpoints:
         self._refer({"id": identity, "folder": str(folder)})
 
     def complete(self, best: str | None) -> None:
-        """Add checksums of Trainer's files to the checkpoint, then delete older checkpoints. Collective.
+        """Add checksums of Trainer's files to the checkpoint, then delete older checkpoints.
+
+        Collective: every rank must call it.
 
         Args:
             best: a checkpoint that must not be deleted, or None.
@@ -98,13 +100,13 @@ class TrainerCheckpoints:
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
 
     def withdraw(self) -> None:
-        """Restore the optimizer's state_dict(); rank 0 also deletes the checkpoint, unless Trainer has completed it."""
+        """Restore the optimizer's state_dict(). Rank 0 also deletes the checkpoint if Trainer has not completed it."""
         folder = self._forget()
         if folder is not None and current_world().rank == 0 and folder.is_dir() and _missing(folder):
             remove(folder)
 
     def close(self) -> None:
-        """Unlock the folder, so that other jobs can save to it. Collective."""
+        """Unlock the folder, so that other jobs can save to it. Collective: every rank must call it."""
         self.withdraw()
         let_others_save(self._args.output_dir)
 
@@ -118,7 +120,7 @@ class TrainerCheckpoints:
                 groups.append({**group, "params": numbers})
                 count += len(numbers)
             groups[0][_REFERENCE] = dict(reference)
-            # Trainer calls this method shortly before it would delete old checkpoints: hide the limit until `_forget`.
+            # Trainer calls this method shortly before it would delete old checkpoints. Hide the limit until `_forget`.
             if self._args.save_total_limit is not None:
                 self._limit, self._args.save_total_limit = self._args.save_total_limit, None
             return {"state": {}, "param_groups": groups}
@@ -130,7 +132,7 @@ class TrainerCheckpoints:
     def _forget(self) -> Path | None:
         """Restore the optimizer's own state_dict() and Trainer's `save_total_limit`.
 
-        Returns the checkpoint that `staged` returned until now; afterwards `staged` is None.
+        Returns the previous value of `staged`, which is None afterwards.
         """
         reference, self._reference = self._reference, None
         if self._limit is not None:
@@ -141,13 +143,13 @@ class TrainerCheckpoints:
         return Path(reference["folder"])
 
     def load(self, *folders: str | os.PathLike | None, resumed: bool) -> None:
-        """Load the sharded part of the checkpoint whose `optimizer.pt` Trainer has loaded, if any. Collective.
+        """Load the sharded part of the checkpoint whose `optimizer.pt` Trainer has loaded, if there is one.
 
-        Weights are loaded even if Trainer has loaded them, since Trainer does not verify checksums. Trainer's own files
-        are verified too, including those that Trainer loads later.
+        Collective: every rank must call it. Weights are loaded even if Trainer has loaded them, because Trainer does
+        not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
 
         Args:
-            *folders: folders in which the checkpoint is searched before the folder that the reference names.
+            *folders: folders in which to look for the checkpoint before the folder in the reference.
             resumed: whether Trainer has resumed from a checkpoint.
 
         Raises:
@@ -163,9 +165,9 @@ class TrainerCheckpoints:
         place = current_world().control.broadcast_object(same)
         if place is None:
             raise RuntimeError(
-                f"The sharded part of checkpoint {reference['folder']} was not found in "
-                f"{', '.join(map(str, places))}. If the checkpoint was moved, resume with bmt.hf.Trainer, or set "
-                "args.resume_from_checkpoint to its new folder."
+                f"The sharded part of checkpoint {reference['folder']} was not found in {', '.join(map(str, places))}. "
+                "If the checkpoint was moved, resume with bmt.hf.Trainer, or set args.resume_from_checkpoint to its "
+                "new folder."
             )
         _raise_if_damaged(place, _damage_of_added)
         # Keep Trainer's groups: they were saved later, and a scheduler may have changed them after `save`.
@@ -176,28 +178,31 @@ class TrainerCheckpoints:
             group.update(loaded)
 
     def _verify_without_reference(self, places: list[Path]) -> None:
-        """Verify a checkpoint that Trainer has loaded without a reference to a sharded part. Collective.
+        """Verify a checkpoint that Trainer has loaded without a reference to a sharded part.
 
-        places: folders in which to look: the first one with a manifest is the checkpoint. If none has a manifest,
-        Trainer alone saved the checkpoint, and nothing is verified. Raises RuntimeError if the checkpoint is damaged,
-        or if it has optimizer state that was not loaded.
+        Collective: every rank must call it.
+
+        places: the folders in which to look. The first one with a manifest is the checkpoint; without one, Trainer
+        alone saved the checkpoint, and nothing is verified. Raises RuntimeError if the checkpoint is damaged, or if it
+        contains optimizer state that was not loaded.
         """
         found = next((place for place in places if (place / MANIFEST).exists()), None)
         place = current_world().control.broadcast_object(found)
         if place is None:
-            return  # saved by Trainer alone
+            return  # Trainer alone has saved this checkpoint
         _raise_if_damaged(place, _damage)
         if any(name.startswith("optimizer") for name in Manifest.read(place).files):
             raise RuntimeError(
-                f"The checkpoint {place} has optimizer state that was not loaded, because optimizer.pt or scheduler.pt "
-                "is missing, or is not the file that was saved. Resume from another checkpoint, or restore the file."
+                f"The checkpoint {place} contains optimizer state that was not loaded, because optimizer.pt or "
+                "scheduler.pt is missing, or is not the file that was saved. Restore the file, or resume from another "
+                "checkpoint."
             )
 
 
 def writes_own_weights(model: Any) -> bool:
     """Return whether `model.save_pretrained` is the method of transformers and would save the full model, not adapters.
 
-    If so, the ranks need not call it for a checkpoint: each rank writes its own elements of the weights.
+    If so, the ranks need not call it for a checkpoint, because each rank writes its own elements of the weights.
     """
     method = getattr(type(model), "save_pretrained", None)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
@@ -208,9 +213,10 @@ def writes_own_weights(model: Any) -> bool:
 
 
 def newest_complete(output_dir: str | os.PathLike) -> Path | None:
-    """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying every byte of it. Collective.
+    """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying every byte of it.
 
-    Each rank reads and verifies a part of the bytes. Damaged and incomplete checkpoints are skipped, and logged.
+    Collective: every rank must call it. Each rank reads and verifies a part of the bytes. Damaged and incomplete
+    checkpoints are skipped and logged.
 
     Returns:
         The folder; None if `output_dir` does not exist or has no checkpoint.
@@ -237,14 +243,19 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None. Each rank reads and verifies a part of the bytes. Collective."""
+    """Return the damage of a checkpoint, or None. Each rank verifies a part of the bytes.
+
+    Collective: every rank must call it.
+    """
     return _ask(folder, _damage)
 
 
 def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | None:
-    """Call `look` on every rank, and return the damage that the lowest rank has found, or None. Collective.
+    """Call `look` on every rank, and return the damage that the lowest rank found, or None.
 
-    look: called with the folder, this rank and the number of ranks; returns what is wrong in the folder, or None.
+    Collective: every rank must call it.
+
+    look: called with the folder, this rank and the number of ranks. It returns a description of damage, or None.
     """
     world = current_world()
     try:
@@ -258,8 +269,8 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` finds an earlier one.
 
-    If there are such checkpoints, it also deletes those that earlier calls renamed. Not collective: only rank 0 calls
-    it.
+    It also deletes checkpoints that earlier calls renamed, if there are new ones to rename. Not collective: only rank 0
+    calls it.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}
@@ -283,7 +294,7 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Return what a checkpoint lacks that Trainer needs to resume, as the error from reading it; None if complete."""
+    """Return why Trainer cannot resume from a checkpoint, as the error from reading it, or None if it is complete."""
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
         manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
@@ -307,9 +318,10 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _weights_were_replaced(checkpoint: Path) -> bool:
-    """Return whether other weight files, with an index, have replaced those that were saved. Collective.
+    """Return whether other weight files, with an index, have replaced the saved ones.
 
-    Trainer has loaded them. They have no checksums, which the log says.
+    Collective: every rank must call it. If so, Trainer has loaded these other files, which nothing verifies, and a
+    warning says so.
     """
     saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
     index = checkpoint / "model.safetensors.index.json"
@@ -317,7 +329,7 @@ def _weights_were_replaced(checkpoint: Path) -> bool:
     replaced = current_world().control.broadcast_object(replaced)
     if replaced and current_world().rank == 0:
         _log.warning(
-            "%s: its weights were replaced by the files of %s: Trainer has loaded these, and nothing verifies them",
+            "%s: the files of %s have replaced its weights. Trainer has loaded these files, and nothing verifies them",
             checkpoint, index.name,
         )  # fmt: skip
     return replaced
@@ -328,14 +340,17 @@ def _damage_of_added(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]) -> None:
-    """Raise RuntimeError on every rank if `look` (see `_ask`) finds damage on any rank. Collective."""
+    """Raise RuntimeError on every rank if `look` (see `_ask`) finds damage on any rank.
+
+    Collective: every rank must call it.
+    """
     problem = _ask(folder, look)
     if problem is not None:
-        raise RuntimeError(f"The checkpoint {folder} is damaged: {problem}. Resume from another one.")
+        raise RuntimeError(f"The checkpoint {folder} is damaged: {problem}. Resume from another checkpoint.")
 
 
 def _identity(folder: Path) -> str | None:
-    """Return the id that `TrainerCheckpoints.save` gave a checkpoint, None for other checkpoints."""
+    """Return the id that `TrainerCheckpoints.save` gave to a checkpoint, or None for other checkpoints."""
     try:
         return small_state.read(folder)["ranks"][0]["extra"]["id"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):

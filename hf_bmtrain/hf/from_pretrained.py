@@ -47,20 +47,20 @@ def from_pretrained(
     mlp_chunks: int = 1,
     **kwargs: Any,
 ) -> Any:
-    """Load a model of transformers and shard it while its files are read. Collective.
+    """Load a model of transformers and shard it while its files are read. Collective: every rank must call it.
 
     The result equals `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, bit by bit, but no
-    rank ever has the full model in memory. There is one exception: where transformers overwrites the padding row of a
-    loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP), this function keeps the values in the files.
+    rank ever has the full model in memory. There is one exception: transformers overwrites the padding row of some
+    loaded embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in the files.
 
     Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files.
-    Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time; each rank keeps
-    1/N of each until the model is sharded. Weights that are not in the files stay in host memory in full until the
-    model is sharded. Device memory contains the shards and at most one full tensor.
+    Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time, and each rank
+    keeps 1/N of each until the model is sharded. Weights that are not in the files stay in host memory in full until
+    the model is sharded. Device memory contains the shards and at most one full tensor.
 
     Args:
         auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a method `from_pretrained`.
-        name_or_path: a name on the hub, or a folder; None with `state_dict` in `kwargs`.
+        name_or_path: a name on the hub, or a folder. None if `kwargs` contains `state_dict`.
         *model_args: passed to the class's `from_pretrained`.
         zero_level: as for `auto_wrap`.
         use_checkpoint: as for `auto_wrap`.
@@ -80,8 +80,8 @@ def from_pretrained(
         The model; with `output_loading_info=True`, the tuple (model, info).
 
     Raises:
-        ValueError: the weights are quantized, `name_or_path` contains an adapter, or an argument of transformers would
-            place or divide the model itself.
+        ValueError: the weights are quantized, `name_or_path` contains an adapter, or an argument asks transformers to
+            place or divide the model.
         RuntimeError: loading failed on another rank.
         Exception: any error that the class's `from_pretrained` raised on this rank.
 
@@ -91,7 +91,7 @@ def from_pretrained(
     """
     world = current_world()
     _check_arguments(auto_class, name_or_path, zero_level, compile, blocks)
-    Options(  # raises for wrong values
+    Options(  # raises an error for invalid values
         zero_level=zero_level or world.zero_level,
         use_checkpoint=use_checkpoint,
         compile=compile,
@@ -163,8 +163,8 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
     asked = [name for name in _REFUSED if kwargs.get(name)]
     if asked:
         raise ValueError(
-            "bmt.hf.from_pretrained divides the model among the ranks itself, and does not load quantized weights: "
-            f"leave out {', '.join(asked)}. {way_out}"
+            "bmt.hf.from_pretrained divides the model among the ranks itself, and does not load quantized weights. "
+            f"Leave out {', '.join(asked)}. {way_out}"
         )
     if name_or_path is None:  # the caller passes a state_dict, so there are no files to check
         return
@@ -182,10 +182,10 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
         quantization = given.get("quantization_config")
     if quantization is not None:
         raise ValueError(
-            f"{name_or_path} has a quantization_config, and bmt.hf.from_pretrained does not load quantized weights. "
-            "For bitsandbytes' nf4, load the model with the class's own from_pretrained and pass it to bmt.auto_wrap, "
-            "which shards it without dequantizing. For other formats, dequantize the model, or use a checkpoint that "
-            "is not quantized, perhaps with quantize_frozen."
+            f"{name_or_path} has a quantization_config, but bmt.hf.from_pretrained does not load quantized weights. "
+            "If the format is bitsandbytes' nf4, load the model with the class's own from_pretrained and pass it to "
+            "bmt.auto_wrap, which shards it without dequantizing. For other formats, dequantize the model, or use a "
+            "checkpoint that is not quantized (quantize_frozen can quantize it)."
         )
 
 
@@ -205,10 +205,10 @@ def _synchronous() -> Iterator[None]:
 
 @contextmanager
 def _scattering(world: World) -> Iterator[None]:
-    """While this context is open, keep only this rank's elements of each parameter that transformers puts in a module.
+    """Under `with`, keep only this rank's elements of each parameter that transformers puts in a module.
 
-    This applies to parameters that were read from a file. They have the attribute `_is_hf_initialized`, by which
-    transformers distinguishes them from those that it has still to initialize.
+    This applies to parameters that were read from a file. transformers marks them with the attribute
+    `_is_hf_initialized`, to distinguish them from parameters that it has yet to initialize.
     """
     thread = threading.get_ident()
 
@@ -231,20 +231,23 @@ def _check_complete(model: Any) -> None:
     """Raise ValueError if `model` is not a model of transformers, or if a tensor is still on the meta device."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"bmt.hf.from_pretrained loads only models of transformers, and this is a {type(model).__name__}: shard "
+            f"bmt.hf.from_pretrained loads only models of transformers, but this is a {type(model).__name__}. Shard "
             "other models with bmt.auto_wrap."
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and not isinstance(tensor, SourcedParameter):
             raise ValueError(
-                f"{type(model).__name__}: '{name}' is still on the meta device after loading: neither the checkpoint "
-                "nor the model's initialization gave it values. Let the model's _init_weights initialize it, or load a "
-                "checkpoint that contains it."
+                f"{type(model).__name__}: '{name}' is still on the meta device after loading, because neither the "
+                "checkpoint nor the model's initialization gave it values. Let the model's _init_weights initialize "
+                "it, or load a checkpoint that contains it."
             )
 
 
 def _raise_everywhere(world: World, failure: Exception | None) -> None:
-    """Raise `failure` if this rank has one, or RuntimeError if only other ranks failed. Collective."""
+    """Raise `failure` if this rank has one, or RuntimeError if only other ranks failed.
+
+    Collective: every rank must call it.
+    """
     try:
         problem = None if failure is None else f"{type(failure).__name__}: {failure}"
         world.raise_everywhere("from_pretrained failed", problem)
@@ -255,17 +258,21 @@ def _raise_everywhere(world: World, failure: Exception | None) -> None:
 
 
 def _check_alike(model: torch.nn.Module, world: World) -> None:
-    """Raise RuntimeError if the ranks' models differ in the names, shapes or dtypes of their tensors. Collective."""
+    """Raise RuntimeError if the ranks' models differ in the names, shapes or dtypes of their tensors.
+
+    Collective: every rank must call it.
+    """
     world.check_same_on_all_ranks(
         "from_pretrained", tensor_facts(model), {"files of": getattr(model, "name_or_path", None)}
     )
 
 
 def _tie_equal(model: Any, world: World) -> None:
-    """Tie two weights that the model declares as tied, if the files contain both and they are equal. Collective.
+    """Tie two weights that the model declares as tied, if the files contain both and they are equal.
 
-    If the files contain only one of the two, transformers has tied them already. If the files contain both, it would
-    compare them, but here no rank has all their values, so each rank compares its own elements.
+    Collective: every rank must call it. If the files contain only one of them, transformers has already tied them. If
+    they contain both, transformers would compare them. Here no rank has all their values, so each rank compares its own
+    elements.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):
@@ -293,7 +300,7 @@ def _report(model: torch.nn.Module, world: World) -> None:
     mapped = [p for p in scattered if p.mapped]
     _log.info(
         "rank %d: each of %d ranks reads its elements of %d parameters of %s from mapped files, and keeps 1/%d of each "
-        "of %d parameters that were converted; %d parameters are not in the files, and every rank initializes them in "
+        "of %d parameters that were converted. %d parameters are not in the files, so every rank initializes them in "
         "full%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.size, len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",

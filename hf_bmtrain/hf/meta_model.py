@@ -1,4 +1,4 @@
-"""Create models of transformers on the meta device, from only a configuration."""
+"""Create models of transformers on the meta device, from a configuration alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_config(path: str | os.PathLike) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise ValueError(
-            f"CONFIG {os.fspath(path)!r} is not a configuration that transformers {transformers.__version__} knows: "
+            f"CONFIG {os.fspath(path)!r} is not a configuration that transformers {transformers.__version__} can read: "
             f"{str(error).strip().splitlines()[0]} Pass a config.json, or the folder that contains one."
         ) from error
 
@@ -30,7 +30,8 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
         config: the configuration. Its first entry in `architectures` is the model's class; without one, the class for
             causal language modelling is used.
         dtype: the dtype of the weights.
-        lora: the rank r of LoRA adapters to add to all linear layers; all other parameters are frozen then. 0 adds no
+        lora: the rank r of LoRA adapters that are added to all linear layers, with all other parameters frozen. 0 adds
+        no
             adapters.
         fused: whether to compute the loss without materializing the full logits (`fuse_causal_loss`).
 
@@ -42,8 +43,8 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
     cls: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if cls is None:
         raise ValueError(
-            f"CONFIG names the architecture {names[0]!r}, which transformers {transformers.__version__} does not have: "
-            "install a version that has it."
+            f"CONFIG names the architecture {names[0]!r}, which transformers {transformers.__version__} does not have. "
+            "Install a version that has it."
         )
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -54,7 +55,7 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
             model = _with_adapters(model, lora)
     if fused and not fuse_causal_loss(model):
         raise ValueError(
-            "--head fused does not work with this model, for the reason in the line above. Use --head plain."
+            "--head fused does not work with this model, for the reason in the log line above. Use --head plain."
         )
     return model.train()
 
@@ -78,8 +79,8 @@ def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, tor
         raise ValueError(f"--seq-len {length} exceeds the model's maximum of {most} positions: pass {most} or less.")
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
-            f"CONFIG describes a {type(model).__name__}, whose input is {model.main_input_name}, not tokens: call "
-            "bmt.predict_memory(model, batch) with your own batch."
+            f"CONFIG describes a {type(model).__name__}, whose input is {model.main_input_name}, not tokens. Call "
+            "bmt.predict_memory(model, batch) with your own batch instead."
         )
     ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
     per_row = any(word in type(model).__name__ for word in ("SequenceClassification", "MultipleChoice"))

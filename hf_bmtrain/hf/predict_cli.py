@@ -2,8 +2,8 @@
 
     python -m hf_bmtrain.memory CONFIG --gpus 4 --batch-size 4 --seq-len 8192 --memory 139
 
-CONFIG is a config.json of transformers, or a folder that contains one. Prints what occupies the memory of each GPU at
-the peak of a step, and the largest number of rows (sequences in the batch of one GPU) that fits.
+CONFIG is a config.json of transformers, or a folder that contains one. The command prints the memory of each GPU at the
+peak of a step, by purpose, and the largest number of rows (sequences in the batch of one GPU) that fits.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", type=_gigabytes, default=80.0, metavar="GIB", help="memory of one GPU, in GiB")
     given = parser.parse_args(words)
     if given.quantize and not given.lora:
-        parser.error("--quantize applies to frozen weights, and there are none without adapters: add --lora RANK")
+        parser.error("--quantize applies to frozen weights, but there are none without adapters. Add --lora RANK.")
     if given.offload and given.optimizer != "adam":
-        parser.error(f"--offload stores the state of Adam in host memory: leave out --optimizer {given.optimizer}")
+        parser.error(f"--offload works only with the Adam optimizer. Leave out --optimizer {given.optimizer}.")
     return given
 
 
@@ -113,7 +113,7 @@ def total(given: argparse.Namespace) -> int:
 def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
     """Return the lowest possible peak of a step with `rows` sequences per GPU, in bytes.
 
-    For an option that is "auto", this assumes the value that takes the least memory.
+    For an option that is "auto", the value that takes the least memory is assumed.
     """
     least = {"recompute": "true"} if given.recompute == "auto" else {}
     least |= {"keep_frozen": "false"} if given.keep_frozen == "auto" else {}
@@ -135,13 +135,13 @@ def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
 
 
 def most_rows(peak: Callable[[int], int], usable: int) -> int:
-    """Return the largest number of rows whose peak is at most `usable` bytes; 0 if a single row exceeds it.
+    """Return the largest number of rows whose peak is at most `usable` bytes, or 0 if a single row exceeds it.
 
-    peak: a function that returns the peak in bytes for a number of rows. The peak must grow with that number; the more
-        linearly it grows, the fewer numbers are tried.
+    peak: a function that returns the peak in bytes for a number of rows. It must be increasing; the closer it is to
+        linear, the fewer numbers are tried.
     """
     known = {0: 0, 1: peak(1)}
-    # `low` rows are known to fit, `high` rows are known (or, for _MOST_ROWS, taken) not to fit.
+    # `low` rows are known to fit. `high` rows are known (or, for _MOST_ROWS, assumed) not to fit.
     low, high = (1, _MOST_ROWS) if known[1] <= usable else (0, 1)
     tried = 1
     while high - low > 1:
@@ -149,7 +149,7 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
         ahead = high if high in known else low
         slope = (known[ahead] - known[below]) / (ahead - below)
         guess = low + int((usable - known[low]) / slope) if tried > 1 else low + 1
-        if tried > 6:  # not linear enough for interpolation: bisect
+        if tried > 6:  # the peak is not linear enough for interpolation, so bisect
             guess = (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
         known[guess] = peak(guess)

@@ -1,4 +1,4 @@
-"""Trainer with a model whose rows several ranks share: which ranks get the same batch, and how tokens are counted."""
+"""Trainer for models whose rows several ranks share: those ranks get the same batch, and tokens are counted once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..features.sequence.loader import share_batches
 
 
 class _SharedRows(ParallelismConfig):
-    """Tells Trainer and TRL how many ranks have the same batch, which both call the size of tensor parallelism.
+    """Tells Trainer and TRL how many ranks have the same batch, in the form of a tensor-parallel size.
 
-    The model is parallelized already, so that Accelerate must neither do so nor make a mesh of devices for it.
+    The model is already parallelized, so Accelerate must neither do so nor create a device mesh for it.
     """
 
     @property
@@ -34,7 +34,7 @@ class _SharedRows(ParallelismConfig):
 
 
 def follow_shared_rows(model: Any, args: Any) -> None:
-    """Make Trainer give ranks that share rows the same batches, and count their samples and tokens once.
+    """Make Trainer give the same batches to ranks that share rows, and count their samples and tokens once.
 
     Does nothing for a model that was wrapped without `sequence_parallel`.
 
@@ -48,13 +48,13 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     size, ranks = ranks_per_row(model), current_world().size
     if size == 1:
         state = AcceleratorState()
-        if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # of an earlier Trainer's model
+        if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # an earlier Trainer has set it
             state.parallelism_config, state.device_mesh = ParallelismConfig(), None
         return
     if not args.average_tokens_across_devices:
         raise ValueError(
             f"average_tokens_across_devices=False does not work with sequence_parallel={size}: the ranks of a group "
-            "have different tokens of one row, which must count alike. Leave this argument out."
+            "have different tokens of one row, which must have the same weight. Leave this argument out."
         )
     if args.eval_use_gather_object:
         raise ValueError(
@@ -62,20 +62,20 @@ def follow_shared_rows(model: Any, args: Any) -> None:
             "times. Leave this argument out."
         )
     if args.torch_compile:
-        raise ValueError(f"torch_compile=True does not work with sequence_parallel={size}: leave it out.")
+        raise ValueError(f"torch_compile=True does not work with sequence_parallel={size}. Leave it out.")
     share_batches(size, ranks)
     shared = _SharedRows(tp_size=size, dp_shard_size=ranks // size, dp_replicate_size=1, cp_size=1, sp_size=1)
     shared.device_mesh = AcceleratorState().device_mesh
     AcceleratorState().parallelism_config = shared
-    if "parallelism_config" not in Trainer.get_tp_size.__code__.co_consts:  # older ones ask the model instead
+    if "parallelism_config" not in Trainer.get_tp_size.__code__.co_consts:  # older versions read the model's attribute
         model._tp_size = size
 
 
 def gather_rows_once(trainer: Trainer) -> None:
     """Make evaluations of `trainer` gather each row once, from the first of the ranks that share it.
 
-    Accelerate then cuts off the rows with which it has filled the last batch: it knows how many rows are left, and
-    would otherwise count copies.
+    Accelerate then removes the rows with which it has filled up the last batch. It would remove the wrong ones if there
+    were several copies of each row.
     """
     size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
     if size == 1 or "gather_for_metrics" in vars(accelerator):

@@ -23,11 +23,11 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Speedometer(Observer):
-    """Counts the samples, tokens and FLOPs of the model's training forwards, until `close`, and the time they take.
+    """Counts the samples, tokens and FLOPs of the model's training forwards, and measures their time, until `close`.
 
-    The FLOPs are what training requires, without recomputation. Per token they are 6N for N parameters in matrix
+    The FLOPs are those that training requires, without recomputation. Per token they are 6N for N parameters in matrix
     products, and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022, appendix B).
-    For mixtures of experts and encoder-decoders the formula does not hold, so FLOPs are not reported.
+    FLOPs are not reported for mixtures of experts and encoder-decoders, for which the formula does not hold.
     """
 
     position = 30
@@ -54,7 +54,7 @@ class Speedometer(Observer):
         inputs = next((tensor for tensor in tensors if tensor is main), tensors[0])
         tokens = inputs.numel() if inputs is main and inputs.dim() == 2 else 0
         flops = tokens * (self._weights + self._attention * inputs.shape[-1])
-        shared = ranks_per_row(model)  # ranks that count the same rows
+        shared = ranks_per_row(model)  # the number of ranks that count the same rows
         self._samples += len(inputs) / shared
         self._tokens += tokens / shared
         self._flops += flops / shared
@@ -70,7 +70,10 @@ class Speedometer(Observer):
             self._paused = None
 
     def read(self) -> dict[str, float]:
-        """Return the rates over all ranks since the last call, and the largest peak memory of any rank. Collective."""
+        """Return the rates over all ranks since the last call, and the largest peak memory of a rank.
+
+        Collective: every rank must call it.
+        """
         world = current_world()
         counts = [self._samples, self._tokens, self._flops]
         totals = torch.tensor(counts, dtype=torch.float64, device=world.device)
@@ -90,9 +93,9 @@ class Speedometer(Observer):
 
 
 def _flops_a_token(model: Any) -> tuple[float, float]:
-    """Return the FLOPs per token: those for weights, and those for attention divided by the sequence length.
+    """Return two FLOP counts per token: those for weights, and those for attention divided by the sequence length.
 
-    Returns zeros if they are unknown.
+    Both are zero if they are unknown.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -107,10 +110,10 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 
 
 class ParameterCount:
-    """Counts the elements of a model's full parameters, tied ones once.
+    """Counts the elements of a model's full parameters. Tied parameters count once.
 
     The modules are searched again only if a module or parameter was added, removed or replaced since the last count.
-    Trainer requests the count in every step, for its total_flos: it gets the same answer for KEPT steps, before the
+    Trainer requests the count in every step, for its total_flos. It gets the same answer for KEPT steps, before the
     modules are compared with those of the last search.
     """
 
@@ -118,19 +121,19 @@ class ParameterCount:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._held: list[Any] = []  # views of the values of the modules' dictionaries of modules and parameters
-        self._empty: list[dict[str, Any]] = []  # the dictionaries of modules and parameters that were empty
-        self._seen: list[Any] = [None]  # the values in these dictionaries at the last search, followed by that of _END
-        # For each parameter: the parameter, the number of its elements, and whether only embeddings use it.
+        self._held: list[Any] = []  # `values()` of the modules' non-empty `_modules` and `_parameters`
+        self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
+        self._seen: list[Any] = [None]  # the items of `_held` at the last search, then _END
+        # For each parameter: (the parameter, its number of elements, whether only embeddings use it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
-        self._answer, self._left = 0, 0  # what Trainer gets, and for how many more steps
+        self._answer, self._left = 0, 0  # the count for Trainer, and the number of steps that still get it
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of elements of the model's full parameters.
 
         Args:
             only_trainable: count only parameters that require a gradient.
-            exclude_embeddings: whether to leave out embeddings that are not tied to another layer.
+            exclude_embeddings: leave out embeddings that are not tied to another layer.
         """
         if sys._getframe(1).f_code is not Trainer.floating_point_ops.__code__:
             return self._count(only_trainable, exclude_embeddings)
@@ -140,7 +143,7 @@ class ParameterCount:
         return self._answer
 
     def renew(self) -> None:
-        """Count anew when Trainer asks next, at the beginning of a training."""
+        """Make Trainer's next request count again. Called when training begins."""
         self._left = 0
 
     def _count(self, only_trainable: bool, exclude_embeddings: bool) -> int:
@@ -170,11 +173,11 @@ class ParameterCount:
 
 
 _END = (object(),)
-"""So that a shorter list of values is never the beginning of a longer one."""
+"""Ends each list of values, so that a list is never the beginning of a longer one."""
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Return the most bytes that torch had allocated on `device`; for the CPU, the process's peak resident set size."""
+    """Return the peak bytes that torch allocated on `device`; for the CPU, the process's peak resident set size."""
     if device.type != "cpu":
         return float(torch.accelerator.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

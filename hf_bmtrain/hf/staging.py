@@ -1,4 +1,4 @@
-"""Gather the full weights to rank 0, on which Trainer then saves them alone."""
+"""Gather the full weights on rank 0, the only rank on which Trainer saves them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..features.parity.plain import shown_plain
 
 
 class StagedWeights:
-    """Full weights of `model`, gathered to rank 0 by `gather`, for a later `model.save_pretrained` on rank 0.
+    """The full weights of `model`, which `gather` collects on rank 0 for a later `model.save_pretrained` there.
 
     Trainer saves only on rank 0, where a collective would hang. This class therefore replaces the model's
-    `save_pretrained` (or `state_dict`, for a model without it). As long as the gathered weights are up to date, the
-    replacement uses them on rank 0, and `save_pretrained` does nothing on other ranks. Otherwise the model's own method
-    is called, which is collective.
+    `save_pretrained` (or `state_dict`, for a model without it). While the gathered weights are up to date, the
+    replacement uses them on rank 0 and does nothing on other ranks. Otherwise it calls the model's own method, which is
+    collective.
     """
 
     def __init__(self, model: Any) -> None:
@@ -36,7 +36,9 @@ class StagedWeights:
             model.state_dict = self.state_dict
 
     def gather(self, checkpoint: bool) -> None:
-        """Gather the full weights to rank 0, unless the last ones are up to date. Collective.
+        """Gather the full weights on rank 0, unless those of the last call are up to date.
+
+        Collective: every rank must call it.
 
         Args:
             checkpoint: whether the weights are for a checkpoint of Trainer, whose keys `save_pretrained` must keep.
@@ -78,7 +80,7 @@ class StagedWeights:
         if self.fresh and options.get("state_dict") is None:
             if self._state is None:
                 return None
-            # a copy, because save_pretrained empties the dict that it gets
+            # a copy, because save_pretrained empties the dict
             options["state_dict"] = OrderedDict(self._state)
             with shown_plain(self.model, self._full_params(self._state)):  # PEFT also calls state_dict() of modules
                 return self._save_pretrained(self.model, **options)
@@ -96,15 +98,15 @@ class StagedWeights:
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the gathered weights if they are up to date, or else the result of the model's own `state_dict`.
+        """Return the gathered weights if they are up to date, and otherwise the result of the model's own `state_dict`.
 
-        This replaces the `state_dict` of a model without `save_pretrained`, since Trainer calls it only on rank 0.
+        This replaces the `state_dict` of a model without `save_pretrained`, because Trainer calls it only on rank 0.
         """
         if args or kwargs or not self.fresh:
             return type(self.model).state_dict(self.model, *args, **kwargs)
         if self._state is None:
             raise RuntimeError(
-                "The weights were gathered to rank 0, for Trainer to save, and this is another rank. To get a "
+                "The weights were gathered on rank 0, for Trainer to save, but this is another rank. To get a "
                 f"state_dict on every rank, call `{type(self.model).__name__}.state_dict(model)` on all ranks."
             )
         return OrderedDict(self._state)

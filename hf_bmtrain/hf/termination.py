@@ -1,4 +1,4 @@
-"""Termination: let all ranks know when one has received SIGTERM, which job schedulers send before they end a job."""
+"""Termination: tell all ranks when one has received SIGTERM, which job schedulers send before they end a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..engine.runtime.world import current_world
 
 
 class Termination:
-    """Records SIGTERM, instead of ending the process, until `close`. Construct it in the main thread."""
+    """Records SIGTERM instead of ending the process, until `close`. Construct it in the main thread."""
 
     def __init__(self) -> None:
         self._received = False
@@ -19,7 +19,7 @@ class Termination:
         self._received = True
 
     def agreed(self) -> bool:
-        """Return whether any rank has received SIGTERM. Collective."""
+        """Return whether any rank has received SIGTERM. Collective: every rank must call it."""
         return any(current_world().gather_objects(self._received))
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ _Base: Any = transformers.Trainer
 class TrainerMixin:
     """Adds a BMTrainCallback to a trainer.
 
-    All reporters receive the callback's numbers, and parameters are counted by their full shapes.
+    The callback's numbers go to all reporters, parameters are counted by their full shapes, and
     `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
 
     Args:
@@ -45,9 +45,9 @@ class TrainerMixin:
         super().__init__(*args, callbacks=callbacks, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train the model. Collective.
+        """Train the model. Collective: every rank must call it.
 
-        A checkpoint to resume from is verified first; each rank reads a part of it for that.
+        A checkpoint to resume from is verified first; each rank reads a part of it.
 
         Args:
             resume_from_checkpoint: a checkpoint, or True for the newest intact one in `output_dir`. Newer checkpoints
@@ -56,7 +56,7 @@ class TrainerMixin:
             **kwargs: passed to the trainer's `train`.
 
         Returns:
-            What the trainer's `train` returns.
+            The result of the trainer's `train`.
 
         Raises:
             RuntimeError: on every rank, if the given checkpoint is damaged, or no checkpoint is intact.
@@ -68,8 +68,8 @@ class TrainerMixin:
             problem = find_damage(Path(given))
             if problem is not None:
                 raise RuntimeError(
-                    f"The checkpoint {given} is damaged: {problem}. Resume from another one, or pass True for the "
-                    "newest intact one."
+                    f"The checkpoint {given} is damaged: {problem}. Resume from another checkpoint, or pass True for "
+                    "the newest intact one."
                 )
         given = str(given) if isinstance(given, Path) else given
         for callback in self._callbacks():
@@ -77,10 +77,10 @@ class TrainerMixin:
         return super().train(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load this rank's elements of the weights; the method of Trainer would read the full weights on every rank.
+        """Load this rank's elements of the weights. (Trainer's own method would read the full weights on every rank.)
 
-        If the checkpoint has an optimizer.pt, nothing is read here: the weights are loaded with the optimizer when
-        training begins.
+        If the checkpoint has an optimizer.pt, nothing is read here, because the weights are loaded with the optimizer
+        when training begins.
         """
         folder = Path(resume_from_checkpoint)
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):
@@ -104,7 +104,9 @@ class TrainerMixin:
         super().log(logs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
-        """Gather the weights, then call the trainer's `save_model`, which saves on rank 0. Collective.
+        """Gather the weights, and call the trainer's `save_model`, which saves on rank 0.
+
+        Collective: every rank must call it.
 
         Args:
             *args: passed to the trainer's `save_model`.
@@ -115,7 +117,7 @@ class TrainerMixin:
         super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_num_trainable_parameters(self) -> int:
-        """Return the number of elements of all trainable parameters, which count with their full shapes."""
+        """Return the number of elements of all trainable parameters, by their full shapes."""
         return ParameterCount(self.model)(only_trainable=True)
 
 

@@ -136,9 +136,11 @@ def test_a_users_own_schedule():
 def test_a_wrong_state_is_refused_and_changes_nothing():
     scheduler = Linear(make_optimizer(), S, W, E)
     before = scheduler.state_dict()
-    with pytest.raises(ValueError, match=r"Linear schedule: missing \['end_iter'\], unexpected \['gamma'\]"):
+    with pytest.raises(
+        ValueError, match=r"Linear schedule: keys \['end_iter'\] are missing, and keys \['gamma'\] are unexpected"
+    ):
         scheduler.load_state_dict({"start_lr": S, "warmup_iter": W, "num_iter": 0, "gamma": 0.5})
-    with pytest.raises(ValueError, match="end_iter 5"):
+    with pytest.raises(ValueError, match="end_iter is 5"):
         scheduler.load_state_dict({**before, "end_iter": 5})
     with pytest.raises(ValueError, match="num_iter"):
         scheduler.load_state_dict({**before, "num_iter": -5})
@@ -173,9 +175,9 @@ def test_groups_added_later_get_the_learning_rate_at_the_next_step():
                 (lambda o: NoDecay(o, S, -1, -1), "warmup_iter .* -1"),
                 (lambda o: NoDecay(o, S, 0, -1, -3), "num_iter .* -3"),
                 (lambda o: NoDecay(o, S, 0, -1).step(-3), "num_iter .* -3"),
-                (lambda o: Linear(o, S, W, -1), "warmup_iter 10, end_iter -1"),
-                (lambda o: Linear(o, S, W, W), "warmup_iter 10, end_iter 10"),
-                (lambda o: Cosine(o, S, W, -1), "warmup_iter 10, end_iter -1"),
+                (lambda o: Linear(o, S, W, -1), "warmup_iter is 10 and end_iter is -1"),
+                (lambda o: Linear(o, S, W, W), "warmup_iter is 10 and end_iter is 10"),
+                (lambda o: Cosine(o, S, W, -1), "warmup_iter is 10 and end_iter is -1"),
                 (lambda o: Exponential(o, S, W, -1, gamma=0.0), "gamma .* 0.0"),
                 (lambda o: NoDecay([], S, W, -1), "param_groups, list has none"),
             ]

@@ -65,7 +65,7 @@ def fails(folder, faults, non_blocking):
         with failing(function, code, ranks, after):
             with pytest.raises(RuntimeError, match=os.strerror(code)) as error:
                 training.save(folder, keep=1, non_blocking=non_blocking).wait()
-        assert f"nothing was saved to {folder}, and earlier checkpoints are untouched. rank" in str(error.value)
+        assert f"nothing was saved to {folder}, and earlier checkpoints were not changed. rank" in str(error.value)
         bmt.synchronize()
         left = [name for name in names(folder) if function != "open" or not name.startswith("tmp-")]
         assert left == [".lock", "checkpoint-1"], (function, code)

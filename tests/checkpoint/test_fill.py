@@ -157,7 +157,7 @@ def test_plain_models(folder):
         RuntimeError, match=r"1 buffers on the meta device have no values.*\(table\).*init_empty_weights"
     ):
         bmt.auto_wrap(empty(table=False), weights=path)
-    with pytest.raises(RuntimeError, match=r"sharded already: load the weights with bmt\.load"):
+    with pytest.raises(RuntimeError, match=r"already sharded\. Load the weights with bmt\.load"):
         bmt.auto_wrap(whole, weights=path)
     with pytest.raises(ValueError, match=r"meta device and has no values.*weights=FOLDER"):
         bmt.auto_wrap(empty())

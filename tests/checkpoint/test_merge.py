@@ -66,7 +66,7 @@ def test_it_is_the_model(world, tmp_path, merge, family, dtype, tied, size):
     assert not any(name.startswith(("optimizer", "state", "manifest")) for name in files)
     model = opened(output, family)
     check_equal({name: model.state_dict()[name] for name in state}, state)
-    assert merge(tmp_path / "run")[0].startswith(f"merge: nothing was written. {output} exists already")
+    assert merge(tmp_path / "run")[0].startswith(f"merge: nothing was written. {output} already exists")
     assert names(tmp_path / "run") == [".lock", "checkpoint-1", "checkpoint-2", "merged-checkpoint-2"]
 
 
@@ -87,7 +87,7 @@ def saved_whole(folder, case):
 def test_with_the_optimizer_it_is_a_checkpoint(world, tmp_path, merge):
     case = {"family": "gpt2", "dtype": torch.bfloat16}
     values = world(2)(saved_whole, str(tmp_path / "run"), case)[0]
-    assert merge(tmp_path / "run", "--optimizer")[0].endswith("choose an --output in another folder")
+    assert merge(tmp_path / "run", "--optimizer")[0].endswith("Choose an --output in another folder")
     assert merge(tmp_path / "run", "--optimizer", "--output", tmp_path / "all", "--max-shard-size", "9kb")[0] is None
     assert "optimizer.safetensors.index.json" in names(tmp_path / "all")
     (step, extra, loaded), (_, other, _) = world(2)(resumed, str(tmp_path / "all"), case)

@@ -315,12 +315,12 @@ def test_none_is_whole(world, tmp_path):
 
 
 def another_model(folder):
-    with pytest.raises(RuntimeError, match=r"of another model: it lacks \d+ tensors .* \d+ are unexpected "):
+    with pytest.raises(RuntimeError, match=r"of another model: \d+ tensors are missing .* \d+ are unexpected "):
         Training("gpt2").load(folder)
     with pytest.raises(RuntimeError, match="parameter groups of"):
         Training(frozen=True).load(folder)
     training = Training()
-    with pytest.raises(RuntimeError, match="1 optimizers, and this load_state call passes 2"):
+    with pytest.raises(RuntimeError, match="1 optimizers, but this load_state call passes 2"):
         bmt.load_state(folder, training.model, [training.optimizer, training.optimizer])
 
 

@@ -156,7 +156,11 @@ def check_wrong_inputs(device) -> None:
         ((hidden, weight, targets.float()), {}, "integer dtype"),
         ((hidden, weight, targets), {"chunk_bytes": 0}, "chunk_bytes must be at least 1, got 0"),
         ((hidden, weight, targets), {"reduction": "average"}, "got 'average'"),
-        ((hidden, weight, targets), {"class_weight": torch.ones(5, device=device)}, "5 numbers for 37 classes"),
+        (
+            (hidden, weight, targets),
+            {"class_weight": torch.ones(5, device=device)},
+            "5 class weights were given for 37 classes",
+        ),
         ((hidden, weight, targets.to("meta")), {}, "must be on one device"),
     ]:
         with pytest.raises(ValueError, match=message):

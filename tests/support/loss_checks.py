@@ -91,7 +91,7 @@ def check_inplace(device, dtype) -> None:
     loss = cross_entropy(torch.tanh(leaf), targets, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # tanh needs its own output
         loss.backward()
-    with pytest.raises(ValueError, match="leaf whose values would be lost"):
+    with pytest.raises(ValueError, match="leaf tensor, whose values would be lost"):
         cross_entropy(leaf, targets, inplace=True)
     logits = leaf * 1
     loss = cross_entropy(logits, targets, inplace=True)
@@ -174,12 +174,12 @@ def check_wrong_inputs(device) -> None:
         (logits, targets[:3], {}, r"\(4, 5\) and targets \(3,\)"),
         (logits.double(), targets, {}, "got torch.float64"),
         (logits, targets.float(), {}, "integer dtype, got torch.float32"),
-        (logits, targets, {"weight": torch.ones(4, device=device)}, "4 numbers for 5 classes"),
+        (logits, targets, {"weight": torch.ones(4, device=device)}, "4 class weights were given for 5 classes"),
         (logits, targets, {"weight": torch.ones(2, 3, device=device)}, r"one number per class, got \(2, 3\)"),
         (logits[:, :0], targets, {}, "no classes"),
         (logits, targets, {"num_items_in_batch": -1}, "must not be negative, got -1"),
         (logits, targets, {"num_items_in_batch": torch.ones(2)}, r"one number, got shape \(2,\)"),
-        (logits, targets, {"num_items_in_batch": 3, "reduction": "sum"}, "reduction='sum' nothing is divided"),
+        (logits, targets, {"num_items_in_batch": 3, "reduction": "sum"}, "reduction='sum' computes no mean"),
         (logits, targets, {"softcap": -1.0}, "must not be negative, got -1.0"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -33,8 +33,10 @@ from twins import Tower, ids
 ERRORS = (ValueError, TypeError, RuntimeError)
 SECONDS = 20
 REMEDY = re.compile(
-    r"must|need|take|pass|call|use\b|give|make|leave|expect|one of|at least|should|are \d|lie in|missing \d|not offered"
-    r"|unexpected keyword|name an|load|not iterable over|Choose|can only|holds? tensors|No such file|Pad|Save|counts"
+    r"must|need|take|pass|call|use\b|give|make|leave|expect|one of|at least|should|are \d|lie in|missing \d"
+    r"|not supported|unexpected keyword|name an|load|not iterable over|Choose|can only|holds? tensors"
+    r"|No such file|Pad|Save|counts",
+    re.IGNORECASE,
 )
 
 HOSTILE: dict[str, Callable[[], Any]] = {

@@ -566,7 +566,7 @@ def plain_tower_that_trains(side: Side) -> None:
     side.weights(tower, model)
 
 
-@expect(refused="nobody averages", on=(2,))
+@expect(refused="nothing averages", on=(2,))
 def plain_tower_around_the_wrapped(side: Side) -> None:
     """A plain module holds a wrapped model and a plain head that trains, whose gradient nobody averages."""
 

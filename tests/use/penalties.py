@@ -10,7 +10,7 @@ from torch import nn
 from sides import Side, expect, sgd, train
 from small import MLP, Encoder, bert, decoder, ids, vectors
 
-TWICE = "backward of a backward"
+TWICE = "double backward"
 
 
 def train_on_one_batch(side: Side, model) -> None:

@@ -107,7 +107,7 @@ def test_bmtrain_itself(tmp_path):
     done = launch(tmp_path, 1, "-c", installed)
     assert done.returncode == 0 and "bmtrain is installed" in done.stderr, done.stderr
     done = launch(tmp_path, 1, "-c", "import bmtrain, hf_bmtrain; hf_bmtrain.install_as_bmtrain()")
-    assert done.returncode == 1 and "BMTrain itself is imported already" in done.stderr
+    assert done.returncode == 1 and "BMTrain itself is already imported" in done.stderr
 
 
 @full

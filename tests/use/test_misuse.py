@@ -129,14 +129,14 @@ MISUSES = {
     "meta model": (lambda: bmt.auto_wrap(meta()), ValueError, "Load or initialize the model on the CPU"),
     "scripted module": (
         lambda: bmt.auto_wrap(nn.Sequential(Tower(), torch.jit.script(nn.Linear(2, 2)))), ValueError,
-        r"'1' is a scripted module, .* use the module that was passed to torch\.jit\.script",
+        r"'1' is a scripted module, .* Use the module that was passed to torch\.jit\.script",
     ),
     "wrapped twice": (lambda: bmt.auto_wrap(wrapped()), ValueError, "wrapped already"),
     "half after wrapping": (lambda: wrapped().half(), RuntimeError, "Cast the model before auto_wrap"),
     "moved after wrapping": (lambda: wrapped().to("meta"), RuntimeError, "which moves it to the rank's device"),
-    "optimizer before wrapping": (optimizer_before_wrapping, ValueError, "make the optimizer after auto_wrap"),
+    "optimizer before wrapping": (optimizer_before_wrapping, ValueError, "Create the optimizer after auto_wrap"),
     "backward without a loss": (lambda: manager_of(wrapped()).backward(), ValueError, r"manager\.backward\(loss\)"),
-    "step without an optimizer": (lambda: bmt.optim.OptimManager().step(), RuntimeError, "call add_optimizer first"),
+    "step without an optimizer": (lambda: bmt.optim.OptimManager().step(), RuntimeError, "Call add_optimizer first"),
     "loss scale 0": (lambda: bmt.optim.OptimManager(loss_scale=0), ValueError, "positive or None"),
     "stepped before backward": (stepped_between, RuntimeError, "Run forward again"),
     "tensor hook": (lambda: wrapped().head.weight.register_hook(print), RuntimeError, "post_accumulate_grad_hook"),
@@ -146,7 +146,7 @@ MISUSES = {
     "resized embeddings": (
         lambda: wrapped(lambda: build("llama")).resize_token_embeddings(99), RuntimeError, "before auto_wrap",
     ),
-    "resized while gathered": (resized_in_gathered, RuntimeError, "resize, tie or replace before auto_wrap"),
+    "resized while gathered": (resized_in_gathered, RuntimeError, "Resize, tie or replace before auto_wrap"),
     "written while gathered": (write_in_gathered, RuntimeError, "modify=True"),
     "wrong shape": (
         lambda: wrapped().load_state_dict(state(**{"head.weight": torch.ones(3, 6)})), RuntimeError,

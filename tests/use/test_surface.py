@@ -1,4 +1,4 @@
-"""The small names: config, groups, nn.Linear, utils, and what is not offered."""
+"""The small names: config, groups, nn.Linear, utils, and what is not supported."""
 
 import io
 import subprocess

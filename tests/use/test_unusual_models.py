@@ -244,7 +244,7 @@ def cache_by_position():
 def sparse_gradients():
     tower = Tower()
     tower.embedding.sparse = True
-    with pytest.raises(ValueError, match="'embedding' makes sparse gradients .* set its attribute `sparse` to False"):
+    with pytest.raises(ValueError, match="'embedding' has sparse gradients .* Set its attribute `sparse` to False"):
         bmt.auto_wrap(tower)
     assert not isinstance(tower.layers[0], bmt.CheckpointBlock)
 

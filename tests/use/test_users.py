@@ -155,7 +155,7 @@ def backward_behind_the_output():
 def double_backward():
     model = bmt.auto_wrap(Tower())
     x = torch.ones(2, WIDTH, requires_grad=True)
-    with pytest.raises(RuntimeError, match="backward of a backward"):
+    with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(model.layers[0](x).sum(), x, create_graph=True)
 
 

@@ -15,7 +15,7 @@ from small import MLP, WIDTH, Encoder, Layer, decoder, ids, vectors
 
 AGAIN = "what the layer draws or counts itself is drawn or counted again in the recomputation"
 LATE = "was added to the model after auto_wrap"
-TWICE = "backward of a backward"
+TWICE = "double backward"
 
 
 # -- hooks --------------------------------------------------------------------------------------------------------

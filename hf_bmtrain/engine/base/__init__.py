@@ -1,6 +1,5 @@
 """Utilities for one process and one device, which every other folder may import.
 
 They compile and launch CUDA sources, allocate page-locked memory, check arguments, write files atomically, and collect
-the private names of torch that the package uses. Nothing here depends on an arithmetic operation, ranks, parameters or
-modules.
+the private names of torch that the package uses. Nothing here depends on arithmetic, ranks, parameters or modules.
 """

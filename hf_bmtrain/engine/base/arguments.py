@@ -1,4 +1,4 @@
-"""Check arguments. Each error names the argument, what it must be and what was passed."""
+"""Check arguments. Each error names the argument, its requirement, and the value that was passed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expect_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: s
         name: the argument's name, for the error.
         value: the value to check.
         kinds: the classes that are allowed.
-        wanted: what the argument must be, in words for the error, such as "a torch.Tensor".
+        wanted: a description of the requirement for the error, such as "a torch.Tensor".
     """
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {wanted}, got {_show(value)}")
@@ -59,11 +59,11 @@ def expect_path(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is a path (str or os.PathLike), and ValueError if it is the empty string."""
     expect_kind(name, value, (str, os.PathLike), "a path, as a str or os.PathLike")
     if value == "":
-        raise ValueError(f"{name} must be a path, got an empty string (is a variable not set?)")
+        raise ValueError(f"{name} must be a path, got an empty string (a variable may not be set)")
 
 
 def expect_callable(name: str, value: Any, wanted: str) -> None:
-    """Raise TypeError unless `value` is callable. wanted: what it must be, in words for the error."""
+    """Raise TypeError unless `value` is callable. wanted: a description of the requirement for the error."""
     if not callable(value):
         raise TypeError(f"{name} must be {wanted}, got {_show(value)}")
 
@@ -71,7 +71,7 @@ def expect_callable(name: str, value: Any, wanted: str) -> None:
 def expect_flag(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is True, False, 1, 0 or None.
 
-    Strings are refused: "False", as read from a configuration file, would count as true.
+    Strings are refused, because "False" from a configuration file would count as true.
     """
     if not isinstance(value, (bool, int, np.bool_, type(None))) or value not in (0, 1, None):
         raise TypeError(f"{name} must be True or False, got {_show(value)}")
@@ -87,8 +87,8 @@ def expect_number(
     Args:
         name: the argument's name, for the error.
         value: the value to check.
-        wanted: the allowed range, in words for the error, such as "at least 0".
-        holds: returns whether a number is in the allowed range. Comparisons with NaN are false, so they refuse NaN.
+        wanted: a description of the allowed range for the error, such as "at least 0".
+        holds: a function that returns whether a number is allowed. Comparisons with NaN are false, so NaN is refused.
         integer: whether the number must be an integer.
     """
     if not isinstance(value, numbers.Integral if integer else numbers.Real) or isinstance(value, bool):
@@ -98,7 +98,7 @@ def expect_number(
 
 
 def _show(value: Any) -> str:
-    """Return a few words, for an error, about a value of the wrong type. The elements of a tensor are not read."""
+    """Describe a value of the wrong type for an error. The elements of a tensor are not read."""
     if value is None or isinstance(value, bool):
         return repr(value)
     kind = type(value).__name__

@@ -14,7 +14,7 @@ from .threads import in_threads
 from .torch_internals import WithoutTorchFunction
 
 SHOWN = 5
-"""How many differing values an error names."""
+"""The maximum number of differing values that an error names."""
 
 
 def checksums(state: Mapping[Any, Any]) -> dict[str, int]:
@@ -32,14 +32,14 @@ def checksums(state: Mapping[Any, Any]) -> dict[str, int]:
 
 
 def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
-    """Compare a state with the checksums that it was saved with.
+    """Compare a state with the checksums that were saved with it.
 
     Args:
-        saved: what `checksums` returned when the state was saved.
+        saved: the result of `checksums` when the state was saved.
         state: the state as it was read.
 
     Returns:
-        What differs, in words for an error, with the names of up to SHOWN values; or None if nothing does.
+        A description of the differences, with the names of up to SHOWN values, or None if there are none.
     """
     if not isinstance(saved, Mapping):
         return "its checksums cannot be read"
@@ -53,7 +53,7 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
 
 def _crc(value: Any) -> int:
     crc = _Crc()
-    with WithoutTorchFunction():  # so that a sharded tensor is read as a plain tensor of this rank's elements
+    with WithoutTorchFunction():  # a sharded tensor is read as a plain tensor of this rank's elements
         crc.add(value)
     return crc.value
 
@@ -63,7 +63,7 @@ class _Crc:
 
     def __init__(self) -> None:
         self.value = 0
-        self._open: set[int] = set()  # ids of the objects that are being added: a reference cycle ends at them
+        self._open: set[int] = set()  # ids of the objects that are being added, to stop at reference cycles
 
     def add(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -84,7 +84,7 @@ class _Crc:
             self._add_text(f"{type(value).__name__} of {len(value)}")
             for held in value:
                 self.add(held)
-        elif hasattr(value, "__dict__"):  # the state of an LR scheduler may contain objects
+        elif hasattr(value, "__dict__"):  # an object, which the state of an LR scheduler may contain
             self._add_object(value)
         else:
             has_address = type(value).__repr__ is object.__repr__

@@ -1,4 +1,4 @@
-"""The memory of one device, as torch's caching allocator counts it."""
+"""The memory of one device, according to torch's caching allocator."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class DeviceMemory:
         self._module.reset_peak_memory_stats(self._device)
 
     def usable(self) -> int:
-        """Return how many bytes the tensors of this process may occupy in total.
+        """Return the number of bytes that the tensors of this process may occupy in total.
 
-        This is the device's free memory plus what the allocator has already reserved, at most the fraction set by
-        `torch.cuda.set_per_process_memory_fraction`, minus a reserve: 5 % of the device's memory, and at least 2 GiB.
-        The reserve is for fragmentation, for libraries that allocate outside torch, and for steps that need more memory
-        than others.
+        This is the device's free memory plus the memory that the allocator has already reserved, at most the fraction
+        set by `torch.cuda.set_per_process_memory_fraction`, minus a reserve of 5 % of the device's memory, at least 2
+        GiB. The reserve is for fragmentation, for libraries that allocate outside torch, and for steps that need more
+        memory than others.
         """
         free, total = self._module.mem_get_info(self._device)
         allowed = int(total * self._module.get_per_process_memory_fraction(self._device))

@@ -16,14 +16,14 @@ from pathlib import Path
 
 _LOCK = "lock"
 _SECONDS_TO_LOCK = 600.0
-"""The age of a temporary folder without a lock file after which its process is taken to have been killed."""
+"""A temporary folder without a lock file counts as abandoned by a killed process if it is older than this."""
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; on exit, rename the file there to `path`, replacing any previous file.
+    """Yield a temporary path. On exit, rename the file written there to `path`, replacing any previous file.
 
-    If the body of the `with` statement raises, `path` is left unchanged. The new file is flushed to disk before it is
+    If the body of the `with` statement raises, `path` is not changed. The new file is flushed to disk before it is
     renamed, so if the process is killed, `path` is either the previous file or the new one, never a partial file.
     """
     with _temporary_folder(path) as folder:
@@ -61,7 +61,7 @@ def delete_abandoned(path: Path) -> None:
 
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside `path`, whose name ends in a random part and `.tmp`, and delete it on exit.
+    """Yield a new folder beside `path` with a random name that ends in `.tmp`, and delete it on exit.
 
     The file `lock` in it is locked until then, so that other processes can tell whether this one is still running.
     """
@@ -70,7 +70,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     folder.mkdir()
     try:
         with open(folder / _LOCK, "w") as held:
-            with contextlib.suppress(OSError):  # a file system without locks: `_is_abandoned` is then always False
+            with contextlib.suppress(OSError):  # if the file system has no locks, `_is_abandoned` is always False
                 fcntl.flock(held, fcntl.LOCK_EX)
             yield folder
     finally:
@@ -78,11 +78,11 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that created a temporary folder has ended, which releases its lock on the folder."""
+    """Return whether the process that created a temporary folder has ended, and so has released the lock."""
     try:
         with open(folder / _LOCK, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:  # a process creates the lock right after the folder, unless it is killed in between
+    except FileNotFoundError:  # the process may have been killed between creating the folder and the lock
         with contextlib.suppress(OSError):
             return time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK
         return False
@@ -92,7 +92,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Flush a file's contents to disk, or for a folder the names of its entries."""
+    """Flush the contents of a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

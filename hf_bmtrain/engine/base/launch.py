@@ -4,8 +4,8 @@
     launch = kernel(variant, "squared_norm_partials", device)  # compiled once per machine, loaded once per process
     launch(grid, block, x, n, partials)                        # arguments are checked against the source's signature
 
-NVRTC compiles a variant to a cubin, which is cached on disk in a file named by the hash of all inputs. While one
-process of a host compiles it, the others wait for the file, by means of a file lock.
+NVRTC compiles a variant to a cubin, which is cached on disk in a file named by the hash of all inputs. A file lock
+makes the other processes of a host wait while one of them compiles it.
 """
 
 import fcntl
@@ -39,13 +39,13 @@ C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"
 
 
 def source_folder() -> Path:
-    """Return the folder of the .cu files: inside the installed package, or next to the package in a clone."""
+    """Return the folder of the .cu files, which is in the installed package, or next to the package in a clone."""
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "device.cuh").is_file():
             return folder
     raise RuntimeError(
-        f"CUDA sources were found neither in {package / 'kernels'} nor in {package.parent / 'kernels'}: "
+        f"CUDA sources were found neither in {package / 'kernels'} nor in {package.parent / 'kernels'}, so "
         "the installation is incomplete. Install hf_bmtrain again."
     )
 
@@ -59,7 +59,7 @@ def import_cupy() -> Any:
         major = (torch.version.cuda or "13").split(".")[0]
         raise RuntimeError(
             f"CUDA kernels need CuPy, which could not be imported ({error}). This torch is built for CUDA "
-            f"{torch.version.cuda}: run pip install 'hf_bmtrain[cuda{major}]' (the extras are cuda12 and cuda13)"
+            f"{torch.version.cuda}. Run pip install 'hf_bmtrain[cuda{major}]' (the extras are cuda12 and cuda13)"
         ) from error
     return cupy
 
@@ -69,9 +69,9 @@ class Argument(NamedTuple):
 
     Attributes:
         name: the parameter's name.
-        c_type: its C type; for a pointer, the type of the elements.
+        c_type: its C type or, for a pointer, the type of the elements.
         pointer: whether it is a pointer.
-        written: whether it is a pointer through which the kernel may write: one that is not declared const.
+        written: whether the kernel may write through it, which is so for a pointer that is not declared const.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """A CUDA source file and the macros to compile it with.
+    """A CUDA source file and the macros with which it is compiled.
 
     Attributes:
         file: the name of the file in `kernels/`, without `.cu`.
@@ -128,7 +128,7 @@ class Variant:
         return (f"--gpu-architecture=sm_{arch}", "--std=c++17", *ieee, *macros)
 
     def digest(self, arch: int, compiler: tuple[int, int]) -> str:
-        """Return a hash of everything that the cubin depends on. compiler: NVRTC's version, (major, minor)."""
+        """Return a hash of everything on which the cubin depends. compiler: NVRTC's version, (major, minor)."""
         content = repr((self.source, self.headers, self.options(arch), compiler))
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
@@ -137,8 +137,8 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
     """Compile a variant. Needs neither a GPU nor a driver.
 
     Args:
-        variant: what to compile.
-        arch: the compute capability to compile for; 90 is 9.0.
+        variant: the variant.
+        arch: the compute capability; 90 is 9.0.
         options: options for the compiler in addition to those of the variant.
 
     Returns:
@@ -172,15 +172,15 @@ def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
     fitting = [arch for arch in known if arch // 10 == capability[0] and arch <= wanted]
     if not fitting:
         raise RuntimeError(
-            f"this NVRTC compiles for {', '.join(f'sm_{a}' for a in sorted(known))}, but the GPU is "
-            f"sm_{wanted}: install CuPy and NVRTC of a CUDA version that supports the GPU"
+            f"this NVRTC compiles for {', '.join(f'sm_{a}' for a in sorted(known))}, but the GPU is sm_{wanted}. "
+            "Install CuPy and NVRTC of a CUDA version that supports the GPU"
         )
     return max(fitting)
 
 
 @cache
 def shared_memory_limit(device: torch.device) -> int:
-    """Return how many bytes of shared memory one thread block can use on a CUDA device."""
+    """Return the bytes of shared memory that one thread block can use on a CUDA device."""
     runtime = import_cupy().cuda.runtime
     return runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)
 
@@ -197,7 +197,7 @@ def cache_folder() -> Path:
 
 
 def cached_cubin(variant: Variant, arch: int) -> Path:
-    """Return the path of the variant's cubin, after compiling it if it is not in the cache.
+    """Return the path of the variant's cubin. Compile it first if it is not in the cache.
 
     If several processes of a host need it at once, one compiles it and the others wait.
     """
@@ -214,7 +214,7 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
                 _compile_into(entry, variant, arch)
     except OSError as error:
         raise RuntimeError(
-            f"compiled kernels cannot be stored in {folder} ({error}): set HF_BMTRAIN_KERNEL_CACHE to a writable folder"
+            f"compiled kernels cannot be stored in {folder} ({error}). Set HF_BMTRAIN_KERNEL_CACHE to a writable folder"
         ) from error
     return entry
 
@@ -236,7 +236,7 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
         signature: the kernel's parameters.
         values: one argument for each parameter: a tensor for a pointer, or a number. None stands for a pointer that the
             variant does not use.
-        device: the device that tensors must be on.
+        device: the device on which tensors must be.
 
     Returns:
         Addresses and numbers of type `long long` as int, other numbers as NumPy scalars.
@@ -250,7 +250,7 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
             f"{name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got {len(values)}"
         )
     packed = []
-    for argument, value in zip(signature, values):  # in every launch: nothing is formatted unless it is wrong
+    for argument, value in zip(signature, values):  # this runs in every launch, so text is formatted only for errors
         if not argument.pointer:
             kinds, convert = _SCALARS[argument.c_type]
             if not isinstance(value, kinds) or isinstance(value, bool):
@@ -290,24 +290,23 @@ class Kernel:
         self.signature = variant.signature(name)
         self._written = [place for place, argument in enumerate(self.signature) if argument.written]
         self.function = self.cupy.RawModule(path=str(cached_cubin(variant, arch))).get_function(name)
-        self.shared_limit = 48 << 10  # dynamic shared memory that a launch may use, by default; `__call__` raises it
+        self.shared_limit = 48 << 10  # bytes of dynamic shared memory that a launch may use; `__call__` raises it
 
     def __call__(self, grid: int, block: int, *values: Any, shared_memory: int = 0) -> None:
         """Launch the kernel on torch's current stream, without waiting for the device.
 
-        As after an in-place operation of torch, the version counter of each tensor that the kernel writes is
-        incremented.
+        The version counter of each tensor that the kernel writes is incremented, as by torch's in-place operations.
 
         Args:
             grid: the number of thread blocks.
             block: the number of threads per block.
-            *values: the kernel's arguments, see `pack`.
+            *values: the kernel's arguments; see `pack`.
             shared_memory: bytes of dynamic shared memory per block.
         """
         index, current = self.device.index, torch.cuda.current_device()
         if current != index:
             raise RuntimeError(
-                f"{self.name} runs on {self.device}, but torch's current device is cuda:{current}: call "
+                f"{self.name} runs on {self.device}, but torch's current device is cuda:{current}. Call "
                 f"torch.cuda.set_device({index}) first"
             )
         runtime = self.cupy.cuda.runtime
@@ -317,7 +316,7 @@ class Kernel:
         if shared_memory > self.shared_limit:
             self.function.max_dynamic_shared_size_bytes = shared_memory
             self.shared_limit = shared_memory
-        # CuPy has its own current stream, which is not torch's, for example in autograd's threads: pass torch's.
+        # CuPy's own current stream is not torch's, for example in autograd's threads. So torch's is passed.
         stream = SimpleNamespace(ptr=current_raw_stream(index))
         self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
         written = [values[place] for place in self._written if values[place] is not None]
@@ -326,14 +325,14 @@ class Kernel:
 
 @cache
 def kernel(variant: Variant, name: str, device: torch.device) -> Kernel:
-    """Return a kernel, ready to launch. The first call compiles and loads it; later calls return the same object.
+    """Return a kernel that is ready to launch. The first call compiles and loads it; later calls return the same.
 
-    Make the first call before capturing a CUDA graph, since kernels cannot be loaded during a capture.
+    Make the first call before capturing a CUDA graph, because kernels cannot be loaded during a capture.
 
     Args:
         variant: the source file and its macros.
         name: the kernel's name in the source file.
-        device: the CUDA device to load the kernel on.
+        device: the CUDA device on which the kernel is loaded.
     """
     assert device.type == "cuda" and device.index is not None, device
     return Kernel(variant, name, device.index)

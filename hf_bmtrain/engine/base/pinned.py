@@ -11,14 +11,14 @@ import torch
 
 from .launch import import_cupy
 
-_PORTABLE = 1  # cudaHostRegisterPortable
+_PORTABLE = 1  # the value of cudaHostRegisterPortable
 _GROUP = Path("/sys/fs/cgroup")
 CONTROL_GROUPS = (
     (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),
     (_GROUP / "memory/memory.limit_in_bytes", _GROUP / "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""For versions 2 and 1 of control groups: the files that hold the limit and the usage in bytes, and the field of
-memory.stat that counts the file cache, which the system can reclaim."""
+"""For versions 2 and 1 of control groups: (file with the limit in bytes, file with the usage in bytes, field of
+memory.stat with the file cache, which the system can reclaim)."""
 
 
 _INSTEAD = "keep the state on the GPU with AdamOptimizer"
@@ -30,13 +30,13 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
     torch's own pinned allocator rounds sizes up to a power of two; this function does not.
 
     Args:
-        nbytes: how many bytes to allocate.
+        nbytes: the number of bytes.
         device: the device that will read and write the memory; "meta" allocates a meta tensor.
         purpose: what the memory is for, to be named in the error.
         instead: how to do without this memory, also for the error.
 
     Returns:
-        A uint8 tensor (nbytes,). The memory is unlocked and freed with the last view of it.
+        A uint8 tensor (nbytes,). The memory is unlocked and freed together with its last view.
 
     Raises:
         RuntimeError: the memory is not available. The message says how much host memory is available.
@@ -70,7 +70,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
 
 
 def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
-    """Unlock `memory`, which the reference held by this call keeps mapped until CUDA has unlocked it.
+    """Unlock `memory`. This call's reference keeps it mapped until CUDA has unlocked it.
 
     If it were unmapped first, another thread could map the same addresses, and CUDA would refuse to lock them.
     """
@@ -78,7 +78,7 @@ def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
 
 
 def available_bytes() -> int:
-    """Return how many bytes of host memory this process can still allocate.
+    """Return the bytes of host memory that this process can still allocate.
 
     This is the host's available memory or, if less, what remains of the memory limit of the process's control group.
     """

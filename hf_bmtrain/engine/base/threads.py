@@ -12,9 +12,9 @@ _THREADS = 8  # zlib and system calls release the GIL, so that threads run in pa
 def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     """Call `jobs`, several at a time, and return their results in order.
 
-    If a job raises, no further jobs are started, and its error is raised when all running jobs have ended. An
-    interrupt counts as an error. A ThreadPoolExecutor would refuse jobs once the main thread has ended, when another
-    thread may still be saving a checkpoint.
+    If a job raises, no further jobs are started, and its error is raised after all running jobs have ended. An
+    interrupt counts as an error. A ThreadPoolExecutor is not used, because it refuses jobs after the main thread has
+    ended, when another thread may still be saving a checkpoint.
     """
     results, problems = [None] * len(jobs), []
     remaining, lock = iter(range(len(jobs))), threading.Lock()
@@ -38,7 +38,7 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
             threads[-1].join()
             threads.pop()
         except BaseException as error:
-            problems.append(error)  # such as KeyboardInterrupt. Wait for all jobs: the caller closes the files they use
+            problems.append(error)  # such as KeyboardInterrupt; still wait for all jobs, whose files the caller closes
     if problems:
         raise problems[0]
     return results

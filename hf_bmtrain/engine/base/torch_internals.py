@@ -1,7 +1,7 @@
-"""Every private name of torch that the package uses, with the reason. Other modules import them from here.
+"""All private names of torch that the package uses, with the reasons. Other modules import them from here.
 
 All of them except `top_saved_tensors_hooks` exist in every supported version of torch (2.6 and later). Most are plain
-aliases, so calling them costs nothing extra.
+aliases, so that calling them costs nothing extra.
 
 The package also uses these private attributes, which cannot be aliased:
 
@@ -42,7 +42,7 @@ current_graph_task: Callable[[], int] = _C._current_graph_task_id
 """Return the number of the backward that is running in this thread, or -1 if none is. There is no public equivalent."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
-"""Call a function when the running backward ends. Public hooks belong to a tensor or a node, not to a backward."""
+"""Call a function when the running backward ends. Public hooks belong to a tensor or a node instead."""
 
 top_saved_tensors_hooks: Any = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """`top_saved_tensors_hooks(also_under_tracing)` returns the innermost active (pack, unpack) hooks, or None. The public
@@ -67,7 +67,7 @@ optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
 
 
 def has_global_hooks() -> bool:
-    """Return whether a global module hook is registered, one that runs for every module.
+    """Return whether a global hook, which runs for every module, is registered.
 
     There is no public way to ask: torch's public functions only register such hooks.
     """
@@ -113,7 +113,7 @@ calls. Older versions of torch run the code uncompiled instead, from then on."""
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator of torch.ops. It declares which arguments the operator writes.
+    """Return the schema of an operator of torch.ops, which declares the arguments that the operator writes.
 
     Returns None for an operator with several overloads, and for anything that is not an operator. There is no public
     equivalent.
@@ -133,7 +133,7 @@ preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 equivalent."""
 
 # -- one operation on many tensors ----------------------------------------------------------------------------------
-# torch's optimizers are built on these. The public API only has functions of single tensors.
+# Torch's optimizers use these functions of lists. The public API has only functions of single tensors.
 
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_

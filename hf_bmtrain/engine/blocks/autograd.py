@@ -1,11 +1,11 @@
-"""Callbacks before and after the backward of a sharded layer; and a context for autocast without its cache.
+"""Callbacks before and after the backward of a sharded layer, and a context for autocast without its cache.
 
-`enter_backward` is an identity function on the outputs of a layer. Its backward runs when the gradients of all outputs
-exist, before any other autograd node of the layer. `leave_backward` is an identity function on the inputs. Its
-backward runs when the gradients of all inputs exist, hence after the nodes that computed them. By then the gradients
-of the layer's weights are complete too: of the nodes that are ready, autograd's engine first runs those that accumulate
-gradients, then the one that was created last. `watch_backward` is for a whole model: it leaves the outputs as
-they are, and registers hooks on them that run at the first gradient.
+`enter_backward` is an identity function of the outputs of a layer. Its backward runs when the gradients of all outputs
+exist, before any other autograd node of the layer. `leave_backward` is an identity function of the inputs. Its backward
+runs when the gradients of all inputs exist, and hence after the nodes that computed them. By then the gradients of the
+layer's weights are complete as well: of all nodes that are ready, autograd's engine first runs those that accumulate
+gradients, and then the node that was created last. `watch_backward` is for a whole model. It does not replace the
+outputs, but registers hooks on them, which run at the first gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _EnterBackward(torch.autograd.Function):
     def forward(ctx, before: Callable[[Any], None], token: Any, *outputs: torch.Tensor):
         ctx.before, ctx.token = before, token
         ctx.set_materialize_grads(False)
-        # detach(), because autograd would make a returned input a view, and such views may not be modified in place.
+        # detach(), because autograd would return an input as a view, and such views may not be modified in place.
         return tuple([output.detach() for output in outputs])
 
     @staticmethod
@@ -53,8 +53,8 @@ class _LeaveBackward(torch.autograd.Function):
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return `function.apply(*args)`, but skip the checks for functorch, which take half the time of the call.
 
-    The checks are kept inside a functorch transform, where they raise torch's error for unsupported functions, and
-    while torch.compile traces, which supports no other call than `function.apply`.
+    Inside a functorch transform the checks remain, because they raise torch's error for functions that do not support
+    transforms. They also remain while torch.compile traces, because it supports only `function.apply`.
     """
     if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
@@ -64,11 +64,11 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 class Containers:
     """The mutable containers (lists, dicts, objects) among a layer's arguments, to which the layer may add tensors.
 
-    During the forward, the tensors in them are replaced by the results of `leave_backward`'s identity function.
+    During the forward, their tensors are replaced by the outputs of the identity function of `leave_backward`.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
-        """Remember what to restore.
+        """Create it for one forward.
 
         Args:
             values: the layer's arguments.
@@ -86,7 +86,7 @@ class Containers:
             exchange(value, self._originals, seen)
 
     def added(self, seen: set[int], strange: list[Any]) -> list[torch.Tensor]:
-        """Return the differentiable tensors that the layer put into the containers. seen, strange: see `tensors_in`."""
+        """Return the differentiable tensors that the layer put into the containers, as `tensors_in` does."""
         return [t for t in tensors_in(self._values, seen, strange) if id(t) not in self._inputs]
 
     def exchange(self, table: dict[int, torch.Tensor], seen: set[int]) -> None:
@@ -99,20 +99,20 @@ def enter_backward(
 ) -> tuple[Any, bool]:
     """Pass the differentiable tensors in `outputs` through an identity function whose backward calls `before`.
 
-    In lists, dicts and objects, the tensors are replaced in place.
+    In lists, dicts and objects, these tensors are replaced in place.
 
     Args:
         before: called before the layer's backward.
         token: the argument of `before`.
-        outputs: what the layer returned.
-        filled: the containers among the layer's arguments, None if there are none. Tensors that the layer added to them
-            count as outputs.
+        outputs: the return value of the layer.
+        filled: the containers among the layer's arguments; None if there are none. Tensors that the layer added to
+            these containers are treated as outputs.
 
     Returns:
         The outputs with these tensors replaced, and whether there are any.
 
     Raises:
-        RuntimeError: an object with `__slots__`, in which tensors cannot be replaced, has differentiable ones.
+        RuntimeError: an object with `__slots__`, whose tensors cannot be replaced, has differentiable tensors.
     """
     found: list[torch.Tensor] = []
     opened: list[Any] = []
@@ -125,12 +125,12 @@ def enter_backward(
 
 
 def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
-    """Like `enter_backward`, but register hooks on the tensors in `outputs` instead of replacing the tensors.
+    """Do the same as `enter_backward`, but register hooks on the tensors in `outputs` instead of replacing them.
 
     The hooks call `before(token)` once, when backward computes the first gradient of any of these tensors. The model
-    thus returns the very tensors that its layers passed on, so a user's hook or `retain_grad()` on a hidden state sees
-    the complete gradient. `enter_backward` is called instead if an output is a leaf, on which the hook would stay
-    registered, if an object cannot be searched for tensors, or while torch.compile traces the model.
+    thus returns the same tensors that its layers passed on, so that a user's hook or `retain_grad()` on a hidden state
+    sees the complete gradient. `enter_backward` is called instead while torch.compile traces the model, if an object
+    cannot be searched for tensors, or if an output is a leaf, on which the hook would stay registered.
     """
     if torch.compiler.is_compiling():
         return enter_backward(before, token, outputs)
@@ -149,9 +149,9 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 
 
 def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> Any:
-    """Return `outputs` with floating-point tensors whose backward calls `before(token)`, and does nothing else.
+    """Return `outputs` with their floating-point tensors replaced by ones whose backward only calls `before(token)`.
 
-    For outputs that depend on no parameter that requires a gradient: their backward would raise an error.
+    This is needed if no output depends on a parameter that requires a gradient. Their backward would raise an error.
     """
     found = [
         leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -195,16 +195,16 @@ def leave_backward(
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers | None]:
     """Pass the differentiable tensors in the arguments through an identity function whose backward calls `after`.
 
-    Containers are not copied: the tensors in them are replaced in place until `Containers.restore`.
+    Containers are not copied. Their tensors are replaced in place until `Containers.restore` puts the originals back.
 
     Args:
-        after: called when the gradients of all these tensors exist; never called if there are none.
+        after: called when the gradients of all these tensors exist. It is never called if there are no such tensors.
         args: the layer's positional arguments.
         kwargs: the layer's keyword arguments.
 
     Returns:
-        `args` and `kwargs` with these tensors replaced, the replacements, and the containers among the arguments, None
-        if there are none.
+        `args` and `kwargs` with these tensors replaced, the replacements, and the containers among the arguments (None
+        if there are none).
     """
     found: list[torch.Tensor] = []
     opened: list[Any] = []
@@ -240,8 +240,8 @@ def _leave_containers(
 def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -> None:
     """Append the differentiable tensors in `values` and in nested plain tuples to `found`, in the order of `_replace`.
 
-    Objects of any other type that may contain tensors (lists, dicts, named tuples) are not searched, but appended to
-    `opened`: if there are any, the caller searches containers instead.
+    Objects of other types that may contain tensors (lists, dicts, named tuples) are not searched, but appended to
+    `opened`. If there are any, the caller searches all containers with another function.
     """
     for value in values:
         kind = type(value)
@@ -255,7 +255,7 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -
 
 
 def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
-    """Return a copy of `value` in which the tensors that `_find` finds are replaced by the next ones of `guarded`."""
+    """Return a copy of `value` in which each tensor that `_find` finds is replaced by the next one of `guarded`."""
     if isinstance(value, torch.Tensor):
         return next(guarded) if value.requires_grad else value
     if type(value) is tuple:
@@ -267,8 +267,8 @@ def uncached_autocast() -> AbstractContextManager | None:
     """Return a context with the current autocast settings but without the cache of casts; None if autocast is off.
 
     The cache has one entry for each parameter object, and a full parameter is the same object at every step. If one
-    autocast context enclosed several steps, a block would compute with casts of old weights. The casts of all blocks
-    would stay in memory until the end of the context.
+    autocast context enclosed several steps, a block would therefore compute with casts of old weights. Also, the casts
+    of all blocks would stay in memory until the end of the context.
     """
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):

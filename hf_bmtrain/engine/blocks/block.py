@@ -25,8 +25,9 @@ class CheckpointBlock(ShardedModule):
     """A transformer layer whose parameters are sharded, and full only while its forward or backward runs.
 
     `CheckpointBlock(layer)` shards `layer` in place and returns it. Its new class is a subclass of CheckpointBlock and
-    of the class that it had, so names, `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. A list
-    that the layer returns becomes a tuple, as in BMTrain; `auto_wrap` leaves lists as they are. Collective.
+    of its old class, so names, `isinstance` checks, hooks, attributes and `state_dict` keys remain valid. A list that
+    the layer returns is converted to a tuple, as in BMTrain. (`auto_wrap` does not convert lists.)
+    Collective: every rank must call it.
 
     Args:
         layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
@@ -61,7 +62,7 @@ class CheckpointBlock(ShardedModule):
         return layer
 
     def __init__(self, *args, **kwargs) -> None:
-        """Do nothing. Python calls it on the layer that `__new__` returned, which is initialized already."""
+        """Do nothing. Python calls this method on the layer that `__new__` returned, which is initialized already."""
 
     def _slots(self) -> list[Slot]:
         return self._bmt.slots
@@ -69,7 +70,7 @@ class CheckpointBlock(ShardedModule):
     def compile(self, *args, **kwargs) -> None:
         """Compile the layer's own forward with torch.compile, without the all-gathers and reductions around it.
 
-        The function in the class is compiled, not the bound method. Parameters then are inputs of the compiled graph,
+        The function in the class is compiled, not the bound method. Parameters are then inputs of the compiled graph,
         and layers that differ only in their parameters share one graph. A forward that was set on the instance is
         compiled for this layer alone.
 
@@ -90,7 +91,7 @@ class CheckpointBlock(ShardedModule):
 
 @contextmanager
 def uncompiled(blocks: Sequence[CheckpointBlock]) -> Iterator[None]:
-    """Make the blocks run their forwards without `torch.compile` inside the context."""
+    """Run the forwards of these blocks without `torch.compile` inside the context."""
     states = [block._bmt for block in blocks]
     forwards = [state.own_forward for state in states]
     for state in states:
@@ -121,8 +122,8 @@ def extend(
     buffers, slots = sharded
     state = BlockState(world.schedule, buffers, slots, world.layer_features.replay(layer), zero_level)
     state.recompute = world.layer_features.recompute(use_checkpoint, state)
-    # A `forward` in the instance's __dict__ (set by a patch) would hide the forward of the extended class. Move it to
-    # `own_forward`, which the block calls as the layer's forward.
+    # A `forward` in the instance's __dict__, set by a patch, would hide the forward of the extended class. Move it to
+    # `own_forward`, which the block calls instead of the layer's forward.
     state.own_forward = layer.__dict__.pop("forward", None)
     layer._bmt = state  # pyright: ignore[reportArgumentType]
     layer.__class__ = _extended_class(type(layer))
@@ -130,7 +131,7 @@ def extend(
 
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
-    """Add to `block` the flat buffers and slots of parameters that were put into it after it was sharded.
+    """Add the flat buffers and slots of parameters that were added to `block` after it was sharded.
 
     sharded: the result of `shard_places` for the new parameters.
     """
@@ -154,10 +155,10 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 
 
 def weak_method(method: Callable) -> Callable:
-    """Return a function that calls the bound `method` without keeping its object alive; return other callables as is.
+    """Return a function that calls a bound method without keeping its object alive. Return other callables unchanged.
 
-    For an object that stores one of its own methods: the reference cycle would keep a dropped model in memory until
-    the next garbage collection.
+    This is for an object that stores one of its own methods. The reference cycle would keep a dropped model in memory
+    until the next garbage collection.
     """
     if not inspect.ismethod(method):
         return method
@@ -167,7 +168,7 @@ def weak_method(method: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         alive = owner()
         if alive is None:
-            raise RuntimeError(f"The model of this {function.__name__}() was dropped: keep a reference to the model.")
+            raise RuntimeError(f"The model of this {function.__name__}() was dropped. Keep a reference to the model.")
         return function(alive, *args, **kwargs)
 
     call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]

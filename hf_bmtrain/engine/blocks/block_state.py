@@ -1,4 +1,4 @@
-"""The operations around one block's forward and backward: all-gather, compute, reshard, reduce."""
+"""BlockState: all-gather, compute, reshard and reduce around the forward and backward of one block."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from .schedule import Schedule
 class BlockState:
     """The state of a CheckpointBlock, and the operations around its forward and backward.
 
-    The slots are set to full parameters exactly while the block's forward or backward runs. The block that ran last
-    stays unsharded until another block starts. When a block starts, its neighbour is prefetched.
+    The slots (entries of the modules' parameters) are set to full parameters only while the block's forward or backward
+    runs. The block that ran last stays unsharded until another block starts. When a block starts, its neighbour is
+    prefetched.
 
-    When the block's gradients are reduced depends only on `pending`, and on whether the running backward has reached
-    the block. Both are the same on every rank, unless the model is uneven (see `Negotiation`), whereas different ranks
-    may have gradients for different parameters.
+    The time at which the block's gradients are reduced depends only on `pending`, and on whether the running backward
+    has reached the block. Both are the same on every rank, unless ranks may enter different blocks (see `Negotiation`).
+    It does not depend on which parameters have gradients, because this may differ between ranks.
 
     Attributes:
         schedule: the schedule of the world.
         buffers: the flat buffers of the block's parameters.
         slots: the slots of these parameters in the layer's modules.
-        replay: makes a recomputation find the state that the first forward found.
-        zero_level: 3 frees the full parameters between forward and backward, 2 keeps them.
+        replay: restores, for a recomputation, the state in which the first forward ran.
+        zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
         inputs: keeps the inputs of recomputed forwards until backward; None leaves them where they are.
         previous: the block before this one in the block list.
         next: the block after this one in the block list.
-        own_forward: called instead of the class's forward if not None: the forward that was set on the instance, or a
-            compiled one.
+        own_forward: called instead of the class's forward if not None. It is either a forward that was set on the
+            instance, or a compiled one.
         compiled: whether the forward is compiled.
         eager_forward: `own_forward` before it was compiled.
-        lists_as_tuples: whether a list that the layer returns becomes a tuple.
-        pending: the number of forwards whose backward has not run. The gradients of a block that is called several
-            times are reduced once, when `pending` is 0 again.
+        lists_as_tuples: whether a list that the layer returns is converted to a tuple.
+        pending: the number of forwards whose backward has not run. If a block is called several times, its gradients
+            are reduced once, when `pending` is 0 again.
     """
 
     schedule: Schedule
@@ -64,7 +65,7 @@ class BlockState:
     lists_as_tuples: bool = False
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # the slots are set to full parameters
-    _entered: bool = field(default=False, init=False)  # backward has entered the block; its reduction has not started
+    _entered: bool = field(default=False, init=False)  # backward is in the block and has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether the last training forward is recomputed
 
     @property
@@ -75,7 +76,7 @@ class BlockState:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Unshard the block and run the layer's own forward. Collective.
+        """Unshard the block and run the layer's own forward. Collective: every rank must call it.
 
         layer_forward: the bound forward of the layer's class.
         """
@@ -111,7 +112,7 @@ class BlockState:
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         """Run the layer's forward, and make autograd call `before_backward` and `after_backward` around its backward.
 
-        Returns the outputs, and whether any of them is differentiable.
+        Returns the outputs, and whether at least one of them is differentiable.
         """
         args, kwargs, inputs, filled = leave_backward(self.after_backward, args, kwargs)
         versions = [tensor._version for tensor in inputs]
@@ -125,8 +126,8 @@ class BlockState:
                 filled.restore()
         if versions != [tensor._version for tensor in inputs]:
             raise RuntimeError(
-                "The layer modified one of its inputs in place, which is not supported in a sharded block, because "
-                "backward would miss it. Write `x = x + y` instead of `x += y` in the layer's forward."
+                "The layer modified one of its inputs in place. A sharded block does not support this, because "
+                "backward would not see the change. Write `x = x + y` instead of `x += y` in the layer's forward."
             )
         shown = [buffer.version for buffer in self.buffers]
         outputs, differentiable = enter_backward(self.before_backward, shown, outputs, filled)
@@ -180,10 +181,10 @@ class BlockState:
     # -- recompute by a checkpoint around the block -------------------------------------------------------------
 
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Recompute this block for a checkpoint around it, perhaps before the block's own backward has started.
+        """Recompute this block for a checkpoint around it, possibly before the block's own backward has started.
 
-        Autograd must save the same tensors as in the first forward. So the block runs under torch's checkpoint again if
-        its first forward did.
+        Autograd must save the same tensors as in the first forward. So if the first forward ran under torch's
+        checkpoint, this one does, too.
         """
         closed = not self._open
         if closed:
@@ -191,7 +192,7 @@ class BlockState:
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
             return checkpoint(run, *args, use_reentrant=False) if self._recomputed else run(*args)
-        finally:  # reached by an exception too: torch ends a recomputation early by raising one
+        finally:  # also after an exception, which torch raises to end a recomputation early
             if closed:
                 self.show_local()
                 if self.zero_level == 3:
@@ -200,9 +201,10 @@ class BlockState:
     # -- full and local parameters ------------------------------------------------------------------------------
 
     def unshard(self, neighbour: BlockState | None) -> None:
-        """All-gather the block, prefetch `neighbour`, and set the slots to the full parameters. Collective.
+        """All-gather the block, prefetch `neighbour`, and set the slots to the full parameters.
 
-        The current stream waits for the block's all-gathers only, which are issued before the neighbour's.
+        Collective: every rank must call it. The current stream waits only for the block's own all-gathers, which are
+        issued before the neighbour's.
         """
         self.schedule.open_block(self, neighbour)
         for buffer in self.buffers:
@@ -237,9 +239,9 @@ class BlockState:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
-        """Unshard the block for its backward. Collective.
+        """Unshard the block for its backward. Collective: every rank must call it.
 
-        token: the buffers' versions in forward. Raises RuntimeError if they have changed.
+        token: the versions of the buffers in forward. Raises RuntimeError if a version has changed since.
         """
         self.schedule.join_backward(self)
         self.recompute.backward_begins(recomputed=False)
@@ -256,8 +258,7 @@ class BlockState:
     def after_backward(self) -> None:
         """Set the slots back to local parameters after the backward of one forward.
 
-        If no other forward of the block waits for its backward, also start to reduce the gradients, and reshard the
-        block.
+        If all forwards of the block have had their backward, also start to reduce the gradients, and reshard the block.
         """
         self.show_local()
         if self.pending > 0:
@@ -271,8 +272,8 @@ class BlockState:
     def finish_backward(self) -> None:
         """Reduce and reshard the block at the end of the whole backward, unless `after_backward` has done so.
 
-        `after_backward` has not done so if autograd did not call it, because no input of the block required a gradient,
-        or if the backward did not go through all of the block's forwards.
+        Autograd does not call `after_backward` if no input of the block required a gradient. It also does not reduce if
+        the backward did not go through all of the block's forwards.
         """
         if self._open:
             self.show_local()
@@ -287,12 +288,12 @@ class BlockState:
                 if full.grad is not None:
                     raise RuntimeError(
                         "A block's parameter got a gradient after the block's backward was over, because the parameter "
-                        "is used outside the block's forward. Pass what is shared through the block's inputs and "
+                        "is used outside the block's forward. Pass shared tensors through the block's inputs and "
                         "outputs."
                     )
 
     def abandon_backward(self) -> None:
-        """Reshard the block and drop its gradients, after a backward that raised."""
+        """Reshard the block and drop its gradients, after a backward that raised an exception."""
         self.pending, self._entered = 0, False
         self.show_local()
         self.reshard()

@@ -19,7 +19,7 @@ ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device,
 """Types whose values contain no tensors."""
 _CODE = (torch.nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, types.ModuleType)
 _STATELESS = sys.stdlib_module_names - {"types", "collections"} | {"torch", "numpy"}
-"""Packages whose objects are not searched for tensors (loggers, locks, generators).
+"""Packages whose objects (such as loggers, locks and generators) are not searched for tensors.
 
 `types` is searched because of SimpleNamespace, and `collections` because of its containers.
 """
@@ -31,9 +31,10 @@ def _has_attributes(cls: type) -> bool:
 
 
 def containers_of(value: Any) -> list[Any]:
-    """Return the mutable containers of `value`: itself if it is a list, dict, set or deque, and its `__dict__`.
+    """Return the mutable containers of `value`: the value itself if it is one, and its `__dict__`.
 
-    The `__dict__` of tensors, modules, functions, classes and objects of the packages in `_STATELESS` is left out.
+    Lists, dicts, sets and deques are containers. The `__dict__` of tensors, modules, functions, classes and objects of
+    the packages in `_STATELESS` is not returned.
     """
     own = [value] if isinstance(value, (list, dict, set, deque)) else []
     if not isinstance(value, torch.Tensor) and _has_attributes(type(value)):
@@ -49,7 +50,7 @@ def items_of(container: Any) -> list[Any]:
 
 
 def _nodes(value: Any) -> list[Any] | None:
-    """Return the leaves of `value` if pytree can flatten it, None if pytree regards it as a leaf itself."""
+    """Return the leaves of `value` if pytree can flatten it, or None if pytree treats the value itself as a leaf."""
     leaves = pytree.tree_leaves(value)
     return None if len(leaves) == 1 and leaves[0] is value else leaves
 
@@ -60,7 +61,7 @@ def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Ite
     Args:
         values: the values to search.
         seen: ids of containers to skip. The id of each container that is searched is added.
-        strange: objects that cannot be searched are appended to it.
+        strange: objects that cannot be searched are appended to this list.
     """
     for value in values:
         if type(value) in ATOMS:
@@ -83,13 +84,13 @@ def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Ite
 
 
 def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
-    """Return `value` with the tensors that `table` lists replaced, at any depth.
+    """Replace tensors in `value`, at any depth, by those in `table`, and return the result.
 
-    Lists, dicts, deques and attributes of objects are modified in place, tuples are copied, sets stay as they are.
+    Lists, dicts, deques and attributes of objects are modified in place, tuples are copied, and sets do not change.
 
     Args:
         value: the value to search.
-        table: the new tensors, by the id of the tensor that each replaces.
+        table: the new tensors, by the id of the tensor that each of them replaces.
         seen: as in `tensors_in`.
     """
     if type(value) in ATOMS:
@@ -113,7 +114,7 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
         items = [exchange(item, table, seen) for item in value]
         if all(map(is_, items, value)):
             return value
-        make = getattr(value, "_make", type(value))  # a named tuple has _make
+        make = getattr(value, "_make", type(value))  # named tuples have `_make`
         return make(items)
     if _nodes(value) is None:
         return value

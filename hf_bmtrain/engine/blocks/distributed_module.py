@@ -1,4 +1,4 @@
-"""DistributedModule: a module whose root parameters are all-gathered when they are read inside a forward."""
+"""DistributedModule: a module whose own parameters, outside blocks, are all-gathered when a forward reads them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .schedule import ForwardPass, Schedule
 from .sharded_module import ShardedModule, extend_class
 
 _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
-"""Methods of models that users call instead of the model itself, to run a part of its forward."""
+"""Methods that users call instead of the model itself, to run a part of its forward."""
 
 
 def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
-    """Return `outputs`, with every view of a root parameter replaced by a copy: the full buffer may be freed next."""
+    """Return `outputs` with views of root parameters replaced by copies, because the full buffers may be freed next."""
     if torch.compiler.is_compiling() or not any(reader.unwatched for reader in forward_pass.readers):
         return outputs
     if not any(isinstance(leaf, torch.Tensor) and forward_pass.holds(leaf) for leaf in pytree.tree_leaves(outputs)):
@@ -38,12 +38,12 @@ def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
 class DistributedModule(ShardedModule):
     """A module whose DistributedParameters are full parameters when they are read inside a forward.
 
-    "Inside a forward" is during a call of this or an enclosing DistributedModule, or during a recomputation in
-    backward. After `auto_wrap` it is also during a call of the methods `forward_...`, `get_..._features`, and
-    `generate` if the model has its own. The first read in a forward pass all-gathers the parameter's buffer, so every
-    rank must read it. The full buffer is freed when backward no longer needs it, or after the forward if no output
-    requires a gradient. A read anywhere else returns the DistributedParameter itself, without communication; call
-    `parameter.gather()` on all ranks for the full values.
+    A read is inside a forward during a call of this module or of a DistributedModule that contains it, and during a
+    recomputation in backward. After `auto_wrap` this is also the case during calls of the methods `forward_...` and
+    `get_..._features`, and of `generate` if the model defines it. The first read in a forward pass all-gathers the
+    parameter's buffer, so every rank must read it. The full buffer is freed when backward no longer needs it, or after
+    the forward if no output requires a gradient. A read anywhere else returns the DistributedParameter itself, without
+    communication. To get the full values there, call `parameter.gather()` on all ranks.
 
     Args:
         *args: passed to the next base class, usually torch.nn.Module.
@@ -58,7 +58,7 @@ class DistributedModule(ShardedModule):
         world = current_world()
         self.__dict__["_schedule"] = world.schedule
         if world.size > 1:
-            self.__dict__["_is_fsdp_managed_module"] = True  # for transformers, see `keep_ranks_together`
+            self.__dict__["_is_fsdp_managed_module"] = True  # transformers reads this, see `keep_ranks_together`
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -71,7 +71,7 @@ class DistributedModule(ShardedModule):
         return self._run(super().__call__, args, kwargs)
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call `function`, the forward of this module or a part of it, so that reads of parameters all-gather them."""
+        """Call `function`, the forward of this module or a part of it, so that reading a parameter all-gathers it."""
         schedule = self._schedule
         if schedule.in_forward:
             with self._watch_own():
@@ -94,16 +94,16 @@ class DistributedModule(ShardedModule):
             if differentiable:
                 return outputs
             if self._uneven and any(parameter.requires_grad for parameter in self.parameters()):
-                # Only other ranks train a part of the model in this step. Their backward needs this rank's.
+                # In this step, only other ranks train a part of the model. Their backward needs this rank's backward.
                 return anchor_backward(forward_pass.before_backward, token, outputs)
         forward_pass.reshard()
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
-        """Return `on_demand.watch` of the buffers of this module's own parameters; a null context if it has children.
+        """Return `on_demand.watch` of the buffers of this module's own parameters. Null context if it has children.
 
-        Inside `watch` no other module may read these buffers. A module without children calls no other module, so its
-        forward satisfies this. Without grad mode, autograd saves nothing, and the context is null too.
+        Inside `watch`, no other module may read these buffers. A module without children calls no other module, so this
+        is guaranteed. The context is also null if gradients are disabled, because autograd then saves nothing.
         """
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
@@ -114,14 +114,14 @@ class DistributedModule(ShardedModule):
     # -- weights in and out -------------------------------------------------------------------------------------
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        self._schedule.discard_failed_backward()  # a backward that raised may have left full parameters in the slots
+        self._schedule.discard_failed_backward()  # a backward that raised an error may have left full parameters in it
         return super().named_parameters(*args, **kwargs)
 
     def _slots(self) -> list[Slot]:
         return find_slots([self])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
-        # Registered only now, so that it runs after the user's hooks, which may rename keys.
+        # Registered here, so that it runs after the user's hooks, which may rename keys.
         slicing = self.register_load_state_dict_pre_hook(shard_on_load)
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
@@ -139,8 +139,8 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
 @functools.cache
 def _distributed_class(cls: Any) -> type[torch.nn.Module]:
     parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(getattr(cls, name))]
-    # Wrap `generate` only if the model defines it, since it may read parameters. The one that models inherit from
-    # transformers (it has the argument synced_gpus) only calls the model.
+    # Wrap `generate` only if the model defines it, because it may then read parameters. The `generate` that models
+    # inherit from transformers (it has the argument synced_gpus) only calls the model.
     if "generate" in parts and "synced_gpus" in inspect.signature(cls.generate).parameters:
         parts.remove("generate")
     return extend_class(DistributedModule, cls, {name: _part(getattr(cls, name)) for name in parts})
@@ -155,7 +155,7 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """An `init_method` for DistributedParameter: calls a function on the tensor, with fixed further arguments.
+    """An `init_method` for DistributedParameter, which calls a function of the tensor with fixed further arguments.
 
     Args:
         function: a function that fills a tensor in place, such as torch.nn.init.normal_.
@@ -177,9 +177,10 @@ class ParameterInitializer:
 
 @torch.no_grad()
 def init_parameters(model: torch.nn.Module) -> None:
-    """Initialize every DistributedParameter that has an `init_method`; all ranks get rank 0's values. Collective.
+    """Initialize every DistributedParameter that has an `init_method`. All ranks get rank 0's values.
 
-    Parameters without one keep their values. Hugging Face models need no call, because they initialize themselves.
+    Collective: every rank must call it. Other parameters keep their values. Hugging Face models do not need this call,
+    because they initialize themselves.
 
     Args:
         model: the model whose parameters are initialized.
@@ -204,7 +205,7 @@ def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, lis
 
     Returns:
         An iterator over (group, parameters), in the order in which the groups first occur. The group is None for
-        parameters without one. Each parameter occurs once.
+        parameters that have none. Each parameter occurs once.
 
     Example::
 

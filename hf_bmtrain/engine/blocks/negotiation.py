@@ -1,4 +1,4 @@
-"""Agreement on the next collective, for models of which ranks may enter different blocks."""
+"""Negotiation: ranks that may enter different blocks of a model agree on the next collective."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 FORWARD, EVALUATION, BACKWARD = (
     code(f"next operation of a {kind}", 0) for kind in ("forward", "forward without gradients", "backward")
 )
-"""The entries of requests in the collective log, so that ranks in different passes are found."""
-_UNITS = 1 << 30  # more than all blocks and root buffers of a world
-_STRIDE = 1 << 20  # more than the buffers of a block
+"""The entries of requests in the collective log. They differ, so that ranks in different passes are noticed."""
+_UNITS = 1 << 30  # greater than the number of blocks and root buffers of a world
+_STRIDE = 1 << 20  # greater than the number of buffers of a block
 _SPACE = _UNITS * _STRIDE
 _END = 6 * _SPACE
 
 
 class _Requests(NamedTuple):
-    """The numbers of the requests for one buffer: its all-gather in a forward or a backward, and its reduction."""
+    """The numbers of the requests for one buffer: its all-gathers in a forward and in a backward, and its reduction."""
 
     forward: int
     backward: int
@@ -38,18 +38,20 @@ class _Requests(NamedTuple):
 class Negotiation:
     """Ranks that enter different blocks agree, before each collective of a forward or backward, which one is next.
 
-    A rank requests the operation that it needs. The smallest request of all ranks is granted. The ranks that made it
-    continue with that operation. The others take part in it and then repeat their request: in an all-gather without
-    using the result, in a reduction with the gradients that they have, which are zeros if they have not entered the
-    block. A rank at the end of its forward or backward takes part until all ranks are there.
+    A rank requests the operation that it needs. The smallest request of all ranks is granted. The ranks that made this
+    request continue with the operation. The other ranks take part in it and then repeat their own request. In an
+    all-gather, they do not use the result. In a reduction, they send the gradients that they have, which are zeros if
+    they have not entered the block. A rank at the end of its forward or backward takes part until all ranks are there.
 
-    The order of the requests does not change what is computed: each rank's operations are granted in its own order, and
-    if a buffer is reduced twice, the second mean is added to the first. It only decides how often a buffer is gathered
-    or reduced twice, because ranks need it at different times. In a forward it is the order of the model's modules,
-    except that the longest list of blocks comes last, because what only some ranks enter (an image tower) usually
-    precedes it. In a backward, the gathers of root buffers come first. Blocks follow in the opposite order: a block's
-    gather, which may be a prefetch, comes before the reduction of the block whose backward precedes it, and before its
-    own. The reductions of root buffers come last.
+    The order of the requests does not change the results: each rank's operations are granted in its own order, and if a
+    buffer is reduced twice, the second mean is added to the first. The order only decides how often a buffer is
+    gathered or reduced twice because ranks need it at different times.
+
+    In a forward, the order is that of the model's modules, except that the longest list of blocks comes last. Modules
+    that only some ranks enter (such as an image tower) usually precede this list. In a backward, the all-gathers of
+    root buffers come first. The blocks follow in the opposite order. A block's all-gather, which may be a prefetch,
+    precedes its own reduction and also the reduction of the block before it in the backward. The reductions of root
+    buffers come last.
     """
 
     def __init__(self, control: ObjectComm, reduce: Callable[[list[GradientBuffer]], None]) -> None:
@@ -57,17 +59,17 @@ class Negotiation:
 
         Args:
             control: exchanges the requests.
-            reduce: starts the reduction of gradients of one block, or of one root buffer. Collective.
+            reduce: starts the reduction of gradients of one block, or of one root buffer. It is collective.
         """
         self._control, self._reduce = control, reduce
         self._units = 0
-        self._requests: dict[int, _Requests] = {}  # by the number of the buffer
-        self._served: dict[int, Callable[[], None]] = {}  # by request
+        self._requests: dict[int, _Requests] = {}  # the requests for each buffer, by the number of the buffer
+        self._served: dict[int, Callable[[], None]] = {}  # by request: takes part in the operation
 
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]
     ) -> None:
-        """Add a model, or update it after buffers were added to it. Every rank calls this with the same buffers.
+        """Register a model, or update it after buffers were added to it. Every rank passes the same buffers.
 
         Args:
             buffers: the model's flat buffers, in the order of its modules.
@@ -84,7 +86,10 @@ class Negotiation:
             self._units += 1
 
     def _add(self, buffer: ShardedBuffer, block: BlockState | None, index: int) -> None:
-        """Add one buffer. index: its position among the buffers of its block."""
+        """Add one buffer.
+
+        index: the position of the buffer among the buffers of its block.
+        """
         place = self._units * _STRIDE + index
         if block is None:
             requests = _Requests(place, place, 4 * _SPACE + place)
@@ -95,7 +100,7 @@ class Negotiation:
         here, owner = weakref.ref(buffer), None if block is None else weakref.ref(block)
 
         def serve_gather() -> None:
-            with torch.enable_grad():  # the rank that needs the buffer logs the all-gather so too
+            with torch.enable_grad():  # for the log: the rank that needs the buffer uses this grad mode, too
                 _alive(here).take_part()
 
         def serve_reduction() -> None:
@@ -108,9 +113,10 @@ class Negotiation:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
-        """Return when the ranks have agreed on the all-gather of `buffer`, which the caller must issue now.
+        """Return when the ranks have agreed on the all-gather of `buffer`. The caller must issue it now.
 
-        Collective. Does nothing if no collective is needed, or if the buffer's model was not registered.
+        Collective: every rank must call it. Does nothing if no collective is needed, or if the buffer's model was not
+        registered.
 
         Args:
             buffer: the buffer.
@@ -121,26 +127,28 @@ class Negotiation:
             self._agree(requests.backward if entry == BACKWARD else requests.forward, entry)
 
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
-        """Return when the ranks have agreed on the reduction of `gradients`, which the caller must start now.
+        """Return when the ranks have agreed on the reduction of `gradients`. The caller must start it now.
 
-        Collective. Does nothing if there are none, or if their model was not registered.
+        Collective: every rank must call it. Does nothing if `gradients` is empty, or if their model was not registered.
         """
         if gradients and (requests := self._requests.get(gradients[0].number)) is not None:
             self._agree(requests.reduction, BACKWARD)
 
     def reduction_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return the position of a participant of a backward among those that are finished at its end.
+        """Return the position of a participant in the order in which a backward finishes them at its end.
 
-        buffers: its buffers.
+        buffers: the participant's buffers.
         """
         return min((found.reduction for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def gather_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return the position of root buffers among those that are gathered at the beginning of a backward."""
+        """Return the position of root buffers in the order in which a backward gathers them when it begins."""
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def finish(self, entry: int) -> None:
-        """Take part in what other ranks need, until all have reached the end of their pass. Collective.
+        """Take part in the operations of other ranks until all ranks have reached the end of their pass.
+
+        Collective: every rank must call it.
 
         entry: the pass that ends: FORWARD, EVALUATION or BACKWARD.
         """
@@ -158,5 +166,7 @@ Owned = TypeVar("Owned")
 def _alive(reference: weakref.ref[Owned]) -> Owned:
     found = reference()
     if found is None:
-        raise RuntimeError("Another rank computes with a part of a model that this rank has dropped.")
+        raise RuntimeError(
+            "Another rank computes with a part of a model that this rank has dropped. Keep the model on every rank."
+        )
     return found

@@ -1,4 +1,4 @@
-"""Observers: they are told about the steps of a world, and do not change them."""
+"""Observers: objects that are called at certain events of a world's training steps, and do not change the steps."""
 
 from __future__ import annotations
 
@@ -15,51 +15,53 @@ if TYPE_CHECKING:  # at run time, this folder must not import engine/optim
 
 
 class Observer:
-    """Is told about the forwards, backwards and steps of a world. A subclass overrides the methods of some events.
+    """Base class of observers of the forwards, backwards and steps of a world. Subclasses override some methods.
 
     `Schedule.observe` adds an observer to a world.
 
     Attributes:
-        position: the observers of an event are called in ascending order of `position`.
+        position: at each event, observers are called in ascending order of `position`.
     """
 
     position = 50
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before each forward of a wrapped model, except in a recomputation or a rehearsal."""
+        """Called before each forward of a wrapped model, except in recomputations and rehearsals (trial forwards)."""
 
     def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
         """Called before a gradient is averaged over the ranks.
 
         Args:
-            gradient: the GradientBuffer of the flat buffer that has the parameter.
+            gradient: the GradientBuffer of the flat buffer that contains the parameter.
             index: the index of the parameter in the flat buffer.
             values: this rank's gradient of the full parameter, before averaging.
         """
 
     def end_backward(self) -> None:
-        """Called at the end of a backward, when every `.grad` is set."""
+        """Called at the end of a backward, after every `.grad` is set."""
 
     def end_step(self, manager: OptimManager) -> None:
-        """Called at the end of `manager.step()`. On a GPU, the host does not know yet whether the step was skipped."""
+        """Called at the end of `manager.step()`. On a GPU, the host does not yet know if the step was skipped."""
 
     def explain_skip(
         self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor
     ) -> str | None:
-        """Return a text that explains why the last step of `manager` was skipped, None if unknown. Collective.
+        """Return a text that explains why the last step of `manager` was skipped, or None if unknown.
+
+        Collective: every rank must call it.
 
         Args:
             manager: the manager whose step was skipped.
             parameters: the parameters of all optimizers of `manager`.
             counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
-                gradient; -1 if the gradient was freed before the host knew that the step had been skipped.
+                gradient; -1 if the gradient was freed before the host learned that the step had been skipped.
         """
 
     def out_of_memory(self) -> str | None:
         """Return lines to be added to a torch.OutOfMemoryError, or None."""
 
     def record(self, tensor: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
-        """Called by `record_tensor`, with its arguments, except in a recomputation or a rehearsal."""
+        """Called by `record_tensor` with its arguments, except in recomputations and rehearsals."""
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_") and name != "position")
@@ -67,7 +69,7 @@ Kind = TypeVar("Kind", bound=Observer)
 
 
 class Observers:
-    """The observers of a world. Each attribute holds the observers that override the method of its name, in order."""
+    """The observers of a world. For each event, an attribute lists the observers that override the event's method."""
 
     before_forward: tuple[Observer, ...]
     before_reduce: tuple[Observer, ...]
@@ -90,7 +92,7 @@ class Observers:
         self._sort()
 
     def remove(self, observer: Observer) -> None:
-        """Remove `observer`; do nothing if it was not added."""
+        """Remove `observer`. Do nothing if it was not added."""
         if any(observer is each for each in self._all):
             self._all = [each for each in self._all if each is not observer]
             self._sort()

@@ -1,4 +1,4 @@
-"""Which forwards of a block are recomputed in backward, and how a recomputation reproduces the first forward."""
+"""Decide which forwards of a block are recomputed in backward, and make a recomputation repeat the first forward."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 
 class Recompute:
-    """Decides which training forwards of a block are recomputed in backward: all of them, unless a subclass decides.
+    """Decides which training forwards of a block are recomputed in backward. Here all are; subclasses may choose.
 
     Attributes:
-        fills_cache: whether training forwards may fill a key-value cache, which a recomputation would fill twice: False
-            if any forward may be recomputed.
-        keeps_activations: whether the last training forward kept its activations, so that it is not recomputed.
-            Predictions of memory read it.
+        fills_cache: whether training forwards may fill a key-value cache. It must be False if any forward may be
+            recomputed, because the recomputation would fill the cache a second time.
+        keeps_activations: whether the last training forward kept its activations, and so is not recomputed. Predictions
+            of memory read this attribute.
     """
 
     fills_cache = False
     keeps_activations = False
 
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        """Return whether to recompute, in backward, the training forward that is about to start.
+        """Return whether the training forward that is about to start will be recomputed in backward.
 
-        Called before the block's all-gather. The answers may differ between ranks: they change no collective. Inside
-        saved-tensor hooks, such as those of a checkpoint around the block, the answer must be the same in every call,
-        because the checkpoint repeats the block in the way of the last answer.
+        Called before the block's all-gather. The results may differ between ranks, because they change no collective.
+        Inside saved-tensor hooks, such as those of a checkpoint around the block, the result must be the same in every
+        call, because the checkpoint repeats the block as the last result says.
 
         Args:
             args: the positional arguments of the forward.
@@ -45,11 +45,11 @@ class Recompute:
 
         None stands for contexts that do nothing.
 
-        args, kwargs, pending: as in `recomputes`.
+        args, kwargs, pending: as for `recomputes`.
         """
 
     def backward_begins(self, recomputed: bool) -> None:
-        """Called with False when the block's backward starts, and with True when a recomputation in it starts."""
+        """Called with False when the block's backward starts, and with True when it starts a recomputation."""
 
 
 class _Never(Recompute):
@@ -64,16 +64,16 @@ ALWAYS, NEVER = Recompute(), _Never()
 
 
 class Replay(Protocol):
-    """Makes a recomputation of a layer's forward compute the same as the first run."""
+    """Makes a recomputation of a layer's forward compute the same values as the first forward."""
 
     def record(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return the context of the first run, which yields the snapshot that `restore` needs."""
+        """Return the context of the first forward. It yields the snapshot that `restore` takes."""
         ...
 
     def restore(self, snapshot: Any) -> AbstractContextManager[Any]:
         """Return the context of the recomputation.
 
-        The context may suppress an exception that the layer raises in it, which ends the recomputation early.
+        The context may suppress an exception of the layer, which ends the recomputation early.
         """
         ...
 
@@ -90,13 +90,16 @@ class InputStore(Protocol):
 
 
 class LayerFeatures(Protocol):
-    """Creates those parts of a block that features define; the engine imports none. See `World.layer_features`."""
+    """Creates the parts of a block that features define, so that the engine imports no feature.
+
+    See `World.layer_features`.
+    """
 
     def check(self, use_checkpoint: object) -> None:
         """Raise ValueError if `use_checkpoint` is not a value that the method `recompute` accepts."""
 
     def recompute(self, use_checkpoint: Any, block: BlockState) -> Recompute:
-        """Return the policy for `block` that the user's value of `use_checkpoint` selects."""
+        """Return the recomputation policy of `block` that the user's value of `use_checkpoint` selects."""
         ...
 
     def replay(self, layer: torch.nn.Module) -> Replay:

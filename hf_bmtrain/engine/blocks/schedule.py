@@ -1,4 +1,4 @@
-"""The schedule: which blocks are unsharded, and which reductions are pending, in the current forward and backward."""
+"""Schedule: which blocks are unsharded and which reductions are pending, in the current forward and backward."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class BackwardParticipant(Protocol):
-    """A block, or a buffer of root parameters, that takes part in a backward and must be told when it ends.
+    """A block, or a buffer of root parameters, that takes part in a backward and is called at its end.
 
-    The schedule calls the participants of a backward at its end, in the same order on every rank.
+    The schedule calls the participants of a backward in the same order on every rank.
 
     Attributes:
         buffers: the buffers whose gradients it may reduce.
@@ -40,23 +40,23 @@ class BackwardParticipant(Protocol):
     def buffers(self) -> Sequence[ShardedBuffer]: ...
 
     def finish_backward(self) -> None:
-        """Start the reductions that are still missing, and reshard. Collective."""
+        """Start the reductions that have not started yet, and reshard. Collective: every rank must call it."""
 
     def abandon_backward(self) -> None:
-        """Drop the gradients and reshard, after a backward that raised."""
+        """Drop the gradients and reshard, after a backward that raised an exception."""
 
 
 class ForwardPass:
-    """One forward of the outermost sharded module: what it read and which blocks it called, for its backward.
+    """One forward of the outermost sharded module: the parameters it read and the blocks it called, for its backward.
 
-    While that backward runs, a call of a block in `blocks` is a recomputation, by a checkpoint around the block. A call
-    of any other block is a new forward, which has a backward of its own.
+    While the backward of this forward runs, a call of a block in `blocks` is a recomputation by a checkpoint around the
+    block. A call of any other block is a new forward, which has its own backward.
 
     Attributes:
         readers: a dict whose keys are the OnDemandGathers of the buffers of root parameters that the forward read. The
-            values are True during the forward; `end` sets each to the `unwatched` of its OnDemandGather.
+            values are True during the forward. `end` replaces each by the `unwatched` of its OnDemandGather.
         blocks: the blocks with a differentiable output in this forward.
-        negotiation: by which the ranks agree on each collective, if they may enter different blocks; otherwise None.
+        negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         entry: the entry of these agreements in the collective log.
     """
 
@@ -65,7 +65,7 @@ class ForwardPass:
 
         Args:
             enter: called with this forward pass when a backward reaches the outputs of the forward.
-            negotiation: see the attribute.
+            negotiation: as in the attribute.
         """
         self._enter, self.negotiation = enter, negotiation
         self.entry = FORWARD if torch.is_grad_enabled() else EVALUATION
@@ -75,7 +75,7 @@ class ForwardPass:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def end(self) -> list[int]:
-        """End the forward, and return the versions of the buffers in `readers`, for `before_backward`."""
+        """End the forward, and return the versions of the buffers in `readers`, which `before_backward` takes."""
         self.readers = {reader: reader.unwatched for reader in self.readers}
         return [reader.version for reader in self.readers]
 
@@ -85,20 +85,20 @@ class ForwardPass:
             reader.check_unwritten()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a root parameter that the forward read outside `on_demand.watch`."""
+        """Return whether `tensor` is a view of a root parameter that this forward read outside `on_demand.watch`."""
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
     def reshard(self) -> None:
-        """Reshard the buffers that the forward read. Called if no backward will follow."""
+        """Reshard the buffers that the forward read. Call it if no backward will follow."""
         for reader in self.readers:
             reader.reshard()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
-        """Start the all-gathers of root parameters that backward needs. Collective.
+        """Start the all-gathers of root parameters that backward needs. Collective: every rank must call it.
 
-        token: the result of `end`. Raises RuntimeError if the versions have changed.
+        token: the result of `end`. Raises RuntimeError if a version has changed since.
         """
         if token != [reader.version for reader in self.readers]:
             raise RuntimeError(
@@ -107,14 +107,14 @@ class ForwardPass:
             )
         self._enter(self)
         readers = list(self.readers.items())
-        if (negotiation := self.negotiation) is not None:  # ranks may have read them in different orders
+        if (negotiation := self.negotiation) is not None:  # ranks may have read the buffers in different orders
             readers.sort(key=lambda pair: negotiation.gather_order(pair[0].buffers))
         for reader, unwatched in readers:
             reader.prepare_backward(unwatched)
 
 
 class ForwardDepth:
-    """A context that every layer's and model's forward enters. `depth` is how many run now, one inside the other."""
+    """A context that the forward of every layer and model enters. `depth` is the number of nested forwards now."""
 
     depth = 0
 
@@ -126,15 +126,15 @@ class ForwardDepth:
 
 
 class Schedule:
-    """Decides when blocks are resharded and pending reductions waited for. All blocks of a world share one schedule.
+    """Decides when blocks are resharded and when to wait for reductions. All blocks of a world share one schedule.
 
     Attributes:
         shards: allocates and gathers shards.
         blocks: the reduction of the gradients of blocks.
-        outside: the reduction of the gradients of root parameters.
-        inside: the context of a layer's own forward, be it the first one or a recomputation.
+        outside: the reduction of the gradients of root parameters, which are outside the blocks.
+        inside: the context of a layer's own forward, which may be the first one or a recomputation.
         observers: the observers of this world.
-        negotiation: by which the ranks agree on each collective of uneven models, whose blocks not all ranks enter.
+        negotiation: makes the ranks agree on each collective of models whose blocks not all ranks enter.
         backwards: the number of backwards that have ended.
     """
 
@@ -147,9 +147,9 @@ class Schedule:
         self.backwards = 0
         self._pass: ForwardPass | None = None
         self._calibrates = False
-        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # participants by autograd graph task
-        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, forward passes that its backward reached
-        self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that a dropped model is freed
+        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # participants, by graph task of autograd
+        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task: the forward passes that its backward reached
+        self._left_unsharded: weakref.ref[BlockState] | None = None  # weak: it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
         self._undecided: list[GradientBuffer] = []
@@ -157,7 +157,7 @@ class Schedule:
     # -- observers ----------------------------------------------------------------------------------------------
 
     def observe(self, observer: Observer, owner: object | None = None) -> ObserverHandle:
-        """Add `observer` to this world, until the returned handle removes it or `owner` is freed.
+        """Add `observer` to this world. It is removed by the returned handle, or when `owner` is freed.
 
         owner: an object to which the observer belongs, such as a model.
         """
@@ -165,11 +165,11 @@ class Schedule:
         return ObserverHandle(self.observers, observer, owner)
 
     def observer(self, kind: type[Kind]) -> Kind | None:
-        """Return the first observer that is an instance of `kind`, None if there is none."""
+        """Return the first observer that is an instance of `kind`, or None if there is none."""
         return next((observer for observer in self.observers if isinstance(observer, kind)), None)
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Call the observers' `before_forward`, except in a recomputation or a rehearsal."""
+        """Call the observers' `before_forward`, except in recomputations and rehearsals."""
         if not self.repeats:
             for observer in self.observers.before_forward:
                 observer.before_forward(model, args, kwargs)
@@ -178,7 +178,7 @@ class Schedule:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of shards and of receive buffers for gradients that torch's memory statistics do not include."""
+        """Number of bytes of shards and gradient receive buffers that torch's memory statistics do not include."""
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def explain_shortage(self, error: BaseException) -> None:
@@ -195,20 +195,26 @@ class Schedule:
             add_note("\n".join(lines))
 
     def free_dropped(self) -> None:
-        """Free memory outside torch's allocator, if it belongs to models that every rank has dropped. Collective."""
+        """Free memory outside torch's allocator that belongs to models which every rank has dropped.
+
+        Collective: every rank must call it.
+        """
         self.shards.free_dropped()
         if not self.shards.mapped_bytes:
             self.blocks.free()
 
     def wait_for_readers(self) -> None:
-        """Make the current stream wait until no rank reads shards, so that they may be written. Collective."""
+        """Make the current stream wait until no rank reads shards, so that they may be written.
+
+        Collective: every rank must call it.
+        """
         self.shards.wait_for_readers()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     @property
     def in_forward(self) -> bool:
-        """True inside a forward, where reading a root parameter all-gathers it."""
+        """True inside a forward. Reading a root parameter there all-gathers it."""
         return self.inside.depth > 0
 
     @property
@@ -218,14 +224,14 @@ class Schedule:
 
     @property
     def repeats(self) -> bool:
-        """True while a forward is repeated: recomputed in backward, or rehearsed before the real one."""
+        """True while a forward is repeated: recomputed in backward, or rehearsed before the real forward."""
         return self._calibrates or self.in_backward
 
     @contextmanager
     def forward(self, uneven: bool) -> Iterator[ForwardPass]:
         """Run the outermost forward of a model inside this context, which yields its ForwardPass.
 
-        uneven: whether the ranks may enter different blocks of the model. They all end the context together then.
+        uneven: whether the ranks may enter different blocks of the model. If so, they all leave the context together.
         """
         self.discard_failed_backward()
         if uneven:
@@ -242,9 +248,9 @@ class Schedule:
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
-        """Run a rehearsal inside this context: a forward without a backward, before the real forward.
+        """Run a rehearsal inside this context, that is, a forward without a backward, before the real forward.
 
-        At the end of the context, buffers of root parameters that only the rehearsal has read are resharded.
+        At the end of the context, the buffers of root parameters that only the rehearsal has read are resharded.
         """
         outer = {} if self._pass is None else self._pass.readers
         with self.forward(self._pass is not None and self._pass.negotiation is not None) as own:
@@ -267,30 +273,30 @@ class Schedule:
             self._pass.blocks.add(block)
 
     def gather(self, buffer: ShardedBuffer) -> None:
-        """Start the all-gather of `buffer`, unless it is unsharded.
+        """Start the all-gather of `buffer`, unless it is unsharded. Collective: every rank must call it.
 
-        Collective. If the forward or backward is negotiated, ranks may call it for different buffers.
+        If the ranks negotiate the collectives of this forward or backward, they may call this for different buffers.
         """
         entry = self.negotiated
         if entry is None:
             buffer.gather()
             return
         self.negotiation.before_gather(buffer, entry)
-        with torch.enable_grad():  # the grad mode is in the log, and ranks may differ in it inside a pass
+        with torch.enable_grad():  # the log contains the grad mode, and ranks may differ in it inside a pass
             buffer.gather()
 
     @property
     def negotiated(self) -> int | None:
-        """The entry of the agreements in the collective log if each collective is negotiated now, otherwise None."""
+        """The log entry of agreements, if each collective is negotiated now; otherwise None."""
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
             return BACKWARD if uneven else None
         return None if self._pass is None or self._pass.negotiation is None else self._pass.entry
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
-        """Reshard the blocks that are unsharded, except `block`, which starts now, and `prefetched`.
+        """Reshard all unsharded blocks, except `block`, which starts now, and `prefetched`.
 
-        prefetched: the neighbour that is gathered next, remembered so that a later call reshards it.
+        prefetched: the neighbour that is gathered next. It is remembered, so that a later call reshards it.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -299,7 +305,7 @@ class Schedule:
         self._left_unsharded, self._prefetched = None, None if prefetched is None else weakref.ref(prefetched)
 
     def leave_unsharded(self, block: BlockState) -> None:
-        """Leave `block` unsharded until another block starts, because the next one to start may be `block` again."""
+        """Leave `block` unsharded until another block starts, because the next block to start may be `block` again."""
         if self._left_unsharded is not None:
             kept = self._left_unsharded()
             if kept is not None and kept is not block:
@@ -309,9 +315,9 @@ class Schedule:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def join_backward(self, member: BackwardParticipant) -> None:
-        """Add a participant to the running backward. The first one queues the callback `_end_backward`.
+        """Add a participant to the running backward. The first call queues the callback `_end_backward`.
 
-        Participants are stored by autograd's graph task, because a backward that runs inside another one (of a
+        Participants are stored by autograd's graph task, because a backward that runs inside another one (for a
         reentrant checkpoint) ends before the outer one.
         """
         self._members_of(current_graph_task())[member] = None
@@ -333,24 +339,27 @@ class Schedule:
     def was_recorded(self, block: BackwardParticipant) -> bool | None:
         """Return whether `block` was recorded in a forward pass whose outputs a running backward has reached.
 
-        None if there is no such forward pass: the block was called outside a model, or backward started from an
-        activation inside the model.
+        Returns None if there is no such forward pass. This happens if the block was called outside a model, or if
+        backward started from an activation inside the model.
         """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None
 
     def is_member(self, member: BackwardParticipant) -> bool:
-        """Return whether `member` takes part in a backward that has not ended; the one ending now does not count."""
+        """Return whether `member` takes part in a backward that has not ended and is not ending now."""
         return any(member in members for members in self._members.values())
 
     @torch.no_grad()
     def _end_backward(self, task: int) -> None:
-        """End the backward of graph task `task`: finish all reductions and set every `.grad`. Collective."""
+        """End the backward of graph task `task`: finish all reductions and set every `.grad`.
+
+        Collective: every rank must call it.
+        """
         self.open_block(None, None)
         members = self._members.pop(task)
         uneven = any(each.negotiation is not None for each in self._passes.get(task, ()))
         ordered = list(members)
-        if uneven:  # ranks may have added them in different orders
+        if uneven:  # the ranks may have added the participants in different orders
             ordered.sort(key=lambda member: self.negotiation.reduction_order(member.buffers))
         try:
             for member in ordered:
@@ -360,7 +369,7 @@ class Schedule:
             self._receive(ahead=0)
             self._decide()
         except BaseException:
-            self._members[task] = members  # for `discard_failed_backward`
+            self._members[task] = members  # needed by `discard_failed_backward`
             raise
         self._passes.pop(task, None)
         self.wait_for_readers()  # so that the optimizer may write the shards
@@ -369,7 +378,7 @@ class Schedule:
             observer.end_backward()
 
     def discard_failed_backward(self) -> None:
-        """Clean up after a backward that raised: drop its gradients, pending reductions included, and reshard.
+        """Clean up after a backward that raised an exception: drop its gradients and pending reductions, and reshard.
 
         Such a backward is recognized by its participants, which are still registered although no backward runs.
         """
@@ -390,29 +399,29 @@ class Schedule:
     # -- pending reductions -------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Wait for earlier reductions until those of at most one block (none with one rank) are still pending.
+        """Wait for earlier reductions until those of at most one block (with one rank, of none) are pending.
 
-        Called before a block's backward creates gradients of its own. The caller must issue the all-gathers that
-        overlap that backward before this call; otherwise they are delayed by the wait.
+        Call this before a block's backward creates gradients. Issue the all-gathers that should overlap with that
+        backward before this call; otherwise the wait delays them.
         """
         self._receive(self.blocks.ahead)
 
     def receive_all(self) -> None:
-        """Wait for all pending reductions, and set the `.grad`s of the local parameters."""
+        """Wait for all pending reductions, and set the `.grad` of the local parameters."""
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
-        """Start to average `gradients`, those of one block, over the ranks. Collective.
+        """Start to average `gradients`, which belong to one block, over the ranks. Collective: every rank must call it.
 
-        First waits for earlier reductions, like `make_room`. Later calls wait for all of `gradients` or for none. Of an
-        uneven model, first takes part in what other ranks need.
+        First waits for earlier reductions, like `make_room`. Later calls wait for all of `gradients` or for none of
+        them. If collectives are negotiated, this rank first takes part in the operations of other ranks.
         """
         if self.negotiated is not None:
             self.negotiation.before_reduction(gradients)
         self._start(gradients)
 
     def _start(self, gradients: list[GradientBuffer]) -> None:
-        # If negotiated, nothing is left to `make_room`, which not all ranks call: gradient hooks may be collective.
+        # Gradient hooks may be collective. If negotiated, wait here, because not all ranks call `make_room`.
         self._receive(self.blocks.ahead if self.negotiated is None else 0)
         for gradient in gradients:
             if gradient.is_pending:
@@ -425,7 +434,7 @@ class Schedule:
             self._pending.append(gradients)
 
     def _receive(self, ahead: int) -> None:
-        """Wait for pending reductions, except those of the last `ahead` calls of `send`, and set the `.grad`s."""
+        """Wait for pending reductions, except those of the last `ahead` calls of `send`, and set `.grad` attributes."""
         while len(self._pending) > ahead:
             for gradient in self._pending[0]:
                 if gradient.receive():
@@ -433,7 +442,7 @@ class Schedule:
             self._pending.popleft()
 
     def _decide(self) -> None:
-        """Set the `.grad`s, not set by `receive`, of parameters that this rank did not use but another rank did."""
+        """Set the `.grad` of parameters that this rank did not use but another rank did. `receive` did not set it."""
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:
             gradient.decide()

@@ -1,4 +1,4 @@
-"""The base class of modules with sharded parameters, and the extension of a module's class in place."""
+"""ShardedModule: the base class of modules with sharded parameters. Also extends a module's class in place."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..tensors.tensor import barrier_outside
 class RefuseDataParallel:
     """The value of `ShardedModule._ddp_params_and_buffers_to_ignore`.
 
-    DistributedDataParallel iterates over it, which raises RuntimeError. Reading the attribute is harmless.
+    DistributedDataParallel iterates over it, which raises RuntimeError. Reading the attribute has no effect.
     """
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise RuntimeError(
             "DistributedDataParallel was applied to a model that hf_bmtrain has sharded. It would overwrite every "
-            "rank's shards with rank 0's. Remove it: the model averages its gradients itself. If your script does not "
-            "apply it, the installed accelerate does, and is too old: pip install 'accelerate>=1.14'."
+            "rank's shards with rank 0's. Remove it, because the model averages its gradients itself. If your script "
+            "does not apply it, the installed accelerate does, and is too old: pip install 'accelerate>=1.14'."
         )
 
 
@@ -36,15 +36,15 @@ class ShardedModule(torch.nn.Module):
     """A module with sharded parameters, whose gradients are reduced without DistributedDataParallel.
 
     `_is_accelerate_prepared` prevents Accelerate from adding DistributedDataParallel. If it is added nevertheless, its
-    constructor iterates over `_ddp_params_and_buffers_to_ignore`, which raises.
+    constructor iterates over `_ddp_params_and_buffers_to_ignore`, which raises RuntimeError.
     """
 
-    _extends: ClassVar[Any]  # set on a generated subclass: the user's class that it extends
+    _extends: ClassVar[Any]  # set on a generated subclass to the user's class that it extends
     _is_accelerate_prepared = True
     _ddp_params_and_buffers_to_ignore = RefuseDataParallel()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Do not call the user's __init_subclass__ for a generated class: it may register or count subclasses.
+        # Do not call the user's __init_subclass__ for a generated class, because it may register or count subclasses.
         if "_extends" not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
@@ -58,12 +58,14 @@ class ShardedModule(torch.nn.Module):
         raise NotImplementedError
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
-        """Return full tensors on the CPU, under the module's usual keys; tied weights stay tied. Collective.
+        """Return full tensors on the CPU under the module's usual keys. Tied weights stay tied.
+
+        Collective: every rank must call it.
 
         Args:
             *args: as in torch.nn.Module.
-            destination: as in torch.nn.Module: a dict to be filled.
-            prefix: as in torch.nn.Module: put before every key.
+            destination: a dict to be filled, as in torch.nn.Module.
+            prefix: added before every key, as in torch.nn.Module.
             keep_vars: ignored, because the tensors are copies without gradients.
         """
         outermost = destination is None
@@ -76,7 +78,7 @@ class ShardedModule(torch.nn.Module):
         return destination.plain() if outermost else destination
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Load full tensors; each rank copies its own elements of them. Collective.
+        """Load full tensors. Each rank copies only its own elements. Collective: every rank must call it.
 
         Args:
             state_dict: the full tensors, the same on every rank.
@@ -84,7 +86,7 @@ class ShardedModule(torch.nn.Module):
             **kwargs: as in torch.nn.Module.
 
         Raises:
-            RuntimeError: the ranks pass different parameters (nothing is changed then); or as in torch.nn.Module.
+            RuntimeError: the ranks pass different parameters, and nothing was changed. Also as in torch.nn.Module.
         """
         check_full_tensors(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)
@@ -94,13 +96,16 @@ class ShardedModule(torch.nn.Module):
             return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo):
-        """Return a deep copy that is not sharded and has full parameters, for example to wrap it anew. Collective."""
+        """Return a deep copy with full parameters that is not sharded, for example to wrap it again.
+
+        Collective: every rank must call it.
+        """
         return _plain_copy(self, memo)
 
     def __reduce_ex__(self, protocol) -> NoReturn:
         raise RuntimeError(
-            f"A sharded {type(self).__name__} cannot be pickled: torch.save(model) would save one rank's shards only. "
-            "Save its weights with bmt.save(model, file) or model.save_pretrained(folder), called on all ranks."
+            f"A sharded {type(self).__name__} cannot be pickled, because torch.save(model) would save only one rank's "
+            "shards. Save its weights with bmt.save(model, file) or model.save_pretrained(folder), called on all ranks."
         )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
@@ -112,10 +117,10 @@ class ShardedModule(torch.nn.Module):
 
 
 def moved(name: str, module: torch.nn.Module) -> RuntimeError:
-    """Return the error for a sharded parameter that `module` registers under a new name, `name`."""
+    """Return the error for a sharded parameter that `module` registers under the new name `name`."""
     return RuntimeError(
         f"'{name}' in {type(module).__name__} is a sharded weight under a new name. torch.nn.utils.prune and "
-        "spectral_norm rename the weights that they change, and would then read this rank's elements only. Prune and "
+        "spectral_norm rename the weights that they change, and would then read only this rank's elements. Prune and "
         "parametrize the model before auto_wrap."
     )
 
@@ -123,13 +128,14 @@ def moved(name: str, module: torch.nn.Module) -> RuntimeError:
 def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     """Return a subclass of `base` and `cls` with `methods`, and with the name, module and docstring of `cls`.
 
-    The caller creates one class for each `cls`, not for each module, because torch.compile compiles once per class.
+    The caller should create one class for each `cls`, not for each module, because torch.compile compiles once per
+    class.
     """
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass = type(cls)
     if _begins_without_dict(cls):
         # Python allows assigning `__class__` only if the object layout comes from `cls`, so `cls` must be the first
-        # base. The method resolution order is still the one of the usual bases (base, cls).
+        # base. The method resolution order remains that of the usual bases (base, cls).
         order = metaclass(cls.__name__, (base, cls), dict(names)).__mro__[1:]
         ordered: Any = type(metaclass.__name__, (metaclass,), {"mro": lambda extended: [extended, *order]})
         return ordered(cls.__name__, (cls, base), {**names, **methods})
@@ -148,11 +154,13 @@ def _begins_without_dict(cls: Any) -> bool:
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
 _ADDED = ("_schedule", "_bmt", "_uneven", "_is_fsdp_managed_module")
-"""Attributes that sharding sets on instances, besides hooks and methods."""
+"""Attributes that sharding adds to instances, besides hooks and methods."""
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of `module` that has full parameters and nothing that sharding has added. Collective.
+    """Return a deep copy of `module` with full parameters and without everything that sharding has added.
+
+    Collective: every rank must call it.
 
     memo: the argument of `__deepcopy__`, {id(original): copy}.
     """
@@ -168,7 +176,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
             parameter.mark(copied)
             memo[id(parameter)] = full
     made = []
-    for each in modules:  # make all copies before filling any of them, because their attributes refer to each other
+    for each in modules:  # make all copies before filling any, because their attributes refer to each other
         cls = own_class(each)
         made.append(cls.__new__(cls))
         memo[id(each)] = made[-1]
@@ -183,7 +191,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # A class that an extension has generated for a layer also has `_extends`, but is no ShardedModule, so it stays.
+    # A class that an extension has generated for a layer also has `_extends`. It is not a ShardedModule, so it stays.
     while "_extends" in vars(cls) and issubclass(cls, ShardedModule):
         cls = cls._extends
     return cls
@@ -196,7 +204,7 @@ def _is_copied_here(module: torch.nn.Module) -> bool:
 
 
 def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Return a module's attributes as they would be if it had not been sharded."""
+    """Return the attributes that `module` would have if it had not been sharded."""
     cls, attributes = own_class(module), {}
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_pre_hooks")) and isinstance(value, dict):
@@ -214,9 +222,9 @@ def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
-    """Return whether `value` is a callable (such as a method or hook) that a Python module in `modules` defines.
+    """Return whether `value` is a callable (such as a method or hook) that is defined in one of our Python modules.
 
-    modules: the beginnings of the modules' names.
+    modules: the prefixes of the names of these Python modules.
     """
     if isinstance(value, functools.partial):
         return _is_ours(value.func, modules)
@@ -229,7 +237,7 @@ def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
 
 
 def _replaced_by(method: Any) -> Any:
-    """Return what was set on the instance before our `method` replaced it; None if the class's own method was used."""
+    """Return the value that our `method` replaced on the instance, or None if the class's own method was used."""
     before = getattr(method, "__wrapped__", None)
     owner = getattr(method, "owner", None)
     if owner is None or before is None:

@@ -1,4 +1,4 @@
-"""Check that facts are equal on every rank, such as names and shapes of tensors, options, or the contents of files."""
+"""Check that facts (names and shapes of tensors, options, contents of files) are equal on every rank."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 from .object_comm import ObjectComm
 
 _SHOWN = 5
-"""How many differing facts an error shows."""
+"""The maximum number of differing facts that an error shows."""
 _VALUES, _LENGTH = 4, 300
-"""How many different values an error shows of each fact, and how many characters of each value."""
+"""The maximum number of different values of a fact that an error shows, and of characters of a value."""
 _SAMPLED = 64
-"""How many elements of a tensor a fingerprint reads at the beginning, in the middle and at the end."""
+"""The number of elements that a fingerprint reads at each of the beginning, middle and end of a tensor."""
 
 
 def agree(
     control: ObjectComm, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order. Collective.
+    """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order.
 
-    Strings are compared themselves, other values by their `repr`. If all facts are equal, the ranks only exchange one
-    digest each. Otherwise rank 0 broadcasts its facts, and every rank compares its own with them. The error is the same
-    on every rank and shows, for the first few differences, which ranks have which value.
+    Collective: every rank must call it. Strings are compared themselves, other values by their `repr`. If all facts are
+    equal, each rank only sends one digest. Otherwise rank 0 broadcasts its facts, and every rank compares its own with
+    them. The error is the same on every rank, and shows for the first few differences which ranks have which value.
 
     Args:
         control: exchanges objects between the ranks.
-        occasion: what the ranks are about to do, for the error.
+        occasion: the operation that the ranks are about to start, for the error.
         facts: the values that must be equal, by name.
-        may_differ: values that are not compared, but shown in the error to explain a difference, such as the file that
-            each rank has read. Their names must be the same on every rank.
+        may_differ: values that are not compared, but are shown in the error to explain a difference, such as the file
+            that each rank has read. Their names must be the same on every rank.
     """
     if control.size == 1:
         return
@@ -45,7 +45,7 @@ def agree(
     names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
-    if not count:  # the facts differ only in their order: compare the name at each position, which raises
+    if not count:  # the facts differ only in their order. Compare the names by position, which raises an error
         agree(control, occasion, {f"number {number}": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])
@@ -57,7 +57,7 @@ def agree(
         told.append(f"{name}: {_by_value(column)}")
     raise RuntimeError(
         f"{occasion}: the ranks differ, so training would be wrong. {'; '.join(told)}. "
-        "Every rank must run the same program with the same arguments, files and versions: none of these may depend on "
+        "Every rank must run the same program with the same arguments, files and versions. None of these may depend on "
         "the rank, the host or the time."
     )
 
@@ -67,7 +67,7 @@ def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Say in words which ranks have which value. values: one for each rank, in rank order."""
+    """Return a text that says which ranks have which value. values: one for each rank, in rank order."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -78,7 +78,7 @@ def _by_value(values: Sequence[str]) -> str:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """Return words such as "rank 3 has" or "ranks 0, 2-5 have"."""
+    """Return a text such as "rank 3 has" or "ranks 0, 2-5 have"."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:
@@ -94,9 +94,9 @@ def _digest(text: str) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Return a digest of some of a tensor's elements, to be compared between ranks by `agree`. Waits for the device.
+    """Return a digest of some of a tensor's elements, which `agree` can compare between ranks. Waits for the device.
 
-    Of a tensor with more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, so
+    If a tensor has more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, so
     that little of a memory-mapped file is loaded. Differences in other elements are missed, but weights and optimizer
     states of different steps, seeds or runs differ nearly everywhere.
     """
@@ -109,14 +109,14 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def contents(state: Any, name: str = "") -> dict[str, str]:
-    """Describe the tensors, numbers and strings in nested dicts and lists, to be compared between ranks by `agree`.
+    """Describe the tensors, numbers and strings in nested dicts and lists, for comparison by `agree`.
 
     Args:
         state: a tensor, number, string or None, or nested dicts, lists and tuples of them. Other objects are left out.
         name: the path of `state` in the outermost container, such as "groups.0.lr"; empty for the outermost itself.
 
     Returns:
-        For each path, the shape, dtype and fingerprint of a tensor, or the `repr` of another value.
+        {path: text}. The text is the shape, dtype and fingerprint of a tensor, or the `repr` of another value.
     """
     if isinstance(state, torch.Tensor):
         return {name: f"{tuple(state.shape)} {state.dtype} {fingerprint(state)}"}

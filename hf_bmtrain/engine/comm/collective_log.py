@@ -1,8 +1,8 @@
-"""A log of the operations that this rank has issued to a communicator, to be compared with the logs of other ranks.
+"""A log of the operations that this rank has issued to a communicator, which is compared with other ranks' logs.
 
-Ranks that issue different operations would deadlock or exchange the wrong data. An entry is a number. The log does not
-store the entries, but after each one a digest of all entries so far. An entry can be computed from the digests before
-and after it.
+Ranks that issue different operations would deadlock or exchange the wrong data. An entry is a number that stands for an
+operation. The log does not store the entries. After each entry it stores a digest of all entries so far. An entry can
+be computed from the digests before and after it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""How many of its most recent entries a log can compare. Several training steps of a large model make fewer."""
+"""The number of recent entries that a log can compare. Several training steps of a large model make fewer."""
 SENT = 64
-"""How many of the most recent entries are in an excerpt, which a rank sends to the others."""
+"""The number of recent entries in an excerpt, which a rank sends to the others."""
 _RING = 2 * KEPT
 WORDS = 1 + _RING
 """The size of a log in words of 8 bytes: the number of entries, and a ring of digests."""
@@ -27,7 +27,7 @@ UNKNOWN = "an exchange between the ranks"
 """The description of an exchange of objects whose occasion this rank does not know."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_PARTS = ("all-to-all",)
-"""Collectives whose numbers of elements differ between ranks, so that entries do not have them."""
+"""Collectives whose numbers of elements differ between ranks, so that entries do not contain them."""
 _OF_BUFFERS = (
     "gather of", "gather without gradients of", "preparing the all-gather of", "reduction of the gradient of",
     "change of requires_grad in",
@@ -46,13 +46,13 @@ _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
 
 
 def code(kind: str, number: int) -> int:
-    """Return the entry for an operation: the number that stands for it in a log.
+    """Return the log's entry for an operation, which is a number.
 
     Args:
-        kind: what the operation is, one of `_KINDS`.
-        number: for a collective on a tensor the number of elements; for an operation on a flat buffer the buffer's
-            number; for an exchange of objects or a decision the number that stands for its text; for an all-to-all, and
-            for one of `_OF_PASSES`, 0.
+        kind: the kind of the operation, one of `_KINDS`.
+        number: the number of elements for a collective on a tensor; the buffer's number for an operation on a flat
+            buffer; the number that stands for the text of an exchange of objects or a decision; 0 for an all-to-all and
+            for one of `_OF_PASSES`.
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
@@ -61,8 +61,8 @@ def value_code(kind: str, value: float) -> int:
     """Return the entry for a value that must be equal on all ranks, such as a learning rate.
 
     Args:
-        kind: what the value is for, one of `_OF_VALUES`.
-        value: the value. The entry holds it rounded to float32.
+        kind: the purpose of the value, one of `_OF_VALUES`.
+        value: the value. The entry contains it rounded to float32.
     """
     try:
         (bits,) = _BITS(_FLOAT(value))
@@ -78,7 +78,7 @@ def option_kind(option: str) -> str:
 
 
 def kind_and_number(entry: int) -> tuple[str, int]:
-    """Return the kind and the number of an operation from its entry: the inverse of `code`.
+    """Return the kind and the number of an operation from its entry. This is the inverse of `code`.
 
     For an entry from `value_code`, the number is the bit pattern of the float32 value.
     """
@@ -87,12 +87,12 @@ def kind_and_number(entry: int) -> tuple[str, int]:
 
 
 def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str]) -> str:
-    """Return an entry in words.
+    """Return a description of an entry.
 
     Args:
         entry: the entry, from `code` or `value_code`.
         names: the names of flat buffers, by the buffers' numbers.
-        occasions: what exchanges of objects were for, and what was decided, by the numbers that stand for these texts.
+        occasions: the purposes of exchanges of objects, and the decisions, by the numbers that stand for these texts.
     """
     kind, number = kind_and_number(entry)
     if kind in _OF_ELEMENTS:
@@ -130,7 +130,7 @@ class Excerpt(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first entry in which the logs of two ranks differ, of those that both ranks still store.
+    """The first entry in which the logs of two ranks differ, among the entries that both still store.
 
     Attributes:
         number: the position of the entry in both logs, counted from 1.
@@ -146,19 +146,19 @@ class Difference(NamedTuple):
 
 
 class CollectiveLog:
-    """The operations that this rank has issued to one communicator. Each is one entry.
+    """The operations that this rank has issued to one communicator. Each operation is one entry.
 
-    As every rank must issue the same operations in the same order, the logs of all ranks must be equal. One thread at a
-    time may add entries; any thread may read them.
+    Every rank must issue the same operations in the same order, so the logs of all ranks must be equal. Only one thread
+    at a time may add entries; any thread may read them.
 
     Attributes:
         name: the communicator's name.
         count: the number of entries.
         digest: a hash of all entries, 48 bits.
-        problem: why this rank must stop, such as a difference from another rank; None while nothing is known.
+        problem: why this rank must stop, such as a difference from another rank, or None.
         told: whether an error with `problem` has been raised.
-        explain: takes this log, another rank, and the excerpt of that rank's log, which differs from this one; returns
-            the difference in words, or None if it finds none.
+        explain: a function that takes this log, another rank, and the excerpt of that rank's differing log. It returns
+            a description of the difference, or None if it finds none.
     """
 
     def __init__(self, name: str) -> None:
@@ -167,13 +167,13 @@ class CollectiveLog:
         self.problem: str | None = None
         self.told = False
         self.explain: Callable[[CollectiveLog, int, Excerpt], str | None] = lambda collective_log, rank, theirs: None
-        # The first word is the count. The digest after entry number i is at 1 + i % _RING. torch.compile may
-        # trace `note`, and a list of this size would slow it down. It does not trace into an array or a memoryview.
+        # The first word is the count. The digest after entry number i is at 1 + i % _RING. torch.compile may trace
+        # `note`, and a list of this size would slow it down. It does not trace into an array or a memoryview.
         self._memory: Any = array("Q", bytes(8 * WORDS))
         self._others: list[tuple[int, Any]] = []
 
     def publish(self, memory: memoryview, others: Mapping[int, memoryview]) -> None:
-        """Move this log to shared memory, and from now on compare each new entry with the logs of other ranks there.
+        """Move this log to shared memory, and from now on compare each new entry with other ranks' logs there.
 
         Args:
             memory: WORDS words of 8 bytes, which the other ranks can read.
@@ -183,11 +183,11 @@ class CollectiveLog:
         self._memory, self._others = memory, list(others.items())
 
     def note(self, entry: int) -> None:
-        """Add an entry, made by `code` or `value_code`. Call this before issuing the operation.
+        """Add an entry from `code` or `value_code`. Call this before issuing the operation.
 
         Raises:
             RuntimeError: a problem has been found, or another rank of this host already has a different entry at this
-                position. The operation must not be issued then.
+                position. Then the operation must not be issued.
         """
         if self.problem is not None:
             self.refuse()
@@ -195,7 +195,7 @@ class CollectiveLog:
         digest = self.digest = (self.digest * _FACTOR + entry) & _MASK
         memory = self._memory
         memory[1 + number % _RING] = digest
-        memory[0] = self.count = number  # written last: another rank that sees this count may read the digest
+        memory[0] = self.count = number  # written last, because another rank that sees this count may read the digest
         for rank, theirs in self._others:
             if 0 <= theirs[0] - number < KEPT and theirs[1 + number % _RING] != digest:
                 self.problem = self.problem or self.explain(self, rank, _excerpt(theirs))
@@ -208,7 +208,7 @@ class CollectiveLog:
             raise RuntimeError(self.problem)
 
     def check(self, seconds: float = 0) -> None:
-        """Raise RuntimeError if a problem has been found, or is found within `seconds` by another thread."""
+        """Raise RuntimeError if a problem has been found, or another thread finds one within `seconds`."""
         end = time.monotonic() + seconds
         while self.problem is None and time.monotonic() < end:
             time.sleep(0.1)
@@ -221,7 +221,7 @@ class CollectiveLog:
     def compare(self, theirs: Excerpt) -> Difference | None:
         """Return the first entry in which this log and another rank's excerpt differ.
 
-        Returns None if no difference is found in the entries that both still have.
+        Returns None if there is no difference in the entries that both still store.
         """
         digest, before = theirs.digest, self._digest(theirs.count)
         equal = before == digest
@@ -236,15 +236,15 @@ class CollectiveLog:
         return None
 
     def entry(self, number: int) -> int | None:
-        """Return entry number `number`, counted from 1; None if it does not exist or is no longer stored."""
+        """Return entry number `number`, counted from 1, or None if it does not exist or is no longer stored."""
         digests = [self._digest(number - 1), self._digest(number)]
         return None if None in digests else _entries(digests)[0]  # pyright: ignore[reportArgumentType]
 
     def _digest(self, number: int) -> int | None:
         """Return the digest after entry number `number`, or None if it is not among the last KEPT entries.
 
-        The ring has room for twice as many, so that entries which another thread adds during the call do not overwrite
-        the digest.
+        The ring has twice as much room, so that entries which another thread adds during the call do not overwrite the
+        digest.
         """
         count = self._memory[0]
         return self._memory[1 + number % _RING] if max(0, count - KEPT) <= number <= count else None

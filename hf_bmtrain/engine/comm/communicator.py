@@ -1,7 +1,7 @@
-"""Collectives over flat tensors: the interface, and its implementations by gloo and for one process.
+"""Collectives over flat tensors: the interface, and its implementations with gloo and for one process.
 
 `nccl` implements the interface for GPUs. The operations of a `Communicator` run in the order in which they were issued,
-asynchronously to the computation. Each returns a `Ticket`: wait for it before reading the result or freeing an operand.
+asynchronously to the computation. Each returns a `Ticket`. Wait for it before reading the result or freeing an operand.
 Every rank must issue the operations of all communicators in the same order, from one thread at a time.
 """
 
@@ -20,15 +20,15 @@ import torch.distributed as dist
 from .collective_log import CollectiveLog, code
 from .streams import DONE, Ticket
 
-# torch 2.13 renames the collective and warns about its old name.
+# torch 2.13 renames this collective, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
-_CHECK_SECONDS = 1.0  # how often a waiting rank checks its collective log for a problem
-_DIAGNOSIS_SECONDS = 5.0  # how long to wait for an explanation after an operation failed, since the monitor needs time
+_CHECK_SECONDS = 1.0  # interval at which a waiting rank checks its collective log for a problem
+_DIAGNOSIS_SECONDS = 5.0  # how long to wait for the monitor's explanation after a failed operation
 PATIENCE = 5.0
-"""Seconds that a wait may last beyond the timeout, so that the monitor, which can tell why, reports the timeout
+"""Seconds that a wait may last beyond the timeout. The monitor, which can explain the timeout, thus reports it
 first."""
-_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error comes first
+_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
 
 Ranges = Sequence[tuple[int, int]]
 Groups = Sequence[Sequence[int]]
@@ -36,14 +36,14 @@ Groups = Sequence[Sequence[int]]
 
 
 class Communicator(Protocol):
-    """An ordered queue of collectives between ranks: all of them, or those of a group.
+    """An ordered queue of collectives between all ranks, or the ranks of a group.
 
     Tensors are contiguous and on this rank's device.
 
     Attributes:
-        rank: this rank's number among them.
+        rank: this rank's number among these ranks.
         size: the number of ranks.
-        collective_log: the log of the operations. Callers may add entries that say what the operations are for.
+        collective_log: the log of the operations. Callers may add entries for the purposes of the operations.
     """
 
     rank: int
@@ -51,15 +51,24 @@ class Communicator(Protocol):
     collective_log: CollectiveLog
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        """Fill `full` (size * n,) with the shards (n,) of all ranks, in rank order. Collective."""
+        """Fill `full` (size * n,) with the shards (n,) of all ranks, in rank order.
+
+        Collective: every rank must call it.
+        """
         ...
 
     def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
-        """Average `full` (size * n,) over ranks, and write this rank's part of the mean to `shard` (n,). Collective."""
+        """Average `full` (size * n,) over ranks, and write this rank's part of the mean to `shard` (n,).
+
+        Collective: every rank must call it.
+        """
         ...
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        """Replace `tensor` on every rank by its sum over ranks, or by the maximum if `maximum`. Collective."""
+        """Replace `tensor` on every rank by its sum over ranks, or by the maximum if `maximum`.
+
+        Collective: every rank must call it.
+        """
         ...
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
@@ -67,31 +76,33 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        """Replace `tensor` on every rank by the values of rank `root`. Collective."""
+        """Replace `tensor` on every rank by the values of rank `root`. Collective: every rank must call it."""
         ...
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Ticket:
-        """Send every rank a part of `sent`, and fill `received` with the parts that the ranks send. Collective.
+        """Send every rank a part of `sent`, and fill `received` with the parts that the ranks send.
+
+        Collective: every rank must call it.
 
         Args:
             received: (sum of receive_counts,), written: the parts from all ranks, in rank order.
             sent: (sum of send_counts,), of the same dtype: the parts for all ranks, in rank order.
-            receive_counts: how many elements come from each rank, possibly 0.
-            send_counts: how many elements go to each rank, possibly 0.
+            receive_counts: the number of elements from each rank, possibly 0.
+            send_counts: the number of elements for each rank, possibly 0.
         """
         ...
 
     def unfinished(self) -> bool:
-        """Return whether an operation has been issued that is not complete. May be called from any thread."""
+        """Return whether an issued operation is not complete. Any thread may call this."""
         ...
 
     def close(self, abort: bool) -> None:
         """Destroy the communicator.
 
         Args:
-            abort: whether to abandon pending operations, which wait for other ranks. gloo gives them one more second.
+            abort: whether to abandon pending operations, which wait for other ranks. gloo gives them another second.
                 Abort all NCCL communicators of a GPU together, with `nccl.abort_all`.
         """
 
@@ -103,9 +114,9 @@ class OpenGroup(Protocol):
 
 
 class Gather(Protocol):
-    """A way to allocate shards and to all-gather them into full buffers: by collectives or by peer copies.
+    """A way to allocate shards and to all-gather them into full buffers: with collectives or with peer copies.
 
-    The methods that have a default here fit shards in memory of torch's allocator that are gathered by collectives.
+    The default methods here are for shards in the memory of torch's allocator that are gathered with collectives.
 
     Attributes:
         communicator: the communicator of the all-gathers and of the collectives that order them.
@@ -115,20 +126,20 @@ class Gather(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of this rank's shards that are outside torch's allocator and therefore not in its statistics."""
+        """Bytes of this rank's shards that are outside torch's allocator, and so not in its statistics."""
         return 0
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, wait_for_update: Callable[[], None]
     ) -> torch.Tensor:
-        """Allocate a shard (numel,) of zeros that can be all-gathered. Collective.
+        """Allocate a shard (numel,) of zeros that can be all-gathered. Collective: every rank must call it.
 
         Args:
             numel: the number of elements.
             dtype: their dtype.
             device: this rank's device.
-            wait_for_update: called before the other ranks may read new values of the shard; makes the current stream
-                wait for any asynchronous update that is still writing to it.
+            wait_for_update: a function that is called before other ranks may read new values of the shard. It makes the
+                current stream wait for any asynchronous update that is still writing to the shard.
         """
         ...
 
@@ -140,15 +151,15 @@ class Gather(Protocol):
         Args:
             full: (size * n,), written.
             shard: (n,), this rank's shard, from `allocate`.
-            own: the (start, stop) ranges of this rank's own shard that must be copied to `full`. The rest of this
-                rank's part of `full` may stay unfilled.
+            own: the (start, stop) ranges of this rank's shard that must be copied to `full`. The rest of this rank's
+                part of `full` may stay unfilled.
         """
         ...
 
     def publish(self) -> None:
-        """Make the present values of all shards readable, so that no gather by peer copies needs a collective for it.
+        """Make the present values of all shards readable, so that gathers by peer copies need no collective.
 
-        Collective. Does nothing by default.
+        Collective: every rank must call it. Does nothing by default.
         """
 
     def is_collective(self, shard: torch.Tensor) -> bool:
@@ -156,13 +167,15 @@ class Gather(Protocol):
         return True
 
     def wait_for_readers(self) -> None:
-        """Make the current stream wait until all gathers started so far, on any rank, are complete. Collective.
+        """Make the current stream wait until all gathers started so far, on any rank, are complete.
 
-        Work that is queued on the stream afterwards may write to shards.
+        Collective: every rank must call it. Work that is queued on the stream afterwards may write to shards.
         """
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        """Make later gathers of `shard` wait until every rank has completed an asynchronous update of it. Collective.
+        """Make later gathers of `shard` wait until every rank has completed an asynchronous update of it.
+
+        Collective: every rank must call it.
 
         Args:
             shard: this rank's shard, from `allocate`.
@@ -170,13 +183,16 @@ class Gather(Protocol):
         """
 
     def free_dropped(self) -> None:
-        """Free the memory of shards from `allocate` that no rank refers to any longer. Collective."""
+        """Free the memory of shards from `allocate` that no rank refers to any longer.
+
+        Collective: every rank must call it.
+        """
 
 
 class CollectiveGather(Gather):
-    """Gathers shards by the communicator's all-gather.
+    """Gathers shards with the communicator's all-gather.
 
-    An all-gather ends on no rank before all ranks have entered it, so writes that follow it need no synchronization.
+    An all-gather ends on no rank before all ranks have entered it. So later writes to shards need no synchronization.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -192,7 +208,7 @@ class CollectiveGather(Gather):
 
 
 class SingleProcess:
-    """The communicator of a world of one rank. Operations copy their input or do nothing, and are complete at once."""
+    """The communicator of a world of one rank. Operations copy their input or do nothing, and complete at once."""
 
     rank, size = 0, 1
 
@@ -232,8 +248,7 @@ class SingleProcess:
 class _GlooTicket:
     """The ticket of one operation of gloo.
 
-    finish: called by `wait` after the operation, to compute the result from what was received; None if there is nothing
-    to compute.
+    finish: a function that `wait` calls after the operation, to compute the result from the received values, or None.
     """
 
     def __init__(
@@ -264,10 +279,10 @@ class _GlooTicket:
 
 
 class GlooCommunicator:
-    """A communicator for CPU tensors. Operations run asynchronously in gloo's threads, as they do on streams of a GPU.
+    """A communicator for CPU tensors. Operations run asynchronously in gloo's threads, like those on streams of a GPU.
 
-    Means are computed in float32 (float64 for float64), adding values in rank order, so they are reproducible bit by
-    bit.
+    Means are computed in float32 (float64 for float64), and values are added in rank order, so the results are
+    reproducible bit by bit.
 
     Args:
         name: for messages.
@@ -360,7 +375,7 @@ def group_of(rank: int, size: int, stride: int) -> range:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a contiguous tensor as uint8 (nbytes,), which all collectives accept.
 
-    It has its own version counter, so writes to it do not count as writes to `tensor`.
+    The view has its own version counter, so writes to it do not count as writes to `tensor`.
     """
     return tensor.detach().data.view(-1).view(torch.uint8)
 
@@ -374,10 +389,10 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
     Args:
         work: the operation.
         collective_log: the log of its communicator.
-        seconds: how long to wait at most.
+        seconds: the longest time to wait.
 
     Raises:
-        RuntimeError: the operation failed or took too long; or a problem was found in the log while waiting.
+        RuntimeError: the operation failed or took too long, or a problem was found in the log while waiting.
     """
     end = time.monotonic() + seconds
     while not work.is_completed():
@@ -393,7 +408,7 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
 
 @contextlib.contextmanager
 def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
-    """Replace an error of gloo or NCCL, raised inside the context, by the problem that the monitor finds within 5 s."""
+    """Replace an error of gloo or NCCL inside the context by the problem that the monitor finds within 5 s."""
     try:
         yield
     except RuntimeError:
@@ -413,7 +428,8 @@ def comes(work: Any, seconds: float) -> bool:
 def keep_group(group: Any) -> None:
     """Keep a process group alive until the process ends, by never releasing a reference to it.
 
-    This is for a group whose threads still wait for another rank: its destructor would wait for those threads.
+    This is needed if threads of the group still wait for another rank, because its destructor would wait for the
+    threads.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -421,8 +437,8 @@ def keep_group(group: Any) -> None:
 def end_group(group: Any) -> None:
     """Destroy a process group. Its threads end when the caller also drops its own reference to the group.
 
-    The threads must end before the interpreter does. A gloo thread that frees the tensors of its last operation while
-    the interpreter shuts down would abort the process ("terminate called without an active exception").
+    The threads must end before the interpreter does. If a gloo thread frees the tensors of its last operation while the
+    interpreter shuts down, the process aborts ("terminate called without an active exception").
     """
-    with contextlib.suppress(ValueError):  # it was already destroyed, together with the default group
+    with contextlib.suppress(ValueError):  # the group was already destroyed together with the default group
         dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""The positions of tensors in a flat buffer that is divided into equal shards. Computes with integers only."""
+"""The positions of tensors in a flat buffer that is divided into equal shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ALIGNMENT_BYTES = 128
 class Range:
     """The elements of one tensor that are stored in one shard, possibly none.
 
-    Elements tensor_start:tensor_stop of the flattened tensor are elements shard_start:shard_stop of the shard.
+    Elements tensor_start:tensor_stop of the flattened tensor are stored in elements shard_start:shard_stop of the
+    shard.
     """
 
     tensor_start: int
@@ -30,10 +31,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a flat buffer are, and which of their elements each shard stores.
+    """The positions of tensors in a flat buffer, and the elements of them that each shard stores.
 
-    The ranges of all ranks together cover each tensor exactly once. Elements that belong to no tensor are padding. Use
-    `build` to make a layout.
+    The ranges of all ranks together cover each tensor exactly once. Elements that belong to no tensor are padding.
+    Create a layout with `build`.
 
     Attributes:
         numels: the number of elements of each tensor.
@@ -51,18 +52,18 @@ class Layout:
     def build(cls, numels: Sequence[int], world_size: int, grain: int, spread: tuple[int, int] = (0, 1)) -> Layout:
         """Lay out tensors one after another.
 
-        There are fewer than `grain` elements of padding after each tensor (apart from `spread`), and fewer than
-        (world_size + 1) * grain at the end of the buffer, so the last ranks may store less than others, or nothing.
+        After each tensor there are fewer than `grain` elements of padding (apart from `spread`). At the end of the
+        buffer there are fewer than (world_size + 1) * grain, so the last ranks may store less than others, or nothing.
 
         Args:
             numels: the number of elements of each tensor.
             world_size: the number of shards.
             grain: a number of elements. All tensors and all shards begin at multiples of it, so a tensor is divided
-                between ranks only at multiples of `grain` from its own start. This keeps elements together that belong
-                together, such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as
-                large as the largest tensor, no tensor is divided.
-            spread: (n, times). For the first n tensors together, `times` as many elements are reserved as they need,
-                all in the first shard. Those that they do not need are padding after them.
+                between ranks only at multiples of `grain` from its own start. This keeps related elements together,
+                such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
+                largest tensor, no tensor is divided.
+            spread: (n, times). `times` as many elements as needed are reserved for the first n tensors together, all in
+                the first shard. The elements that are not needed are padding after these tensors.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0
@@ -94,7 +95,7 @@ class Layout:
         return Range(start - begin, stop - begin, shard_start, shard_start + stop - start)
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (start, stop) ranges of `rank`'s shard that store a part of a tensor, but not all of it."""
+        """Return the (start, stop) ranges of `rank`'s shard that contain a part, but not all, of a tensor."""
         local_ranges = [(numel, self.range_of(index, rank)) for index, numel in enumerate(self.numels)]
         return [
             (local_range.shard_start, local_range.shard_stop)

@@ -1,12 +1,12 @@
-"""Collectives between GPUs, by NCCL through CuPy.
+"""Collectives between GPUs, with NCCL through CuPy.
 
-Each communicator runs its operations on a stream of its own. These rules make any other synchronization unnecessary:
-* The caller allocates operands on the compute stream. The current stream at the call is the compute stream, or a stream
-  that has waited for it (such as the one that packs gradients, see reduce.py).
-* The communicator's stream first waits for all work queued so far on the current stream: for the kernels that write the
-  operands, and for those that used their memory before.
-* `Ticket.wait` makes the stream that is current then wait for this operation only. The caller frees operands after it.
-  The allocator reuses memory in the order of the compute stream, so it never reuses that of a pending operation.
+Each communicator runs its operations on its own stream. With these rules, no other synchronization is needed:
+* The caller allocates operands on the compute stream. The current stream of the call is the compute stream, or a stream
+  that has waited for it (such as the stream that packs gradients; see reduce.py).
+* The communicator's stream first waits for all work queued so far on the current stream. This includes the kernels that
+  write the operands, and those that used their memory before.
+* `Ticket.wait` makes the current stream wait for this operation only. The caller frees operands afterwards. The
+  allocator reuses memory in the order of the compute stream, so it never reuses memory of a pending operation.
 """
 
 from __future__ import annotations
@@ -32,37 +32,35 @@ _ABORT_SECONDS = 10.0
 
 
 def _moved(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL type) with which to copy `tensor`: as bytes if NCCL lacks its dtype, such as bool."""
+    """Return the (count, NCCL type) for copying `tensor`. If NCCL lacks its dtype, such as bool, these are bytes."""
     known = _NCCL_TYPES.get(tensor.dtype)
     return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL type) with which to reduce `tensor`: a complex tensor as real and imaginary parts.
+    """Return the (count, NCCL type) for reducing `tensor`. A complex tensor is reduced as real and imaginary parts.
 
     Raises ValueError if NCCL cannot compute in the tensor's dtype.
     """
     real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     if real not in _NCCL_TYPES:
-        raise ValueError(
-            f"NCCL has no arithmetic for {tensor.dtype}: convert the tensor first, for example with .int()"
-        )
+        raise ValueError(f"NCCL cannot reduce {tensor.dtype}. Convert the tensor first, for example with .int()")
     return tensor.nbytes // real.itemsize, _NCCL_TYPES[real]
 
 
 class _CudaTicket:
-    """The ticket of an operation on a CUDA stream. Refers to the operands until `wait`, so that they are not freed."""
+    """The ticket of an operation on a CUDA stream. It keeps the operands alive until `wait`."""
 
     def __init__(self, event: torch.cuda.Event, *operands: torch.Tensor) -> None:
         self._event, self._operands = event, operands
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._operands[0].device).wait_event(self._event)
-        self._operands = self._operands[:1]  # a later `wait` needs one, for its device
+        self._operands = self._operands[:1]  # keep one operand, because a later `wait` reads its device
 
 
 class NcclCommunicator:
-    """A communicator for tensors on one CUDA device, by an NCCL communicator of CuPy on a stream of its own."""
+    """A communicator for tensors on one CUDA device, which uses CuPy's NCCL communicator on its own stream."""
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
         nccl = import_nccl()
@@ -131,7 +129,7 @@ class NcclCommunicator:
     def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
         assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with explained_by(self.collective_log):  # NCCL may fail because a rank has ended before the monitor reports it
+        with explained_by(self.collective_log):  # if a rank has ended, NCCL may fail before the monitor reports it
             try:
                 call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
             except Exception as error:
@@ -147,12 +145,12 @@ class NcclCommunicator:
 def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SECONDS) -> bool:
     """Abort all communicators of a device at the same time, each in a thread.
 
-    Aborting them one after another would deadlock: in an abort NCCL frees memory, for which CUDA waits until the device
-    is idle, and pending operations of a communicator that is not aborted yet do not end.
+    Aborting them one after another would deadlock. In an abort, NCCL frees memory, for which CUDA waits until the
+    device is idle. But pending operations of a communicator that is not yet aborted do not end.
 
     Args:
         communicators: the communicators to abort.
-        seconds: how long to wait for the threads.
+        seconds: the time to wait for the threads.
 
     Returns:
         Whether all communicators were aborted within `seconds`.
@@ -178,7 +176,8 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
 def import_nccl() -> Any:
     """Import and return `cupy.cuda.nccl`, which uses the NCCL library that torch has loaded.
 
-    Raises RuntimeError if it cannot be imported, naming the extra to install, or if two NCCL libraries are loaded.
+    Raises RuntimeError if it cannot be imported (the message names the extra to install), or if two NCCL libraries are
+    loaded.
     """
     major = (torch.version.cuda or "13").split(".")[0]
     try:
@@ -186,15 +185,15 @@ def import_nccl() -> Any:
         nccl.get_version()
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"Training on several GPUs needs CuPy: pip install 'hf_bmtrain[cuda{major}]' "
-            f"(it installs cupy-cuda{major}x, since this torch is built for CUDA {torch.version.cuda}). ({error})"
+            f"Training on several GPUs needs CuPy. Run pip install 'hf_bmtrain[cuda{major}]', which installs "
+            f"cupy-cuda{major}x, because this torch is built for CUDA {torch.version.cuda}. ({error})"
         ) from error
     libraries = _loaded_libraries("libnccl.so")
     if len(libraries) > 1:
         raise RuntimeError(
-            f"Several NCCL libraries are loaded, and none of them works then: {', '.join(sorted(libraries))}. "
-            f"Uninstall the nvidia-nccl wheel of any other CUDA version, keep nvidia-nccl-cu{major}, and clear "
-            "LD_LIBRARY_PATH."
+            f"Several NCCL libraries are loaded, which prevents all of them from working: "
+            f"{', '.join(sorted(libraries))}. Uninstall the nvidia-nccl wheel of any other CUDA version, keep "
+            f"nvidia-nccl-cu{major}, and clear LD_LIBRARY_PATH."
         )
     return nccl
 

@@ -1,4 +1,4 @@
-"""Exchange of Python objects between the ranks: by collectives of a separate gloo group, or through torch's store."""
+"""Exchange Python objects between the ranks, with collectives of a separate gloo group, or through torch's store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..base.torch_internals import default_store
 from .collective_log import CollectiveLog, code
 from .communicator import PATIENCE, end_group, explained_by, keep_group, wait_for
 
-_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error comes first
+_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
 
 
 class ObjectComm:
@@ -24,14 +24,17 @@ class ObjectComm:
 
     Attributes:
         size: the number of ranks.
-        timeout: how many seconds a collective waits for the other ranks.
+        timeout: the number of seconds that a collective waits for the other ranks.
         collective_log: the log of the collectives.
-        occasions: what the collectives were for, and what was decided, by the number that stands for each text in the
+        occasions: the purposes of the collectives, and the decisions, by the number that stands for each text in the
             log.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
-        """Create a gloo group of all ranks of torch's default process group, if there are several. Collective."""
+        """Create a gloo group of all ranks of torch's default process group, if there are several.
+
+        Collective: every rank must call it.
+        """
         self.size, self.timeout = size, timeout.total_seconds()
         self.collective_log = CollectiveLog("control")
         self.occasions: dict[int, str] = {}
@@ -40,11 +43,11 @@ class ObjectComm:
         self._last: Any = None  # the last operation of `any` or `smallest`
 
     def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
-        """Return the values that all ranks pass, in rank order. Collective.
+        """Return the values that all ranks pass, in rank order. Collective: every rank must call it.
 
         Args:
             value: any object that can be pickled.
-            occasion: what the exchange is for, for messages; the same on every rank.
+            occasion: the purpose of the exchange, for messages. It must be the same on every rank.
         """
         values = [value]
         if self._group is not None:
@@ -55,7 +58,10 @@ class ObjectComm:
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the value that rank 0 passes; the values of the other ranks are ignored. Collective."""
+        """Return the value that rank 0 passes. The values of other ranks are ignored.
+
+        Collective: every rank must call it.
+        """
         values = [value]
         if self._group is not None:
             self.barrier("a broadcast of rank 0's object")
@@ -64,42 +70,44 @@ class ObjectComm:
         return values[0]
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
-        """Wait until every rank has called this with the same occasion. Collective.
+        """Wait until every rank has called this with the same occasion. Collective: every rank must call it.
 
         Args:
-            occasion: what the barrier is for, for messages.
-            seconds: how long to wait; None for the timeout.
+            occasion: the purpose of the barrier, for messages.
+            seconds: the time to wait; None uses the timeout.
 
         Raises:
-            RuntimeError: not all ranks have called it in time, or the monitor has found a problem. This object cannot
-                be used for collectives afterwards.
+            RuntimeError: not all ranks called it in time, or the monitor found a problem. Afterwards, this object
+                cannot be used for collectives.
         """
         self.any(False, occasion, seconds)
 
     def any(self, flag: bool, occasion: str, seconds: float | None = None) -> bool:
-        """Return whether any rank passes True. Needs one message, where `gather` needs several. Collective.
+        """Return whether any rank passes True. It needs one message, while `gather` needs several.
+
+        Collective: every rank must call it.
 
         Args:
             flag: this rank's value.
-            occasion: what the exchange is for, for messages; the same on every rank.
-            seconds: how long to wait for the other ranks; None for the timeout.
+            occasion: the purpose of the exchange, for messages. It must be the same on every rank.
+            seconds: the time to wait for the other ranks; None uses the timeout.
 
         Raises:
-            RuntimeError: as `barrier`.
+            RuntimeError: as for `barrier`.
         """
         if self._group is None:
             return flag
         return not self._smallest(not flag, code("exchange", self._number(occasion)), seconds)
 
     def smallest(self, number: int, entry: int) -> int:
-        """Return the smallest of the numbers that the ranks pass. Collective.
+        """Return the smallest of the numbers that the ranks pass. Collective: every rank must call it.
 
         Args:
             number: this rank's number, which fits in 64 bits.
             entry: the entry in the log, from `collective_log.code`.
 
         Raises:
-            RuntimeError: as `barrier`.
+            RuntimeError: as for `barrier`.
         """
         return number if self._group is None else self._smallest(number, entry, None)
 
@@ -111,16 +119,16 @@ class ObjectComm:
         return int(least.item())
 
     def note_decision(self, text: str) -> None:
-        """Note in the log what this rank has decided, so that it is compared with the other ranks' decisions.
+        """Note a decision of this rank in the log, so that it is compared with the other ranks' decisions.
 
-        Every rank must call this at the same point, but it does not wait for them. It takes about a microsecond.
+        Every rank must call this at the same point, but it does not wait for the others. It takes about a microsecond.
 
         Args:
-            text: what this rank has decided for, in words that messages show. There should be few different texts.
+            text: a description of the decision, which messages show. There should be few different texts.
 
         Raises:
-            RuntimeError: another rank of this host has decided something else, or the monitor has found a problem. If
-                this rank is the first of the two, its next operation raises it.
+            RuntimeError: another rank of this host has made another decision, or the monitor has found a problem. If
+                this rank decides first, its next operation raises the error.
         """
         if self._group is not None:
             self.collective_log.note(code("decision for", self._number(text)))
@@ -139,7 +147,7 @@ class ObjectComm:
             self._store.append(key, f"{text};")
 
     def read_posts(self, key: str) -> list[str]:
-        """Return the texts that ranks have posted under `key`, waiting until there is one. With one rank, return []."""
+        """Return the texts that ranks have posted under `key`. Wait until there is one. With one rank, return []."""
         return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
 
     def delete_posts(self, key: str) -> None:
@@ -159,9 +167,9 @@ class ObjectComm:
         return self._store.get(key).decode()
 
     def close(self) -> None:
-        """Destroy the gloo group, unless its threads still wait for other ranks in a barrier that timed out."""
+        """Destroy the gloo group, unless its threads still wait for other ranks after a timeout."""
         given_up = self._last is not None and not self._last.is_completed()
-        self._last = None  # it refers to the group, whose threads end with the last reference
+        self._last = None  # the operation refers to the group, whose threads end only when nothing refers to it
         if given_up:
             keep_group(self._group)
         elif self._group is not None:

@@ -1,4 +1,4 @@
-"""All-gathers by peer copies: each rank copies the shards of the other ranks of this host from their memory."""
+"""All-gather with peer copies: each rank copies the shards of the host's other ranks from their memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class _Shared:
     Attributes:
         shard: this rank's shard.
         nbytes: the size of the shard.
-        sources: the mapped shards by rank; None for this rank's own.
+        sources: the mapped shards by rank, with None for this rank.
         handle: the handle of this rank's memory.
-        alive: returns None once nothing refers to the memory of this rank's shard.
-        wait_for_update: makes the current stream wait for any asynchronous update that is still writing the shard.
-        published: the version of this rank's shard that the other ranks may read.
-        meeting: the ticket of the all-reduce of an announced update; None if no update was announced since the last
-            gather. Once the all-reduce is complete, all ranks have made the update.
+        alive: a function that returns None once nothing refers to the memory of this rank's shard.
+        wait_for_update: a function that makes the current stream wait for any asynchronous update that is still writing
+            the shard.
+        published: the version of this rank's shard that other ranks may read.
+        meeting: the ticket of the all-reduce of an announced update, or None if no update was announced since the last
+            gather. When the all-reduce is complete, all ranks have made the update.
         read: whether this rank has gathered the shards since the last `wait_for_readers`.
     """
 
@@ -46,25 +47,27 @@ class _Shared:
 class PeerGather(Gather):
     """Gathers shards by copying them from the memory of the other ranks. Small shards are gathered by collectives.
 
-    A gather is not collective, so ranks may gather different numbers of times between two changes of the weights. A
-    *meeting* is an all-reduce of one element: it completes on no rank before the streams of all ranks have reached it.
-    These rules ensure that every copy reads complete, current values:
+    A gather is not collective, so the ranks may gather different numbers of times between two changes of the weights. A
+    *meeting* is an all-reduce of one element. It completes on no rank before the streams of all ranks have reached it.
+    These rules ensure that every copy reads complete and current values:
 
-    * `allocate` places a shard in memory that every rank has mapped. `gather` copies all ranks' shards into `full` on
-      streams of the peer memory, which first wait for the work queued on the current stream.
-    * Weights change at few points. The first gather after a change *publishes* it by a meeting. Each rank enters the
-      meeting after its own writes, and its later copies wait for the meeting, so they read the new values.
-    * Updates that an optimizer makes asynchronously are not published in this way, because the first gather would then
-      wait for the last update. Instead, `announce` publishes each update by a separate meeting, on a separate
-      communicator and stream, which waits for that update alone. Gathers of that shard wait for this meeting. All ranks
-      announce the same shards in the same order in the optimizer's step, whatever they gather afterwards. The meeting
-      waits only for updates, and updates wait for no gather, so it completes even if a rank gathers nothing.
+    * `allocate` places a shard in memory that every rank maps. `gather` copies all ranks' shards into `full`, on
+    streams
+      of the peer memory that first wait for the work queued on the current stream.
+    * Weights change at few points. The first gather after a change *publishes* the new values with a meeting. Each rank
+      enters the meeting after its own writes, and its later copies wait for the meeting, so they read the new values.
+    * Asynchronous updates by an optimizer are not published in this way, because the first gather would then wait for
+      the last update. Instead, `announce` publishes each update with a separate meeting, on a separate communicator and
+      stream, which waits only for that update. Gathers of that shard wait for this meeting. All ranks announce the same
+      shards in the same order in the optimizer's step, independently of their later gathers. The meeting waits only for
+      updates, and updates do not wait for gathers, so it completes even if a rank gathers nothing.
     * An update inside a backward (`update_in_backward`) may write a shard that was gathered since the last
-      `wait_for_readers`: at that time its gradient has been reduced, and every rank contributed to the reduction after
-      its own last gather of the shard in this backward. The update is not announced; the next gather publishes it.
+      `wait_for_readers`. By then the shard's gradient has been reduced, and every rank contributed to the reduction
+      only after its last gather of the shard in this backward. The update is not announced; the next gather publishes
+      it.
     * `wait_for_readers` is a meeting that each rank enters after the copies that it has started. Weights may be written
-      after it. It is called at the end of every backward and by explicit collectives.
-    * If weights were written although they were gathered since the last `wait_for_readers`, a slower rank may have read
+      after it. It is called at the end of every backward, and by explicit collectives.
+    * If weights are written although they were gathered since the last `wait_for_readers`, a slower rank may have read
       them while they were being written. The next gather then raises RuntimeError.
     """
 
@@ -82,11 +85,11 @@ class PeerGather(Gather):
         """Create the gather of one world.
 
         Args:
-            communicator: for the meetings, except those of announced updates.
+            communicator: the communicator for the meetings, except those of announced updates.
             collective: gathers the shards that are too small to be copied.
             memory: allocates, maps and copies the shards.
             exchange: all-gathers a Python object.
-            smallest: the size in bytes from which shards are copied.
+            smallest: the smallest size in bytes of a shard that is copied.
             device: this rank's device.
             open_meetings: opens the communicator for the meetings of announced updates. Called when the first update is
                 announced. Collective.
@@ -100,7 +103,7 @@ class PeerGather(Gather):
         self._made = 0
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._update_stream.follow()  # the update stream uses a token, which the current stream initializes
+        self._update_stream.follow()  # the current stream initializes the token that the update stream uses
         self._meetings = functools.cache(open_meetings)
         self._members = range(self._size) if members is None else members
 
@@ -119,7 +122,7 @@ class PeerGather(Gather):
             None if rank == self._rank else self._memory.map(handles[member], nbytes)
             for rank, member in enumerate(self._members)
         ]
-        self._exchange(None)  # a barrier: now every rank has mapped the memory
+        self._exchange(None)  # a barrier: afterwards every rank has mapped the memory
         self._memory.unlink(handle)
         self._made += 1
         note: Any = shard
@@ -136,7 +139,7 @@ class PeerGather(Gather):
                 if rank != self._rank:
                     self._memory.unmap(source)
         if gone:
-            self._exchange(None)  # a barrier: now no rank has the memory mapped
+            self._exchange(None)  # a barrier: afterwards no rank has the memory mapped
         for shared in gone:
             self._memory.free(shared.handle)
 
@@ -157,8 +160,8 @@ class PeerGather(Gather):
             self._publish()
         shared.read = True
         parts = full.detach().data.view(self._size, -1)
-        # Each rank starts with the next one, so that not all ranks copy from the same rank at once. One after another,
-        # since on 4 H200s copies from three GPUs at once reach 337 GB/s instead of 380.
+        # Each rank starts with the next rank, so that not all ranks copy from the same rank at once. It copies from one
+        # rank after another: on 4 H200s, copies from three GPUs at once reach only 337 GB/s instead of 380.
         order = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         pulled = [(parts[rank], shared.sources[rank]) for rank in order]
         here, mine = parts[self._rank], shard.detach()
@@ -171,7 +174,10 @@ class PeerGather(Gather):
         self._publish()
 
     def _publish(self) -> None:
-        """Make the copies that follow wait until every rank has completed its writes to shards. Collective."""
+        """Make the copies that follow wait until every rank has completed its writes to shards.
+
+        Collective: every rank must call it.
+        """
         living = [(shared, shard) for shared in self._shared.values() if (shard := shared.shard()) is not None]
         changed = [(shared, shard) for shared, shard in living if shard._version != shared.published]
         self._check_unread([shared for shared, _ in changed])
@@ -184,15 +190,15 @@ class PeerGather(Gather):
     def _check_unread(self, changed: list[_Shared]) -> None:
         if any(shared.read and shared.published >= 0 for shared in changed):
             raise RuntimeError(
-                f"rank {self._rank}: weights were written after a forward without a backward. A slower rank may have "
-                "read them half written. Call hf_bmtrain.synchronize() between the forward and the write, or use "
+                f"rank {self._rank}: weights were written after a forward without a backward, so a slower rank may "
+                "have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, or use "
                 "init_distributed(gather='collective')."
             )
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return  # gathered by a collective, which a rank issues after it has waited for its own update
+            return  # gathered with a collective, which each rank issues after it has waited for its own update
         self._check_unread([shared])
         meetings = self._meetings()
 

@@ -22,8 +22,8 @@ class PeerMemory(Protocol):
         """Allocate zeroed memory that other processes of this host can map.
 
         Returns:
-            The memory as a tensor (numel,); a handle to be sent to the other processes for `map`; and a function that
-            returns None once nothing refers to the memory.
+            The memory as a tensor (numel,), a handle that other processes pass to `map`, and a function that returns
+            None once nothing refers to the memory.
         """
         ...
 
@@ -41,7 +41,7 @@ class PeerMemory(Protocol):
         ...
 
     def unlink(self, handle: Any) -> None:
-        """Remove the file behind the memory, if there is one, so that it is freed when its processes end.
+        """Remove the memory's file, if there is one, so that the memory is freed when its processes end.
 
         Call this after every process has mapped the memory.
         """
@@ -57,8 +57,8 @@ class PeerMemory(Protocol):
 
         Args:
             pairs: sequences of (target, source) pairs of equal size in bytes. The pairs of one sequence are copied one
-                after another, the sequences in parallel. Targets and sources are contiguous tensors (n,) of this
-                process or mapped memory, and at least one of each pair is a tensor.
+                after another, and the sequences in parallel. Targets and sources are contiguous tensors (n,) of this
+                process or mapped memory. At least one of each pair must be a tensor.
         """
         ...
 
@@ -71,7 +71,7 @@ class HostMemory:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
         nbytes = numel * dtype.itemsize
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the folder for temporary files
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None stands for the folder of temporary files
         descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=folder)
         os.truncate(descriptor, nbytes)
         os.close(descriptor)
@@ -88,7 +88,7 @@ class HostMemory:
         os.unlink(handle)
 
     def unmap(self, source: torch.Tensor) -> None:
-        pass  # the mapping ends with the last reference
+        pass  # the memory is unmapped when the last reference is dropped
 
     def free(self, handle: str) -> None:
         pass
@@ -113,7 +113,7 @@ class _Slab:
 
 
 class _EventsTicket:
-    """The ticket of copies on several streams, with one event for each."""
+    """The ticket of copies on several streams, with one event per stream."""
 
     def __init__(self, device: torch.device, events: list[torch.cuda.Event]) -> None:
         self._device, self._events = device, events
@@ -125,7 +125,7 @@ class _EventsTicket:
 
 
 class CudaMemory:
-    """Memory from cudaMalloc, shared by CUDA IPC. The GPU's copy engines copy it.
+    """Memory from cudaMalloc, shared through CUDA IPC and copied by the GPU's copy engines.
 
     Memory of torch's allocator is not used, because an IPC handle refers to a whole segment of the allocator's pool.
     """

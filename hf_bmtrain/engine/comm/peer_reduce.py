@@ -1,4 +1,4 @@
-"""Average gradients by peer copies within one host: every rank copies to each other rank that rank's part of them."""
+"""Average gradients with peer copies within one host: every rank sends each other rank that rank's part."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Mailbox:
 
     Attributes:
         memory: (nbytes,) uint8.
-        number: its position among the mailboxes; ranks use mailboxes of the same number for the same gradients.
-        free: a ticket for which the next copies into mailboxes of this number wait. Once it is complete, no rank is
-            reading its mailbox of this number any longer.
+        number: its position among the mailboxes. Ranks use mailboxes with the same number for the same gradients.
+        free: a ticket for which the next copies into mailboxes with this number wait. When it is complete, no rank
+            reads its mailbox with this number any longer.
     """
 
     memory: torch.Tensor
@@ -45,7 +45,7 @@ class Mailboxes:
     """
 
     def __init__(self, memory: PeerMemory, exchange: Callable[[Any], list[Any]], rank: int) -> None:
-        """Create no mailboxes yet. memory: allocates, maps and copies them. exchange: all-gathers a Python object."""
+        """memory: allocates, maps and copies the mailboxes. exchange: all-gathers a Python object."""
         self._memory, self._exchange, self._rank = memory, exchange, rank
         self._handle: Any = None
         self._mapped: list[Any] = []
@@ -54,22 +54,25 @@ class Mailboxes:
         self.nbytes = 0
 
     def free(self) -> None:
-        """Free the mailboxes. This rank's last copy to or from one must be complete. Collective."""
+        """Free the mailboxes. This rank's last copy to or from one must be complete.
+
+        Collective: every rank must call it.
+        """
         if self._handle is None:
             return
         for mapped in self._mapped:
             if mapped is not None:
                 self._memory.unmap(mapped)
-        self._exchange(None)  # a barrier: now no rank has them mapped
+        self._exchange(None)  # a barrier: afterwards no rank has the mailboxes mapped
         self._memory.free(self._handle)
         self.boxes, self._mapped, self._handle, self.nbytes = [], [], None, 0
 
     def make(self, nbytes: int) -> None:
-        """Allocate mailboxes of `nbytes` bytes each. There must be none. Collective."""
+        """Allocate mailboxes of `nbytes` bytes each. None may exist yet. Collective: every rank must call it."""
         full, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
         for rank, handle in enumerate(self._exchange(self._handle)):
             self._mapped.append(None if rank == self._rank else self._memory.map(handle, MAILBOXES * nbytes))
-        self._exchange(None)  # a barrier: now every rank has mapped them
+        self._exchange(None)  # a barrier: afterwards every rank has mapped the mailboxes
         self._memory.unlink(self._handle)
         self.boxes = [Mailbox(part, number) for number, part in enumerate(full.split(nbytes))]
         self._taken, self.nbytes = 0, nbytes
@@ -80,7 +83,7 @@ class Mailboxes:
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return the mailbox whose turn precedes that of `box`: the one that the previous reduction used."""
+        """Return the mailbox whose turn precedes that of `box`, which the previous reduction used."""
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
@@ -90,29 +93,31 @@ class Mailboxes:
 
 
 class PeerReduction(Reduction):
-    """Reduces the gradients of blocks by peer copies. Small shards and unsupported dtypes are reduced by collectives.
+    """Reduces the gradients of blocks with peer copies.
 
-    Nothing is packed. Each rank copies, directly from the tensors that autograd made, the elements of every other
-    rank's shard into that rank's mailbox, where they are laid out as in the shard. Then each rank adds up the values in
-    its mailbox and its own. A *meeting* is an all-reduce of one element: it completes on no rank before the streams
-    of all ranks have reached it. All ranks reduce the same flat buffers in the same order. The k-th reduction uses
-    mailbox k mod S, with S >= 2. Besides the streams of the peer memory, on which the copies run, a rank uses two
-    streams:
+    Small shards and unsupported dtypes are reduced with collectives.
+
+    Nothing is packed. Each rank copies the elements of every other rank's shard, directly from autograd's tensors, into
+    that rank's mailbox, where they are laid out as in the shard. Then each rank sums the values in its mailbox and its
+    own values. A *meeting* is an all-reduce of one element. It completes on no rank before the streams of all ranks
+    have reached it. All ranks reduce the same flat buffers in the same order. Reduction k uses mailbox k mod S, with S
+    >= 2. Besides the streams of the peer memory, on which the copies run, a rank uses two streams:
 
     * `pushing` starts the copies of reduction k. It first waits for the work that was queued on the current stream when
-      `send` was called, which computes the gradients, and for meeting k-S+1, after which the mailboxes are free.
-    * `adding` waits until these copies are complete, enters meeting k, and then adds up the values.
+      `send` was called, which computes the gradients. It also waits for meeting k-S+1, after which the mailboxes are
+      free.
+    * `adding` waits until these copies are complete, enters meeting k, and then sums the values.
 
-    Why no other synchronization is needed:
+    No other synchronization is needed, for these reasons:
 
-    * All values have arrived before they are added: each rank enters meeting k after its own copies of reduction k are
-      complete, and adds after the meeting.
-    * No mailbox is filled while it is read. Each rank enters meeting k+1 after it has added up reduction k, because
-      both are on the stream `adding`, in this order. So after meeting k+1 no rank reads its mailbox k mod S. The next
-      copies into it belong to reduction k+S and wait for that meeting. (With S = 1 they would wait for their own
-      meeting, which waits for them.)
-    * The gradients that autograd made are not freed before `PendingReduce.wait`. The shard and the running sum are
-      allocated on the current stream before `send`, written after it, and read after `wait`.
+    * All values have arrived before they are summed, because each rank enters meeting k after its own copies of
+      reduction k are complete, and sums after the meeting.
+    * No mailbox is filled while it is read. Each rank enters meeting k+1 after it has summed reduction k, because both
+      are on the stream `adding`, in this order. So after meeting k+1 no rank reads its mailbox k mod S. The next copies
+      into it belong to reduction k+S and wait for that meeting. (With S = 1 they would wait for their own meeting,
+      which waits for them.)
+    * Autograd's gradients are not freed before `PendingReduce.wait`. The shard and the running sum are allocated on the
+      current stream before `send`, written after it, and read after `wait`.
     * The host waits only when mailboxes are allocated or freed, which all ranks do together.
     """
 
@@ -127,10 +132,10 @@ class PeerReduction(Reduction):
         """Create the reduction of one world.
 
         Args:
-            collective: reduces small shards and unsupported dtypes; its communicator is used for the meetings.
+            collective: reduces small shards and unsupported dtypes. Its communicator is also used for the meetings.
             memory: allocates, maps and copies the mailboxes.
             exchange: all-gathers a Python object.
-            smallest: the size in bytes from which a shard's gradients are reduced by copies.
+            smallest: the smallest size in bytes of a shard whose gradients are reduced with copies.
             device: this rank's device.
         """
         self.collective, self._communicator, self._smallest = collective, collective.communicator, smallest
@@ -150,7 +155,7 @@ class PeerReduction(Reduction):
         return _PeerReducer(self, layout, like.dtype, poison)
 
     def take(self, nbytes: int) -> Mailbox:
-        """Return the next mailbox, of at least `nbytes` bytes. Collective.
+        """Return the next mailbox, of at least `nbytes` bytes. Collective: every rank must call it.
 
         If the mailboxes are too small, the host waits until all reductions are complete, and new ones are allocated.
         """
@@ -164,21 +169,21 @@ class PeerReduction(Reduction):
         self.boxes.free()
 
     def carry(self, box: Mailbox, pushed: Sequence[tuple[Any, torch.Tensor]], add: Callable[[], object]) -> Ticket:
-        """Start the copies to other ranks' mailboxes, the meeting after them, and the addition of what has arrived.
+        """Start the copies to other ranks' mailboxes, then the meeting, and then the sum of the received values.
 
         Args:
             box: the mailbox that `take` returned last.
             pushed: (part of another rank's mailbox, tensor to copy there) pairs, copied one after another.
-            add: queues the work that reads `box`.
+            add: a function that queues the work which reads `box`.
 
         Returns:
-            A ticket that is complete once the work queued by `add` is.
+            A ticket that completes with the work queued by `add`.
         """
         self._pushing.follow()
         self._pushing.after(box.free)
         self._pushing.run(lambda: self._memory.copy([pushed]).wait())
         self._adding.after(self._pushing.record_event())
-        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting k
+        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting number k
         self.boxes.before(box).free = self._adding.record_event()
         self._adding.run(add)
         return self._adding.record_event()
@@ -188,8 +193,8 @@ class _PeerReducer(CollectingReducer):
     """Reduces the gradients of one flat buffer through the mailboxes.
 
     Attributes:
-        _local_ranges: (rank, ranges of that rank) for each other rank, in the order of copying. The ranges of a rank
-            are (index of a tensor, range that the rank's shard stores), without empty ranges.
+        _local_ranges: (rank, its ranges) for each other rank, in the order of copying. A range is (index of a tensor,
+            range that the rank's shard stores). Empty ranges are left out.
         _own: the ranges of this rank.
     """
 
@@ -198,7 +203,7 @@ class _PeerReducer(CollectingReducer):
         self._peers, self._rank, self._layout, self._dtype, self._poison = peers, peers.rank, layout, dtype, poison
         self._others = layout.world_size - 1
         ring = [(self._rank + distance) % layout.world_size for distance in range(1, layout.world_size)]
-        # Each rank starts with the next one, so that not all ranks copy to the same rank at once.
+        # Each rank starts with the next rank, so that not all ranks copy to the same rank at once.
         self._local_ranges = [(other, self._ranges_of(other)) for other in ring]
         self._own = self._ranges_of(self._rank)
         self._sizes = layout.shard_sizes(self._rank)
@@ -226,11 +231,11 @@ class _PeerReducer(CollectingReducer):
         return PendingReduce(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the gradient as a contiguous tensor (numel,) in the buffer's dtype; zeros for None."""
+        """Return the gradient as a contiguous tensor (numel,) in the buffer's dtype, or zeros for None."""
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
     def _target(self, box: Mailbox, other: int, local_range: Range) -> Any:
-        """Return where in rank `other`'s mailbox this rank copies its values of `local_range` of that rank's shard."""
+        """Return the place in rank `other`'s mailbox for this rank's values of `local_range` of that rank's shard."""
         row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # a mailbox has no row for its own rank
         start = (row * self._layout.shard_numel + local_range.shard_start) * itemsize
         return self._peers.boxes.part(box, other, start, start + local_range.length * itemsize)

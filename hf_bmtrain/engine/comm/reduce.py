@@ -1,16 +1,17 @@
 """Average the gradients of a flat buffer over the ranks, and write this rank's part of the mean to its shard.
 
-This file has the interface, the implementation by collectives, and the one for a single process. Gradients are packed
+This file contains the interface, the implementation with collectives, and that for one process. Gradients are packed
 into one flat tensor on a separate stream, while the next block computes its backward. These waits ensure the order:
 
-* The packing stream first waits for the work that was queued on the current stream when `send` was called, and so for
-  the gradients.
-* The collective waits for the packing. The current stream waits for the collective in `PendingReduce.wait`. Whoever
-  calls `send` must call `wait` or `cancel` before sending the same buffer again.
-* The gradients are referenced until `wait` or `cancel`. The allocator reuses memory in the order of the current stream,
-  so it would otherwise reuse theirs while the packing stream still reads them.
+* The packing stream first waits for the work that was queued on the current stream when `send` was called, which
+  includes the computation of the gradients.
+* The collective waits for the packing, and the current stream waits for the collective in `PendingReduce.wait`. After
+  `send`, `wait` or `cancel` must be called before the same buffer is sent again.
+* The gradients are referenced until `wait` or `cancel`. Otherwise the allocator, which reuses memory in the order of
+the
+  current stream, would reuse their memory while the packing stream still reads it.
 
-Besides the shards, memory holds at most two blocks' gradients as autograd made them (`Schedule` ensures this), and two
+Besides the shards, memory contains at most two blocks' gradients from autograd (`Schedule` ensures this), and two
 blocks' packed gradients. With one process, gradients are packed on the current stream.
 """
 
@@ -37,11 +38,11 @@ class PendingReduce:
     Attributes:
         arrived: the ticket of the result.
         gradients: the gradients that are being reduced, referenced until `wait` so that they are not freed.
-        memory: the memory into which they are packed, which `wait` frees; None if they are not packed.
-        added: (mean, running sum, shard) if `wait` must add the mean to the running sum and write the sum to the shard;
-            otherwise None.
-        squares: (k,) float64, for each of the k gradients the sum of squares of its elements in this rank's shard, to
-            be read after `wait`. None if this reduction does not compute them.
+        memory: the memory into which they are packed, which `wait` frees, or None if they are not packed.
+        added: (mean, running sum, shard) if `wait` must add the mean to the running sum and write the sum to the shard,
+            or None.
+        squares: (k,) float64. For each of the k gradients, the sum of squares of its elements in this rank's shard.
+            Read it after `wait`. None if this reduction does not compute it.
     """
 
     arrived: Ticket
@@ -53,7 +54,7 @@ class PendingReduce:
     def wait(self) -> None:
         """Make the current stream wait for the result in the shard, and in the running sum if there is one.
 
-        Drops the references to the gradients that autograd made.
+        Drops the references to autograd's gradients.
         """
         self.arrived.wait()
         self.gradients = ()
@@ -68,16 +69,16 @@ class PendingReduce:
     def cancel(self) -> None:
         """Make the current stream wait until the reduction has ended, and discard its result.
 
-        Afterwards the contents of the shard are undefined, and so are those of the running sum if peer copies were
-        used. With collectives or one rank, neither is written if there is a running sum.
+        Afterwards the contents of the shard are undefined. With peer copies, those of the running sum are undefined
+        too. With collectives or one rank, neither is written if there is a running sum.
         """
         self.added = None
         self.wait()
 
 
 Destination = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-"""Returns (shard, running sum or None), where a backward's gradients go. The first call of a backward allocates
-them."""
+"""A function that returns (shard, running sum or None), the destination of a backward's gradients. The first call in a
+backward allocates them."""
 
 
 class Reducer(Protocol):
@@ -95,15 +96,15 @@ class Reducer(Protocol):
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        """Start to average the gradients over ranks. Collective.
+        """Start to average the gradients over ranks. Collective: every rank must call it.
 
         Args:
             gradients: the full gradients of the layout's tensors, in order. A gradient that is None and was not
                 collected counts as zero.
-            shard: (n,), written with this rank's part of the mean; or, if there is a running sum, with the new sum,
+            shard: (n,), written with this rank's part of the mean or, if there is a running sum, with the new sum,
                 rounded once.
-            total: (n,) in float32 or wider, a running sum to which the mean is added; None for no running sum. It may
-                be `shard` itself.
+            total: (n,) in float32 or wider, a running sum to which the mean is added, or None. It may be `shard`
+                itself.
         """
         ...
 
@@ -112,7 +113,7 @@ class Reducer(Protocol):
 
 
 class Reduction(Protocol):
-    """A way to average gradients over ranks; makes a reducer for each flat buffer.
+    """A way to average gradients over ranks. It makes a reducer for each flat buffer.
 
     Attributes:
         ahead: the number of blocks whose reductions may be pending while another block computes its backward.
@@ -122,7 +123,7 @@ class Reduction(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of memory outside torch's allocator, which its statistics do not include. 0 by default."""
+        """Bytes of memory outside torch's allocator, and so not in its statistics. 0 by default."""
         return 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
@@ -137,7 +138,7 @@ class Reduction(Protocol):
         ...
 
     def free(self) -> None:
-        """Free memory that stays allocated between reductions, if there is any. Collective."""
+        """Free memory that stays allocated between reductions, if there is any. Collective: every rank must call it."""
 
 
 class Packing:
@@ -145,12 +146,12 @@ class Packing:
 
     def __init__(self, flat: torch.Tensor, layout: Layout, shapes: Sequence[torch.Size]) -> None:
         self.flat = flat
-        # `.data` has a separate version counter: for autograd, packing must not count as a write to `flat`.
+        # `.data` has a separate version counter, so that packing does not count as a write to `flat` for autograd.
         parts = flat.data.split_with_sizes(layout.sizes)
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
         zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
-        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # so that one launch copies gradients and zeros
+        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # one launch then copies gradients and zeros
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
@@ -162,7 +163,7 @@ class Packing:
             self._packed.add(index)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Copy the remaining gradients, zero the padding and the places of missing gradients, and return `flat`.
+        """Copy the remaining gradients, zero the padding and missing gradients, and return `flat`.
 
         gradients: one for each tensor, or None. A gradient is added if `add` has already copied one for its tensor.
         """
@@ -240,7 +241,7 @@ class _CollectiveReducer(CollectingReducer):
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
-        """Memory for the packed gradients, which is freed between reductions, and the packing into it."""
+        """Memory for the packed gradients, which is freed between reductions, and the Packing that fills it."""
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
@@ -272,7 +273,7 @@ class _CollectiveReducer(CollectingReducer):
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether the first gradient makes up the whole buffer, and its memory is what packing would produce."""
+        """Return whether the first gradient makes up the whole buffer, in the form that packing would produce."""
         first = gradients[0]
         if first is None or not self._single:
             return False

@@ -8,10 +8,10 @@ import torch
 class ResizableStorage:
     """A storage that is resized between 0 and `numel` elements.
 
-    Views of `tensor` stay valid across `free` and `allocate`, including views that autograd saved. This is why a
-    block's full parameters can be freed between its forward and its backward without recomputing the forward. Reading a
-    view while the storage is empty is undefined; on the CPU it crashes. The memory is allocated at first, since views
-    can only be made of allocated memory.
+    Views of `tensor`, including views that autograd saved, stay valid across `free` and `allocate`. So a block's full
+    parameters can be freed between its forward and its backward without recomputing the forward. Reading a view while
+    the storage is empty is undefined; on the CPU it crashes. The memory is allocated at first, because views can be
+    made only of allocated memory.
 
     Attributes:
         tensor: (numel,), the tensor over the whole storage.
@@ -23,7 +23,7 @@ class ResizableStorage:
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         numbers = dtype.is_floating_point or dtype.is_complex
-        # A uint8 storage holds bytes of packed floats: 0xFF bytes are NaN in float8_e4m3fn and in all wider floats.
+        # A uint8 storage contains packed floats. 0xFF bytes are NaN in float8_e4m3fn and in all wider floats.
         self._poison = (float("nan") if numbers else 0xFF) if poison else None
         self.allocated = True
 
@@ -37,7 +37,7 @@ class ResizableStorage:
         return self.tensor
 
     def free(self) -> None:
-        """Free the memory, to be reused by work that is queued on the current stream later. Views stay valid."""
+        """Free the memory for reuse by work that is queued later on the current stream. Views stay valid."""
         if self.allocated and self._nbytes:
             if self._poison is not None:
                 self.tensor.fill_(self._poison)
@@ -49,20 +49,20 @@ class ResizableStorage:
         return shares_storage(tensor, self.tensor)
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
-        """Return a view of `shape` that starts at element `start`, with a version counter of its own.
+        """Return a view of `shape` that starts at element `start` and has its own version counter.
 
-        It is made from `.data`: with a shared counter, autograd would take each refill of the storage for an in-place
-        write to the views that it has saved, and backward would raise.
+        It is made from `.data`. With a shared counter, autograd would take each refill of the storage for an in-place
+        write to the views that it has saved, and backward would raise an error.
         """
         assert self.allocated
         return self.tensor.data[start : start + shape.numel()].view(shape)
 
 
 def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the elements of `tensor`, which may be sparse, are in the storage of `other`, which is dense."""
+    """Return whether the elements of `tensor`, which may be sparse, are in the storage of the dense tensor `other`."""
     try:
         return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
-    except NotImplementedError:  # sparse tensors have no storage, and neither have tensors inside vmap
+    except NotImplementedError:  # sparse tensors, and tensors inside vmap, have no storage
         if tensor.is_sparse:
             return shares_storage(tensor._values(), other)
         return tensor.layout in _COMPRESSED and shares_storage(tensor.values(), other)

@@ -39,7 +39,7 @@ class WorkStream:
 
     Args:
         device: the CUDA device.
-        priority: the stream's priority: -1 to run before the computation when both are ready, 0 for equal priority.
+        priority: the stream's priority: -1 runs before the computation if both are ready; 0 is equal priority.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
@@ -66,7 +66,7 @@ class WorkStream:
 
 
 class Immediate:
-    """The queue of a device without streams: `run` calls its function and everything is complete when it returns."""
+    """The queue of a device without streams. When `run` returns, the work of its function is complete."""
 
     def run(self, function: Callable[[], object]) -> None:
         function()
@@ -88,10 +88,10 @@ def finish(device: torch.device) -> None:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether `device` has memory separate from the host's. True for the meta device, which stands for a GPU."""
+    """Return whether `device` has memory separate from the host's. The meta device, which stands for a GPU, does."""
     return device.type != "cpu"
 
 
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
-    """Return a queue of work that runs concurrently with the computation on `device`, see `WorkStream`."""
+    """Return a queue of work that runs concurrently with the computation on `device`; see `WorkStream`."""
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()

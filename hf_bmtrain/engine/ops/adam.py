@@ -1,8 +1,8 @@
 """AdamW over a flat range of elements in one kernel launch.
 
-Hyper-parameters, step counts, clip factor and skip flag are tensors on the device, so a step does not wait for it. An
-optimizer step calls `adam_prepare` once and then `adam_update` once per range. For CUDA tensors both launch a kernel;
-otherwise they compute the same in torch.
+Hyper-parameters, step counts, the clip factor and the skip flag are tensors on the device, so the host does not wait
+for the device. An optimizer step calls `adam_prepare` once, and then `adam_update` once per range. For CUDA tensors
+both launch a kernel; otherwise they compute the same in torch.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from .residual import join, split
 
 THREADS = 256
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "hold_steps", "l2")
-RECORD = (  # struct Record in kernels/adam.cu
+RECORD = (  # the fields of struct Record in kernels/adam.cu
     "skip", "grad_scale", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inverse_root",
     "eps", "seed", "l2",
 )  # fmt: skip
@@ -36,10 +36,10 @@ def variant(
     Args:
         grad: the dtype of the gradients.
         exp_avg: the dtype of the first moment, float32 or bfloat16.
-        weight: the dtype of the 16-bit weights; None if the float32 masters are the weights themselves.
+        weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
         master: the dtype of the masters: float32, or int16 for residuals.
         coupled: whether the kernel adds l2 times the weight to the gradient. Otherwise the term is left out at compile
-            time, so that it cannot change how the compiler fuses the other multiplications.
+            time, so that the compiler fuses the other multiplications in the same way.
 
     Raises:
         ValueError: the combination is not supported.
@@ -83,17 +83,17 @@ def variants(arch: int) -> list[Variant]:
 
 
 def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Tensor, records: Tensor) -> None:
-    """Compute the record of each run: the factors that `adam_update` needs in this step.
+    """Compute the record of each run, which contains the factors that `adam_update` needs in this step.
 
-    A run is a range of elements with the same hyper-parameters and step count. Does not wait for the device.
+    A run is a range of elements with the same hyper-parameters and step count. The host does not wait for the device.
 
     Args:
         grad_scale: (1,) float32, by which gradients are divided: the loss scale divided by the clip factor.
         found_inf: (1,) float32, nonzero if the step must be skipped.
-        hyper: (runs, 7) float64, with the columns of HYPER. The column hold_steps is the number of first
-            steps in which the learning rate is 0.
-        steps: (runs,) float32, the number of steps that each run has taken. Incremented in place unless the step is
-            skipped.
+        hyper: (runs, 7) float64, with the columns of HYPER. The column hold_steps is the number of steps, at the start,
+            in which the learning rate is 0.
+        steps: (runs,) float32, the number of steps that each run has taken. It is incremented in place unless the step
+            is skipped.
         records: (runs, 12) float32, written, with the columns of RECORD.
     """
     runs, device = len(hyper), records.device
@@ -133,25 +133,24 @@ def adam_update(
     index_base: int = 0,
     coupled: bool = False,
 ) -> None:
-    """Make one AdamW step on n adjacent elements in place, unless the record says that the step is skipped.
+    """Make one AdamW step on n adjacent elements, in place, unless the record says that the step is skipped.
 
     weight_decay is decoupled, and eps is added outside the square root (Loshchilov and Hutter 2019). l2 times the
     weight is added to the gradient (Kingma and Ba 2015). All tensors are contiguous, are on one device, and do not
     overlap. The update is faster if the addresses of all tensors, counted in elements, have the same remainder modulo
-    4, as equal ranges of equally laid out buffers have.
+    4. Equal ranges of equally laid out buffers have.
 
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
-        master: (n,) float32, updated; it is the parameter itself if `weight` is None. Or (n,) int16, the residuals of
-            bfloat16 weights (see residual.py): then `weight` is read too, and exp_avg_sq carries tie flags in its
-            signs.
+        master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals of
+            bfloat16 weights (see residual.py); then `weight` is read too, and the signs of exp_avg_sq are tie flags.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
         record: (12,) float32, this run's row of the records from `adam_prepare`.
         index_base: the position of element 0 among all elements of the model, which does not depend on the number of
-            ranks. Together with the step it determines the random bits of stochastic rounding, so that training gives
-            the same results when it continues on another number of ranks.
+            ranks. Together with the step it determines the random bits of stochastic rounding. So training gives the
+            same results when it continues on another number of ranks.
         coupled: whether to add l2 times the weight to the gradient. If False, l2 in the record must be 0.
     """
     n, device = master.numel(), master.device
@@ -176,7 +175,7 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Return (head, quads), such that elements head : head + 4 * quads begin at a multiple of 4 elements in memory.
+    """Return (head, quads) so that elements head : head + 4 * quads begin at a multiple of 4 elements in memory.
 
     This holds for all `tensors`, of n elements each. Returns (0, 0) if no `head` suits all of them.
     """
@@ -194,7 +193,7 @@ def update_reference(
     record: Tensor,
     index_base: int = 0,
 ) -> None:
-    """Do what `adam_update` does, in torch on any device, with the kernel's random bits. Waits for the device."""
+    """Compute `adam_update` with torch on any device, with the kernel's random bits. The host waits for the device."""
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])
     if r["skip"]:
@@ -223,7 +222,7 @@ def update_reference(
 
 
 def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
-    """Round float32 to bfloat16 stochastically: away from zero with a probability equal to the fraction cut off.
+    """Round float32 to bfloat16 stochastically: away from zero with a probability equal to the cut-off fraction.
 
     Args:
         x: (n,) float32. inf and NaN are converted unchanged.
@@ -237,7 +236,7 @@ def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
 
 
 def random_bits(index_base: int, numel: int, seed: int, device: torch.device) -> Tensor:
-    """Return 32 pseudo-random bits of each of the elements from `index_base` on in step `seed`, (numel,) int64."""
+    """Return 32 pseudo-random bits per element, from element `index_base` on, in step `seed`: (numel,) int64."""
     element = torch.arange(index_base, index_base + numel, device=device)
     low = (element & 0xFFFFFFFF) ^ (seed * 0x9E3779B9 & 0xFFFFFFFF)
     return _mix((_mix(low) + (element >> 32)) & 0xFFFFFFFF)

@@ -13,7 +13,7 @@ from .eight_bits import Moments, adam8_update
 from .residual import Master
 
 _CHUNK = 1 << 20
-"""How many elements are updated at once on the CPU, to limit the memory of intermediate results."""
+"""The number of elements that the CPU updates at once, which limits the memory of temporary tensors."""
 _L2 = HYPER.index("l2")
 Hyper = Sequence[float | torch.Tensor]
 """The hyper-parameters of one parameter group, in the order of HYPER. Each is a number or a scalar tensor."""
@@ -26,7 +26,7 @@ class Elements:
     Attributes:
         grad: (n,), the gradients, only read.
         master: (n,), the masters, together with the weights and the second moment.
-        exp_avg: (n,), the first moment. If both moments have 8 bits, it is them, and `master` has no second moment.
+        exp_avg: (n,), the first moment. Or both moments in 8 bits; then `master` has no second moment.
         index_base: the position of element 0 among all elements of the model.
     """
 
@@ -43,15 +43,15 @@ class Elements:
 
 
 class KernelSteps:
-    """AdamW by `adam_prepare` and `adam_update`: kernels on CUDA, their references on the CPU.
+    """AdamW with `adam_prepare` and `adam_update`, which use kernels on CUDA and their references on the CPU.
 
-    Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so a step does not wait for it.
-    A hyper-parameter that is a tensor on the device is read there in every step. Numbers are copied to the device only
-    when one of them has changed.
+    Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so the host does not wait for
+    it. A hyper-parameter that is a tensor on the device is read there in every step. Hyper-parameters that are numbers
+    are copied to the device only when one of them has changed.
 
     Args:
         groups: the number of runs in each parameter group. Runs are numbered from 0, group by group.
-        device: where the runs are updated.
+        device: the device on which the runs are updated.
 
     Attributes:
         counts: (runs,) float32, the number of steps that each run has taken.
@@ -79,7 +79,7 @@ class KernelSteps:
         if rows != self._sent:
             expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
             if expanded:
-                # New pinned memory in every call: torch's allocator reuses it only when the copy is complete.
+                # Pinned memory is allocated in every call; torch's allocator reuses it only after the copy is complete.
                 host = torch.tensor(expanded, dtype=torch.float64, device="cpu", pin_memory=self._hyper.is_cuda)
                 self._hyper.copy_(host, non_blocking=True)
             self._sent = rows
@@ -150,7 +150,7 @@ class TorchSteps:
         taken = self.counts[run]
         wide = e.grad.float()
         if self._grad_scale is not None:
-            wide = wide / self._grad_scale  # not in place, since the gradient is only read
+            wide = wide / self._grad_scale  # not in place, because the gradient must not be written
         if l2:
             wide = wide.add(master, alpha=l2)
         lr, steps = lr if taken > hold_steps else 0.0, float(taken)
@@ -175,12 +175,12 @@ def kernels_serve(device: torch.device) -> bool:
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
     """Return the dtype in which float32 masters are stored for weights that are updated on `device`.
 
-    Where the kernels update them, the masters of bfloat16 weights are stored as int16 residuals (see residual.py),
+    If kernels update the weights, the masters of bfloat16 weights are stored as int16 residuals (see residual.py),
     which represent the same float32 numbers in 2 bytes less per element.
 
     Args:
         weight: the dtype of the weights.
-        device: where the weights are updated.
+        device: the device on which the weights are updated.
 
     Returns:
         The dtype; None for float32 weights, which are their own masters.
@@ -193,12 +193,12 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
     """Return the implementation of AdamW for `device`.
 
-    It is KernelSteps on CUDA, and for a bfloat16 or 8-bit first moment, which torch's AdamW does not have. Otherwise it
-    is TorchSteps.
+    KernelSteps is used on CUDA, and for a bfloat16 or 8-bit first moment, which torch's AdamW does not have. Otherwise
+    TorchSteps is used.
 
     Args:
         groups: the number of runs in each parameter group.
-        device: where the runs are updated.
+        device: the device on which the runs are updated.
         exp_avg_dtype: the dtype of the first moment; uint8 for codes of 8 bits.
     """
     if kernels_serve(device) or exp_avg_dtype != torch.float32:

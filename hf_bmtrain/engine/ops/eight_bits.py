@@ -1,18 +1,19 @@
-"""AdamW whose moments take 8 bits: codes of the elements, and an exponent for each block of 32 elements.
+"""AdamW whose moments take 8 bits: a code for each element, and an exponent for each block of 32 elements.
 
-m and √v are stored in small floating-point formats. A code counts the numbers from 0 up to 2ᴱ⁺¹ that the format has:
-with 2ᵏ of them in each of the upper powers of two, and evenly spaced ones below, down to zero. 2ᴱ is the power of two
-in a block's largest magnitude; or the next one, if the largest is above the last number but one, so that nothing is
-ever rounded up beyond the last number, where an average could not grow on.
+m and √v are stored in small floating-point formats. The codes of a format enumerate its numbers from 0 up to 2ᴱ⁺¹. Each
+of the upper powers of two contains 2ᵏ numbers (k is the number of fraction bits), and the numbers below them are evenly
+spaced down to zero. 2ᴱ is the power of two of the block's largest magnitude. If the largest magnitude exceeds the
+second largest number of the format, the next power of two is used, so that no value is ever rounded beyond the largest
+number, where an average could not grow.
 
     m    sign, 3 bits of exponent, 4 of the fraction; the smallest magnitude is 2ᴱ⁻¹⁰
     √v   3 bits of exponent, 5 of the fraction; the smallest is 2ᴱ⁻¹¹, which also stands for everything between it and
          0, because a v of 0 beside an m that is not 0 would make the update m/eps
 
-An update rounds stochastically, with the random bits of adam.py: an average that moves by less than a step of the
-format would otherwise stand still. Blocks begin at a parameter's own start, and parameters are divided between ranks at
-multiples of 32 elements, so neither codes nor random bits depend on the number of ranks. `decode` gives exact numbers,
-and `encode` of these codes of the same numbers again.
+An update rounds stochastically, with the random bits of adam.py. Otherwise an average that moves by less than a step of
+the format would stand still. Blocks begin at a parameter's start, and parameters are divided between ranks at multiples
+of 32 elements, so neither codes nor random bits depend on the number of ranks. `decode` returns exact numbers, and
+`encode` returns the same codes for them again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _COUNT = 8  # elements of one thread, as in adam8.cu
 THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
-"""From the numbers of a code, in units of 2ᴱ, to the float32 numbers whose bits are the code and zeros."""
+"""Factor from the float32 number whose bits are a code followed by zeros to the code's number, in units of 2ᴱ."""
 
 
 class Moments(NamedTuple):
@@ -55,8 +56,10 @@ class Moments(NamedTuple):
         return cls(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes * 2))
 
     def part(self, start: int, stop: int) -> Moments:
-        """Return views of elements start:stop. `start` must be a multiple of 32, and `stop` too, unless a parameter or
-        the moments end there."""
+        """Return views of elements start:stop.
+
+        `start` must be a multiple of 32, and so must `stop`, unless a parameter or the moments end there.
+        """
         assert start % BLOCK == 0, start
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
         return Moments(self[0][start:stop], self[1][blocks], self[2][start:stop], self[3][blocks])
@@ -64,7 +67,7 @@ class Moments(NamedTuple):
     def read(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Return the first and the second moment, (n,) float32.
 
-        device: where to compute and return them; None for the device of the codes.
+        device: the device of the computation and the results; None uses the device of the codes.
         """
         codes, exponents, root_codes, root_exponents = (x if device is None else x.to(device) for x in self)
         exp_avg = decode((codes & 127), exponents, _M_FRACTION)
@@ -85,7 +88,7 @@ class Moments(NamedTuple):
         self.exp_avg_sq_exponents.copy_(exponents)
 
     def chunks(self) -> Iterator[tuple[slice, Moments]]:
-        """Yield consecutive ranges of elements and their moments, so that intermediate results take little memory."""
+        """Yield consecutive ranges of elements and their moments, so that temporary tensors take little memory."""
         for start in range(0, len(self.exp_avg), _CHUNK):
             stop = min(start + _CHUNK, len(self.exp_avg))
             yield slice(start, stop), self.part(start, stop)
@@ -97,7 +100,7 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     Args:
         magnitudes: (n,) float32, at least 0.
         fraction: the number of bits of the format's fraction.
-        random: (n,) 16 random bits of each element, for stochastic rounding; None to round to nearest.
+        random: (n,), 16 random bits for each element, for stochastic rounding. None rounds to nearest.
 
     Returns:
         The codes (n,) and the blocks' exponents, both uint8.
@@ -113,7 +116,7 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
 
 
 def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
-    """Return the magnitudes of codes, (n,) float32. The arguments are as `encode` returns them."""
+    """Return the magnitudes of codes, (n,) float32. The arguments are the results and `fraction` of `encode`."""
     n = len(codes)
     numbers = (codes.int() << (23 - fraction)).view(torch.float32) * _SHIFT
     padded = torch.nn.functional.pad(numbers, (0, -n % BLOCK)).view(-1, BLOCK)
@@ -121,7 +124,7 @@ def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
 
 
 def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool = False) -> Variant:
-    """Return the variant of the source for a combination of dtypes; the arguments are those of `adam.variant`.
+    """Return the variant of the source for a combination of dtypes. The arguments are those of `adam.variant`.
 
     Raises:
         ValueError: the combination is not supported.
@@ -143,15 +146,15 @@ def adam8_update(
     index_base: int = 0,
     coupled: bool = False,
 ) -> None:
-    """Make one AdamW step on n adjacent elements in place, as `adam_update` does, with moments in 8 bits.
+    """Make one AdamW step on n adjacent elements, in place, like `adam_update` but with moments in 8 bits.
 
-    The weights are updated with the new moments before these are rounded.
+    The weights are updated with the new moments before the moments are rounded.
 
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
-        master: (n,) float32, updated; it is the parameter itself if `weight` is None. Or (n,) int16, the residuals of
+        master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals of
             bfloat16 weights, without tie flags (see residual.py).
-        moments: of these elements, updated.
+        moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
         record: (12,) float32, this run's row of the records from `adam_prepare`.
         index_base: the position of element 0 among all elements of the model; see `adam_update`.
@@ -180,7 +183,7 @@ def adam8_update(
 def update_reference(
     grad: Tensor, master: Tensor, moments: Moments, weight: Tensor | None, record: Tensor, index_base: int = 0
 ) -> None:
-    """Do what `adam8_update` does, in torch on any device, with the kernel's random bits. Waits for the device."""
+    """Compute `adam8_update` with torch on any device, with the kernel's random bits. The host waits for the device."""
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])
     if r["skip"]:

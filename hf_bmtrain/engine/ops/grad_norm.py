@@ -1,7 +1,8 @@
 """Squared norms of flat gradients, computed deterministically in one pass. Results are on the device, in float64.
 
-A result is inf or NaN if and only if an element is, since float64 can represent the square of any float32. The kernels
-add the squares of up to 32 elements in float32 where that sum is finite, so a square below 1e-38 may count as zero.
+A result is inf or NaN if and only if an element is, because float64 can represent the square of any float32. The
+kernels add the squares of up to 32 elements in float32 if that sum is finite, so a square below 1e-38 may count as
+zero.
 """
 
 import itertools
@@ -16,8 +17,8 @@ from ..base.launch import C_NAMES, Variant, kernel
 THREADS = 256
 BLOCKS = 528  # the same on all devices, so that the order of additions is the same
 TILE_BYTES = THREADS * 64
-PIECE = 1 << 16  # at most so many elements of a segment are added up by one thread block
-CHUNK = 1 << 18  # elements that the CPU converts to float64 at a time
+PIECE = 1 << 16  # maximum number of elements of a segment that one thread block sums
+CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time
 
 
 @cache
@@ -31,15 +32,15 @@ def variants(arch: int) -> list[Variant]:
 
 
 def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the squared norm of one buffer to a running sum, without waiting for the device.
+    """Add the squared norm of one buffer to a running sum. The host does not wait for the device.
 
-    The result is bit-identical for the same buffers in the same order.
+    The same buffers in the same order give bit-identical results.
 
     Args:
-        flat: (n,) float32, float16 or bfloat16, contiguous, of any alignment. Padding must be zero, since all elements
-            are added.
-        out: (2,) float64 on the same device, updated: the sum of squares, and 1.0 if an element of any buffer was inf
-            or NaN. The caller zeroes it before the first buffer.
+        flat: (n,) float32, float16 or bfloat16, contiguous, of any alignment. Padding must be zero, because all
+            elements are added.
+        out: (2,) float64 on the same device, updated. It contains the sum of squares, and 1.0 if an element of any
+            buffer was inf or NaN. The caller must zero it before the first buffer.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     expect("out", out, (torch.float64,), (2,), flat.device)
@@ -65,7 +66,7 @@ def as_real(flat: torch.Tensor) -> torch.Tensor:
 class Segments:
     """The boundaries of the segments of a flat tensor, for `segmented_squared_norm`.
 
-    Create it once per layout and use it for many calls: the first one copies its tables to the device.
+    Create it once per layout and reuse it, because the first call copies its tables to the device.
 
     Args:
         offsets: k + 1 non-decreasing integers. Segment s is flat[offsets[s]:offsets[s + 1]], and may be empty.
@@ -102,7 +103,7 @@ class Segments:
 
 
 def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Return the squared norm of each of the k segments of a flat tensor, without waiting for the device.
+    """Return the squared norm of each of the k segments of a flat tensor. The host does not wait for the device.
 
     Args:
         flat: (n,) float32, float16 or bfloat16, contiguous. Elements outside all segments are not read.
@@ -132,9 +133,9 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
 
 
 def add_squares(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of the elements of parts[i] to out[i], for each i, without waiting for the device.
+    """Write the sum of the elements of parts[i] to out[i], for each i. The host does not wait for the device.
 
-    The result is bit-identical for the same parts.
+    The same parts give bit-identical results.
 
     Args:
         parts: float64 tensors (k_i,), which may be empty.
@@ -152,7 +153,7 @@ def _firsts(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _add_up(partials: torch.Tensor, firsts: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of partials[firsts[s] : firsts[s + 1]] to out[s], for each s, by a CUDA kernel."""
+    """Write the sum of partials[firsts[s] : firsts[s + 1]] to out[s], for each s, with a CUDA kernel."""
     blocks = -(-out.numel() // (THREADS // 32))
     kernel(variant(torch.float32), "segment_squares", out.device)(blocks, THREADS, partials, firsts, out.numel(), out)
 
@@ -167,7 +168,7 @@ def _segmented_on_cpu(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 
 def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares in float64. Works on chunks, to limit the memory of the float64 copies."""
+    """Return the sum of squares in float64, computed in chunks to limit the memory of float64 copies."""
     if flat.numel() <= CHUNK:
         wide = flat.detach().double()
         return torch.dot(wide, wide)

@@ -1,4 +1,4 @@
-"""Compute the mean over ranks of a part of a gradient, after the other ranks have copied theirs to this device."""
+"""Compute the mean over ranks of a part of a gradient, after other ranks have copied their values to this device."""
 
 from functools import cache
 
@@ -27,11 +27,11 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor | None = None) -> Tensor:
-    """Write the mean over ranks to `out`, or add it to `total` and write that to `out`. Return sums of squares.
+    """Write the mean over ranks to `out`, or add it to `total` and write the sum to `out`. Return sums of squares.
 
     Values are added in rank order, in float32 (float64 for float64), and the sum is divided once, so results are
-    reproducible bit by bit. Does not wait for the device. All tensors are on one device, and `out` and `total` do not
-    overlap `rows` and `mine`. The kernel uses vector loads if all tensors, and all rows, begin at multiples of 16
+    reproducible bit by bit. The host does not wait for the device. All tensors are on one device, and `out` and `total`
+    do not overlap `rows` and `mine`. The kernel uses vector loads if all tensors and all rows begin at multiples of 16
     bytes.
 
     Args:
@@ -54,7 +54,7 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
         expect("total", total, (torch.promote_types(mine.dtype, torch.float32),), (n,), device)
     if rows.dtype != mine.dtype or (n > 1 and rows.stride(1) != 1) or not 0 <= own <= others:
         raise ValueError(
-            f"rows must be {mine.dtype} with contiguous rows, and own must be one of {others + 1} ranks: got "
+            f"rows must be {mine.dtype} with contiguous rows, and own must be one of {others + 1} ranks, but got "
             f"{rows.dtype} with strides {rows.stride()}, and own = {own}"
         )
     if n == 0 or rows.is_meta:
@@ -75,7 +75,7 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
 
 
 def reference(rows: Tensor, out: Tensor, total: Tensor | None = None) -> None:
-    """Do what `peer_mean` does, in torch on any device. rows: (ranks, n), the values of all ranks in rank order."""
+    """Compute `peer_mean` with torch on any device. rows: (ranks, n), the values of all ranks in rank order."""
     mean = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         mean += row

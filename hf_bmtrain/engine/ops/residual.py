@@ -6,19 +6,20 @@ are the upper half of its float32 bits. If a bfloat16 weight is its master round
     residual = bits(master) - 65536 · bits(weight),    -32768 ≤ residual ≤ 32768
 
 It is positive if the master is larger in magnitude. This also holds for subnormals, for zeros, and for masters that
-round to inf. Int16 has one value fewer than this range, and the range is fully used: if the weight's last bit is 0, the
-midpoints on both sides round to it. So a residual of 32768 is stored as -32768 and marked by a tie flag, the sign of
-exp_avg_sq: that is an average of squares, so its own sign carries no information. The residual of NaN is stored as 0.
+round to inf. The range has one value more than int16, and all its values occur: if the weight's last bit is 0, the
+midpoints on both sides round to the weight. So a residual of 32768 is stored as -32768 and marked by a tie flag, which
+is the sign of exp_avg_sq. (As an average of squares, exp_avg_sq does not need its sign.) The residual of NaN is stored
+as 0.
 
     residual     (n,) int16
     exp_avg_sq   (n,) float32, with the tie flags in the signs
 
-Without an exp_avg_sq there is no tie flag: a residual of 32768 is stored as 32767, so that the master moves by its last
-bit towards the weight.
+Without an exp_avg_sq there is no tie flag. Then a residual of 32768 is stored as 32767, which moves the master by its
+last bit towards the weight.
 
 `join` returns masters that round to the given weights. If a weight was written after `split`, its master is the number
-at the same distance from the new weight; or the new weight itself, if that number does not round to the weight. The
-kernels do the same as `split` and `join`, see kernels/adam.cu. Optimizers use the class `Master`.
+at the same distance from the new weight, or the new weight itself if that number does not round to the weight. The
+kernels compute the same as `split` and `join`; see kernels/adam.cu. Optimizers use the class `Master`.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from dataclasses import dataclass
 import torch
 
 _TIE = 1 << 15
-_CHUNK = 1 << 20  # elements at a time, to bound the memory of intermediate results
+_CHUNK = 1 << 20  # number of elements that are converted at a time, which limits the memory of temporary tensors
 
 
 @dataclass(frozen=True)
 class Master:
-    """The float32 masters of n weights, in the form in which they are stored. All tensors are (n,).
+    """The float32 masters of n weights, in their stored form. All tensors are (n,).
 
     Attributes:
         weight: the weights.
-        stored: the float32 masters of half-precision weights; or the int16 residuals of bfloat16 weights; or None for
+        stored: the float32 masters of half-precision weights, the int16 residuals of bfloat16 weights, or None for
             float32 weights, which are their own masters.
-        exp_avg_sq: Adam's second moment, float32. If `stored` holds residuals, the signs are their tie flags. None if
-            the optimizer has no second moment in float32; residuals have no tie flags then.
+        exp_avg_sq: Adam's second moment, float32. If `stored` contains residuals, its signs are their tie flags. None
+            if the optimizer has no second moment in float32; then residuals have no tie flags.
     """
 
     weight: torch.Tensor
@@ -62,8 +63,8 @@ class Master:
         """Return the masters and exp_avg_sq without tie flags, both float32. The caller must not write to them.
 
         Args:
-            device: if residuals are stored, where to compute the masters; None for the residuals' device. If none are
-                stored, `device` is ignored, and the stored tensors themselves are returned.
+            device: if residuals are stored, the device on which the masters are computed; None uses the residuals'
+                device. Without residuals, `device` is ignored, and the stored tensors themselves are returned.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -97,9 +98,9 @@ class Master:
         """Update float32 masters after something other than the optimizer has written the weights.
 
         A master that still rounds to its weight does not change. Otherwise the master of a bfloat16 weight moves along
-        with the weight: it keeps the distance that it had from its own rounding, if the result rounds to the new
-        weight. The master of a float16 weight becomes equal to the weight. Residuals need no update, because they store
-        only that distance.
+        with the weight: it keeps its previous distance from its own rounding, if the result rounds to the new weight.
+        The master of a float16 weight becomes equal to the weight. Residuals need no update, because they store only
+        that distance.
         """
         if self.stored is None or self.is_residual:
             return
@@ -117,7 +118,7 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
         master: the masters, only read.
         weight: written with the masters rounded to nearest even.
         residual: written with the residuals, int16.
-        exp_avg_sq: its signs are written with the tie flags; its magnitudes stay. None for no tie flags.
+        exp_avg_sq: its signs are set to the tie flags; its magnitudes do not change. None uses no tie flags.
     """
     if exp_avg_sq is None:
         for p, w, r in _in_chunks(master, weight, residual):
@@ -140,11 +141,11 @@ def join(
     Args:
         weight: the bfloat16 weights.
         residual: the residuals, int16.
-        exp_avg_sq: float32, with the tie flags in its signs; None for no tie flags.
-        device: where to create the results; None for the device of the arguments.
+        exp_avg_sq: float32, with the tie flags in its signs. None means no tie flags.
+        device: the device of the results; None uses the device of the arguments.
 
     Returns:
-        New float32 tensors (n,), the second one None without an exp_avg_sq.
+        New float32 tensors (n,). The second one is None without an exp_avg_sq.
     """
     if exp_avg_sq is None:
         master = torch.empty(weight.shape, device=device or weight.device)
@@ -169,7 +170,7 @@ def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _at(weight: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return the float32 number with residual `distance` to `weight`, or `weight` if that number rounds elsewhere."""
+    """Return the float32 number with residual `distance` to `weight`, or `weight` if it rounds to another weight."""
     master = (_bits(weight) + distance).view(torch.float32)
     rounds = master.bfloat16().view(torch.int16) == weight.view(torch.int16)
     return torch.where(rounds, master, weight.float())

@@ -1,4 +1,4 @@
-"""AdamW over the flat shards."""
+"""AdamOptimizer: AdamW over flat shards."""
 
 from __future__ import annotations
 
@@ -39,43 +39,45 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
 
-    All parameters must be on one device. Parameters that are adjacent in a flat buffer, and in one parameter group, are
-    updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are only
-    read. The host never waits for the device in `step`.
+    All parameters must be on one device. Parameters that are adjacent in a flat buffer and in the same parameter group
+    are updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are
+    only read. In `step`, the host never waits for the device.
 
-    The state is m, v and, for half-precision weights, a master copy of w, all float32 by default; the weights are the
-    masters rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which needs no master, and
-    12 per element of a float16 weight. On CUDA the master of a bfloat16 weight is stored as its 16-bit difference from
-    the weight, without loss (ops/residual.py): 10 bytes per element, and `optimizer.state[p]` has "residual" instead of
-    "master". `state_dict()` always has float32 masters; it computes them from the residuals, in host memory.
+    The state consists of m, v and, for half-precision weights, a master copy of w. All of them are float32 by default,
+    and the weights are the masters, rounded to nearest even. The state takes 8 bytes per element of a float32 weight,
+    which needs no master, and 12 per element of a float16 weight. On CUDA, the master of a bfloat16 weight is stored as
+    its 16-bit difference from the weight (the residual), without loss (see ops/residual.py). The state then takes 10
+    bytes per element, and `optimizer.state[p]` has "residual" instead of "master". `state_dict()` always has float32
+    masters, which it computes from the residuals in host memory.
 
-    If half-precision weights are written between steps (by loading, averaging or masking), the masters of the weights
-    that changed are set to values that round to the new weights (see `Master.follow_weight`).
+    If half-precision weights are written between steps (by loading, averaging or masking), the masters of the changed
+    weights are set to values that round to the new weights (see `Master.follow_weight`).
 
-    OptimManager or torch.amp.GradScaler may set two float32 scalars on the device before `step`: `grad_scale`, by which
-    the gradients are divided, and `found_inf`, which skips the update if it is not 0.
+    OptimManager or torch.amp.GradScaler may set two float32 scalars on the device before `step`. The gradients are
+    divided by `grad_scale`, and the update is skipped if `found_inf` is not 0.
 
     Args:
-        params: parameters, or parameter groups as for torch's optimizers; float32, float16 or bfloat16.
-        lr: the learning rate: a number, or a tensor of one element. A tensor on the weights' device is read by the
-            kernel, without a wait of the host; so are tensors for `betas`, `eps` and `weight_decay`.
+        params: parameters, or parameter groups as for torch's optimizers. Their dtype must be float32, float16 or
+            bfloat16.
+        lr: the learning rate, a number or a tensor of one element. If the tensor is on the weights' device, the kernel
+            reads it, and the host does not wait. This also holds for `betas`, `eps` and `weight_decay`.
         betas: β₁ and β₂.
         eps: added to √v, outside the square root.
         weight_decay: wd.
-        hold_steps: in its first `hold_steps` steps, a parameter's m, v and t are updated but w is not, so that the
-            moments settle first. t counts these steps, because m and v contain their gradients: the next step has the
-            bias correction of step `hold_steps` + 1, as in BMTrain. Skipped steps do not count. Parameter groups may
-            have different values.
+        hold_steps: in the first `hold_steps` steps of a parameter, m, v and t are updated but w is not, so that the
+            moments settle first. t counts these steps because m and v contain their gradients. The next step thus has
+            the bias correction of step `hold_steps` + 1, as in BMTrain. Skipped steps do not count. Parameter groups
+            may have different values.
         decoupled: whether weight decay is decoupled from the gradient, as in the formula. False adds weight_decay·w to
-            g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this for float32 weights
-            only.) Parameter groups may have different values.
-        exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically, by
-            bits that depend on the element and the step but not on the number of ranks, except in buffers whose
-            storage has another layout in a world of one rank.
-        state_bits: 32, or 8 for m and v in 8 bits, with an exponent for every 32 elements: 2.06 bytes per element for
-            both. They are rounded stochastically, as a bfloat16 m is. With the masters, which stay exact but for a last
-            bit, the state takes 2.06 bytes per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and 6.06
-            of other half-precision weights. `state_dict()` and checkpoints have float32 moments, so that `state_bits`
+            g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
+            weights.) Parameter groups may have different values.
+        exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
+            random bits depend on the element and the step, and not on the number of ranks, except in buffers whose
+            storage has another layout if there is one rank.
+        state_bits: 32, or 8 to store m and v in 8 bits, with an exponent for every 32 elements. Both together then take
+            2.06 bytes per element. They are rounded stochastically, as a bfloat16 m is. Masters stay exact except for a
+            last bit. The state takes 2.06 bytes per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and
+            6.06 of other half-precision weights. `state_dict()` and checkpoints have float32 moments, so `state_bits`
             may change between saving and loading.
 
     Raises:
@@ -84,9 +86,9 @@ class AdamOptimizer(torch.optim.Optimizer):
     """
 
     adamw_state = True
-    """Whether `state_dict` has AdamW's state for every parameter. A subclass may set it to False."""
+    """Whether `state_dict` has AdamW's state for every parameter. Subclasses may set this to False."""
     _step_supports_amp_scaling = True
-    # Set before a step and deleted after it, because GradScaler multiplies its scale by a `grad_scale` that it finds.
+    # Set before a step and deleted after it, because GradScaler multiplies its own scale by an existing `grad_scale`.
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
@@ -105,25 +107,25 @@ class AdamOptimizer(torch.optim.Optimizer):
     ) -> None:
         expect_kind("params", params, Iterable, "model.parameters() or a list of parameter groups")
         if isinstance(params, torch.Tensor):
-            raise TypeError("params must be a list of parameters, got a single tensor: pass it in a list")
+            raise TypeError("params must be a list of parameters, but is a single tensor. Pass it in a list.")
         params = list(params)
         if not params:
             raise ValueError(
-                "params must contain parameters, but is empty: model.parameters() is an iterator, so call it again for "
-                "each use"
+                "params must contain parameters, but is empty. model.parameters() is an iterator, so call it again for "
+                "each use."
             )
         if not isinstance(exp_avg_dtype, torch.dtype) or exp_avg_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype!r:.80}")
         if not isinstance(state_bits, int) or state_bits not in (8, 32):
             raise ValueError(f"state_bits must be 32 or 8, got {state_bits!r:.80}")
         if state_bits == 8 and exp_avg_dtype != torch.float32:
-            raise ValueError(f"state_bits=8 sets the form of both moments: leave out exp_avg_dtype={exp_avg_dtype}")
+            raise ValueError(f"state_bits=8 sets the form of both moments. Leave out exp_avg_dtype={exp_avg_dtype}.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
         super().__init__(params, {**defaults, "decoupled": decoupled})
         self.loss_scale: torch.Tensor | None = None  # set by OptimManager
         self._exp_avg_dtype = torch.uint8 if state_bits == 8 else exp_avg_dtype
-        self._loaded: set[torch.nn.Parameter] = set()  # parameters whose loaded state is not in a run yet
-        # Fingerprints of the last loaded state, which the next step compares between the ranks. None: compared already.
+        self._loaded: set[torch.nn.Parameter] = set()  # parameters whose loaded state is not yet in a run
+        # Fingerprints of the last loaded state. The next step compares them between the ranks, and then sets None.
         self.loaded_facts: dict[str, str] | None = None
         self._active: list[list[torch.nn.Parameter]] = []  # the parameters of all runs, by parameter group
         self._states: list[RunState] = []
@@ -133,7 +135,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Add a parameter group.
 
         Args:
-            param_group: a dict with "params" and those settings that differ from the defaults.
+            param_group: a dict with "params" and the settings that differ from the defaults.
 
         Raises:
             ValueError: a setting is out of range, "params" is missing, or a parameter is not float32, float16 or
@@ -149,12 +151,12 @@ class AdamOptimizer(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise ValueError(
                     f"AdamOptimizer supports float32, float16 and bfloat16 parameters, got {parameter.dtype} of shape "
-                    f"{tuple(parameter.shape)}: use torch.optim.AdamW for it"
+                    f"{tuple(parameter.shape)}. Use torch.optim.AdamW for it."
                 )
 
     @property
     def scale(self) -> float:
-        """The current loss scale, 1 without one. Reading it waits for the device."""
+        """The current loss scale, or 1 if there is none. Reading it waits for the device."""
         return 1.0 if self.loss_scale is None else float(self.loss_scale)
 
     @torch.no_grad()
@@ -162,11 +164,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: a function that computes the loss, called before the update; None for none.
+            closure: a function that computes the loss, called before the update; or None.
             scale: the number by which the gradients are divided.
 
         Returns:
-            What `closure` returned, or None.
+            The return value of `closure`, or None.
         """
         loss = None
         if closure is not None:
@@ -175,7 +177,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if type(scale) is not float:
             scale = as_number("scale", scale)
-        # Subclasses override `_step`, because torch would call the step hooks twice for an overridden `step`.
+        # Subclasses override `_step`, because torch would call the step hooks twice if `step` were overridden.
         if scale == 1.0:
             self._step()
             return loss
@@ -192,14 +194,14 @@ class AdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        # Adjacent local parameters with gradients form one run if they have taken the same number of steps.
+        # Adjacent local parameters with gradients form one run (see `Run`) if they have taken as many steps.
         self._arrange([with_gradients(group["params"]) for group in self.param_groups])
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
-        """Update the runs with these `numbers`, in ascending order. Their gradients must have been reduced."""
+        """Update the runs with these numbers, in ascending order. Their gradients must have been reduced."""
         states = [self._states[number] for number in numbers]
-        # 1. Wait for earlier updates of the runs' buffers. Update the masters of weights written since the last step.
+        # 1. Wait for earlier updates of the runs' buffers. Update the masters of weights written after the last step.
         for state in states:
             if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()
@@ -211,13 +213,13 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._steps.advance(numbers)
         # 3. Update the weights and the state.
         self._update(numbers)
-        # 4. Increment the versions, even of empty ranges, so that all ranks gather the new weights.
+        # 4. Increment the versions, also of empty ranges, so that all ranks gather the new weights.
         torch.autograd.graph.increment_version([state.run.weights for state in states])
         for state in states:
             state.version = state.run.weights._version
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update each run in one kernel launch. A subclass may return before weights and state are written."""
+        """Update each run in one kernel launch. In a subclass, the update may still run when this method returns."""
         for number in numbers:
             state = self._states[number]
             self._steps.update(number, Elements(state.run.gradient(), state.master, state.exp_avg, state.index_base))
@@ -236,26 +238,26 @@ class AdamOptimizer(torch.optim.Optimizer):
             if state.run.buffer is not None:
                 state.run.buffer.update.wait()
 
-    _finish = wait  # called before state is read or moved; subclasses may override it
+    _finish = wait  # called before the state is read or moved; subclasses may override it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to None, or to zero.
 
         Args:
-            set_to_none: True sets `.grad` to None, False fills it with zeros.
+            set_to_none: True sets `.grad` to None. False fills it with zeros.
         """
         if not set_to_none:
             self.wait()  # an update may still read the gradients
-        with WithoutTorchFunction():  # faster: otherwise every access to an attribute calls __torch_function__
+        with WithoutTorchFunction():  # faster, because every access to an attribute would call __torch_function__
             super().zero_grad(set_to_none)
 
     # -- runs and state -----------------------------------------------------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
-        """Divide the parameters that this step updates into runs, and return True; return False if nothing changes.
+        """Divide the parameters that this step updates into runs. Return False if nothing changes, otherwise True.
 
-        Nothing changes if the last step updated the same parameters. A new run of the same parameters as an old one
-        takes over its state tensors.
+        Nothing changes if the last step updated the same parameters. A new run keeps the state tensors of an old run of
+        the same parameters.
 
         active: the parameters that this step updates, by parameter group.
         """
@@ -267,14 +269,14 @@ class AdamOptimizer(torch.optim.Optimizer):
         devices = [*dict.fromkeys(run.weights.device for run in runs)] or [torch.device("cpu")]
         if len(devices) > 1:
             raise ValueError(
-                f"AdamOptimizer needs all parameters on one device, got {devices}: use one optimizer for each device"
+                f"AdamOptimizer needs all parameters on one device, got {devices}. Use one optimizer for each device."
             )
         steps = adam_steps([len(group) for group in groups], devices[0], self._exp_avg_dtype)
         earlier = {tuple(state.run.parameters): state for state in self._states}
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
-        # Sort by element number, because a subclass's `_allocate` may lay out the state in the order of the runs.
+        # Sort by element number, because `_allocate` of a subclass may lay out the state in the order of the runs.
         new.sort(key=lambda run: (bases[run.owner], run.start))
         tensors = dict(zip(new, self._allocate(new)))
         self._states = []
@@ -298,12 +300,12 @@ class AdamOptimizer(torch.optim.Optimizer):
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
-        """Return the number of steps that `parameter` has taken, which must be equal for all parameters of a run."""
+        """Return the number of steps that `parameter` has taken. It must be equal for all parameters of a run."""
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 
     def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
-        """Allocate the state of each run, with moments of zero, before its first step."""
+        """Allocate the state of each run before its first step. The moments are zero."""
         tensors: list[StateTensors] = []
         for weights in (run.weights for run in runs):
             dtype = master_dtype(weights.dtype, weights.device)
@@ -317,12 +319,15 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # the state of torch's AdamW lacks these
+        for group in self.param_groups:  # a state of torch's AdamW does not have these settings
             for name in ("hold_steps", "decoupled"):
                 group.setdefault(name, self.defaults[name])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdamOptimizer:
-        """Return an optimizer of deep copies of the parameters: full ones, with their full state. Collective."""
+        """Return an optimizer of deep copies of the parameters, in full and with their full state.
+
+        Collective: every rank must call it.
+        """
         full = copy_full_state(self, current_world())
         copied = self._of([copy.deepcopy(group, memo) for group in self.param_groups])
         memo[id(self)] = copied
@@ -330,7 +335,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return copied
 
     def _of(self, groups: list[dict[str, Any]]) -> AdamOptimizer:
-        """Return a new optimizer of this class over `groups`, parameter groups that have all settings."""
+        """Return a new optimizer of this class over `groups`, which are parameter groups with all settings."""
         if self._exp_avg_dtype == torch.uint8:
             return type(self)(groups, state_bits=8)
         return type(self)(groups, exp_avg_dtype=self._exp_avg_dtype)
@@ -338,13 +343,13 @@ class AdamOptimizer(torch.optim.Optimizer):
     def state_dict(self, gather: bool = False) -> dict:
         """Return this rank's state, as torch's AdamW does, with a float32 "master" for half-precision weights.
 
-        The tensors are the optimizer's own, which the next step changes, except masters and moments that are computed
-        from residuals or 8-bit codes: these are new tensors in host memory.
+        The tensors are the optimizer's own, which the next step changes. Masters and moments that are computed from
+        residuals or 8-bit codes are new tensors in host memory instead.
 
         Args:
-            gather: whether to return the full state instead, copied to host memory on rank 0; other ranks get no
-                tensors. Any number of ranks can load it: every rank passes it to `load_state_dict`. With True, the
-                call is collective.
+            gather: whether to return the full state instead, copied to host memory on rank 0. Other ranks get no
+                tensors. Any number of ranks can load the result, if each rank passes it to `load_state_dict`. With
+                True, the call is collective: every rank must make it.
         """
         expect_flag("gather", gather)
         if gather:
@@ -358,11 +363,11 @@ class AdamOptimizer(torch.optim.Optimizer):
             self.state = kept
 
     def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the state without copies: the tensors are the optimizer's own, which the next step changes.
+        """Return the state without copies. The tensors are the optimizer's own, which the next step changes.
 
-        Moments in 8 bits are returned as float32 tensors in host memory, which are new. Parameters whose masters are
-        stored as residuals have "residual" and no "master". Float32 masters first follow weights that were written
-        since the last step (`Master.follow_weight`).
+        8-bit moments are returned as new float32 tensors in host memory. Parameters whose masters are stored as
+        residuals have "residual" and no "master". If weights were written since the last step, their float32 masters
+        are updated first (see `Master.follow_weight`).
         """
         self._finish()
         for state in self._states:
@@ -372,30 +377,30 @@ class AdamOptimizer(torch.optim.Optimizer):
         return {parameter: without_codes(held) for parameter, held in self.state.items()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state of any AdamW, as float32 and not in the dtype of the parameters as torch does.
+        """Load the state of any AdamW. It is kept in float32, and not in the parameters' dtype as in torch.
 
         The loaded state is a copy in host memory until the next step, so that the device never stores it twice.
 
         Args:
-            state_dict: this rank's state or, on every rank, the full state, of which this rank loads its elements.
+            state_dict: this rank's state; or, on every rank, the full state, from which this rank takes its elements.
 
         Raises:
             ValueError: the state does not fit the parameters.
         """
         check_state(state_dict)
-        if "sliced" in state_dict:  # a full state of state_dict(gather=True)
+        if "sliced" in state_dict:  # the state is a full one, from state_dict(gather=True)
             return load_state(self, state_dict, current_world())
         self._load(state_dict, copied=True)
 
     def take_state_dict(self, state_dict: dict) -> None:
-        """Load a state dict like `load_state_dict`, but without copying tensors that need no conversion."""
+        """Load a state dict as `load_state_dict` does, but without copying tensors that need no conversion."""
         self._load(state_dict, copied=False)
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Load step counts and parameter groups, and allocate the other state, which the caller must then write.
+        """Load step counts and parameter groups, and allocate the rest of the state, which the caller must then write.
 
         Args:
-            state_dict: a state dict whose "state" has only step counts.
+            state_dict: a state dict whose "state" contains only step counts.
 
         Returns:
             The state of the parameters that have a step count, as `stored_state` returns it.
@@ -422,7 +427,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
 
 def _check_settings(group: dict) -> None:
-    """Raise TypeError or ValueError if a setting of a parameter group is out of range."""
+    """Raise TypeError or ValueError if a setting of a parameter group is invalid."""
     numbers = {name: as_number(name, group[name]) for name in ("lr", "eps", "weight_decay", "hold_steps")}
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -431,13 +436,13 @@ def _check_settings(group: dict) -> None:
     if not all(0 <= value < math.inf for value in numbers.values()) or not all(0 <= beta < 1 for beta in betas):
         given = ", ".join(f"{name}={value}" for name, value in {**numbers, "betas": betas}.items())
         raise ValueError(
-            f"AdamOptimizer needs finite lr, eps, weight_decay, hold_steps ≥ 0 and betas in [0, 1), got {given}"
+            f"AdamOptimizer needs finite lr, eps, weight_decay and hold_steps ≥ 0, and betas in [0, 1), got {given}"
         )
     expect_flag("decoupled", group["decoupled"])
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return `value`, a number or a tensor of one element, as a float. Raises TypeError for anything else."""
+    """Return `value`, a number or a tensor of one element, as a float. Raises TypeError for other types."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     expect_number(name, value, "or a tensor of one element")

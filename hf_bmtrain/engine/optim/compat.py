@@ -1,10 +1,10 @@
 """Check that optimizers of any class can step over sharded parameters.
 
-Users may create any torch optimizer over sharded parameters, or may have created it before the model was sharded. Only
-torch's process-wide hook before an optimizer's step sees all of them; `init_distributed` registers it. An optimizer is
-checked in its first step, and again after its parameter groups have changed or more parameters were sharded. In every
-other step, the hook only makes sure that neither has happened. In every step, it records the optimizer's settings in
-the collective log, by which the ranks compare them.
+Users may create any torch optimizer over sharded parameters, or may have created one before the model was sharded. The
+only place that sees all of them is torch's process-wide hook before an optimizer's step, which `init_distributed`
+registers. An optimizer is checked in its first step, and again after its parameter groups have changed or more
+parameters were sharded. In every other step, the hook only verifies that neither has happened. In every step, it
+records the optimizer's settings in the collective log, so that the ranks can compare them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def check(optimizer: torch.optim.Optimizer) -> FullState | None:
-    """Check that `optimizer` can step over its sharded parameters, if it has any. Collective.
+    """Check that `optimizer` can step over its sharded parameters, if it has any. Collective: every rank must call it.
 
     Returns:
         The optimizer's FullState, or None if it has no sharded parameter.
 
     Raises:
         RuntimeError: the optimizer has parameters from before the model was sharded, or ordinary parameters whose
-            gradients are not averaged, or the ranks' optimizers differ.
+            gradients are not averaged; or the ranks' optimizers differ.
         TypeError: the optimizer's update of an element depends on the shape of the parameter.
     """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -48,7 +48,7 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
     if stale:
         raise RuntimeError(
             f"{type(optimizer).__name__} has parameters from before the model was sharded ({len(stale)} of "
-            f"{len(parameters)}). They are not in the model any more, so updating them would train nothing. Make the "
+            f"{len(parameters)}). They are not in the model any more, so updating them would train nothing. Create the "
             "optimizer after auto_wrap, from model.parameters()."
         )
     known = getattr(optimizer, "full_state", None)
@@ -58,24 +58,27 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
         world.check_same_on_all_ranks("optimizer.step", _facts(optimizer, world))
         _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     if known is None and slices:
-        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # hf_bmtrain's are element-wise
+        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # our own optimizers are element-wise
             _check_element_wise(optimizer, slices[0].device)
         known = optimizer.full_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
 
 
 def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.nn.Parameter]) -> None:
-    """Raise RuntimeError if the gradients of an optimizer's `ordinary` parameters differ between ranks. Collective."""
+    """Raise RuntimeError if the gradients of an optimizer's `ordinary` parameters differ between ranks.
+
+    Collective: every rank must call it.
+    """
     world = current_world()
     if world.size == 1 or not ordinary:
         return
-    # Compare strings, because nan is not equal to itself.
+    # Compare strings, because NaN is not equal to itself.
     gradients = [None if p.grad is None else f"{p.grad.double().sum().item()} of {tuple(p.shape)}" for p in ordinary]
     everyone = world.gather_objects(gradients)
     if any(other != gradients for other in everyone):
         raise RuntimeError(
             f"{type(optimizer).__name__} has {len(ordinary)} ordinary parameters that are not sharded (the first has "
-            f"shape {tuple(ordinary[0].shape)}). Their gradients differ between the ranks, because nobody averages "
+            f"shape {tuple(ordinary[0].shape)}). Their gradients differ between the ranks, because nothing averages "
             "them. Wrap the outermost model, which contains them too, or average their gradients before step()."
         )
 
@@ -97,9 +100,12 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _finish_load(optimizer: Any, full_state: FullState) -> None:
-    """If a full state was loaded since the last step, compare it between the ranks and shard it. Collective."""
+    """If a full state was loaded since the last step, compare it between the ranks, then shard it.
+
+    Collective: every rank must call it.
+    """
     facts = None
-    if isinstance(optimizer, AdamOptimizer):  # its load_state_dict has sharded the state already
+    if isinstance(optimizer, AdamOptimizer):  # load_state_dict has already sharded the state
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
     elif full_state.is_loaded(optimizer) and optimizer.state:
         facts = full_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())
@@ -110,10 +116,10 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
 
 
 def install() -> Callable[[], None]:
-    """Check every optimizer before its steps, and let torch's optimizers use foreach functions on local parameters.
+    """Check every optimizer before its steps, and make torch's optimizers use foreach functions on local parameters.
 
     Returns:
-        A function that undoes both.
+        A function that undoes both changes.
     """
     handle = register_optimizer_step_pre_hook(_before_step)
     ours = ShardTensor, DistributedParameter
@@ -135,7 +141,7 @@ def install() -> Callable[[], None]:
 def _facts(optimizer: Any, world: World) -> dict[str, Any]:
     """Return the facts about an optimizer that must be equal on all ranks, for `World.check_same_on_all_ranks`.
 
-    Options that are tensors of one element are read, for which the host waits for the device.
+    The values of options that are tensors of one element are read, which makes the host wait for the device.
     """
     groups = optimizer.param_groups
     facts: dict[str, Any] = {"class": type(optimizer).__qualname__, "number of parameter groups": len(groups)}
@@ -168,10 +174,10 @@ def _name_of(parameter: Any, position: int, world: World) -> str:
 
 
 class _NotedOptions:
-    """Records a parameter group's settings in the collective log, for comparison between the ranks.
+    """Records a parameter group's settings in the collective log, so that ranks can compare them.
 
-    It records the learning rate in every step, and another number only when it has changed. Tensors on a GPU are left
-    out, because the host would have to wait to read them.
+    The learning rate is recorded in every step, and other numbers only when they change. Tensors on a GPU are not
+    recorded, because the host would have to wait to read them.
     """
 
     def __init__(self, group: dict[str, Any], collective_log: CollectiveLog) -> None:
@@ -180,7 +186,7 @@ class _NotedOptions:
         self._values = [*map(group.get, self._names)]
 
     def step(self, group: dict[str, Any]) -> None:
-        """Record the settings in `group` with which the optimizer is about to step."""
+        """Record the settings in `group` that the optimizer is about to use in its step."""
         rate = group.get("lr")
         if isinstance(rate, torch.Tensor):
             rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None
@@ -213,7 +219,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     shape = _STEPS + 1, _ROWS, _COLUMNS
     weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
     for group in optimizer.param_groups:
-        for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but some kernels lack it
+        for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but some kernels do not have it
             try:
                 values, tries = weights.to(dtype), [gradient.to(dtype) for gradient in gradients]
                 moved = _movement(optimizer, group, values, tries).view(-1)
@@ -221,7 +227,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             except Exception as error:
                 reason = error
         else:
-            message = "%s could not be tested on a small matrix (%s): it must be element-wise for sharded parameters"
+            message = "%s could not be tested on a small matrix (%s). It must be element-wise for sharded parameters."
             _log.warning(message, type(optimizer).__name__, reason)
             return
         flat = functools.partial(_move_parts, optimizer, group, values.view(-1), [each.view(-1) for each in tries])
@@ -254,7 +260,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
-    """Return how the update that `move` makes differs from the `expected` one, None if they are equal."""
+    """Return a phrase that says how the update of `move` differs from the `expected` one; None if they are equal."""
     try:
         moved = move()
     except Exception as error:
@@ -267,13 +273,16 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
 
 
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the update of 1-D `values` if they are divided into two parameters, each with its own new optimizer."""
+    """Divide 1-D `values` into two parameters, each with its own new optimizer, and return the update of both."""
     cuts = slice(None, _CUT), slice(_CUT, None)
     return torch.cat([_movement(optimizer, group, values[cut], [each[cut] for each in gradients]) for cut in cuts])
 
 
 def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the update of `values` if they are one sharded parameter, with a new optimizer. Collective."""
+    """Make `values` one sharded parameter with a new optimizer, and return its update.
+
+    Collective: every rank must call it.
+    """
     parameter = DistributedParameter(values)
     pieces = [parameter.take(gradient).clone() for gradient in gradients]
     _train(optimizer, group, parameter, pieces)
@@ -281,7 +290,7 @@ def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 
 
 def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the change of `start` after one step per gradient by a new optimizer with the options of `group`."""
+    """Return the change of `start` after one step for each gradient, by a new optimizer with the options of `group`."""
     parameter = torch.nn.Parameter(start.clone())
     _train(optimizer, group, parameter, [gradient.clone() for gradient in gradients])
     return parameter.detach() - start

@@ -1,4 +1,4 @@
-"""OptimManager: loss scaling, gradient clipping, and one update of every optimizer, or of none."""
+"""OptimManager: loss scaling, gradient clipping, and the step of all optimizers together."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from .skipped_steps import HostFlag, SkippedSteps
 from .state import load_state, save_state
 
 _CHECKSUMS = "checksums"
-"""The key, in a saved state, of the checksums with which `load_state_dict` verifies the other entries."""
+"""The key of the checksums in a saved state. `load_state_dict` verifies the other entries with them."""
 
 
 class OptimManager:
     """Steps optimizers and their schedulers, with loss scaling and clipping, and skips steps that overflow.
 
-    If a gradient is inf or nan, the step is skipped: neither optimizers nor schedulers step, the gradients are dropped,
-    and the loss scale, if there is one, is divided by `loss_scale_factor`, but not below `min_loss_scale`. One line
-    in the log "hf_bmtrain" names the block, the parameter and, if known, the rank. With dynamic loss scaling, skipped
-    steps are normal and logged at INFO, and every eighth in a row as a warning. Without it, or at the minimum scale,
-    all are logged as warnings.
+    If a gradient is inf or nan, the step is skipped: neither optimizers nor schedulers step, and the gradients are
+    dropped. The loss scale, if there is one, is divided by `loss_scale_factor`, but not below `min_loss_scale`. One
+    line in the log "hf_bmtrain" names the block, the parameter and, if known, the rank. With dynamic loss scaling,
+    skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning. Without it, or at the
+    minimum scale, all of them are logged as warnings.
 
-    With AdamOptimizer the host does not wait for the device in `step`: norm, clip factor, scale and skip flag are
-    scalars on the device. The host reads the skip flag in the next `backward` or `step` and advances the schedulers
-    then; on the CPU, it does so in the same `step`. For other optimizers, `step` waits for the flag.
+    With AdamOptimizer, the host does not wait for the device in `step`, because the norm, clip factor, scale and skip
+    flag are scalars on the device. The host reads the skip flag in the next `backward` or `step`, and then advances the
+    schedulers. (On the CPU, this happens in the same `step`.) For other optimizers, `step` waits for the flag.
 
     Args:
         loss_scale: the initial loss scale, a power of two, for float16; None for no scaling.
-        loss_scale_factor: the factor by which the scale grows and shrinks; None for the world's, 2 by default.
-        loss_scale_steps: the number of steps in a row without overflow after which the scale grows; None for the
-            world's, 1024 by default.
+        loss_scale_factor: the factor by which the scale grows and shrinks. None uses the value of `init_distributed`,
+            which is 2 by default.
+        loss_scale_steps: the number of steps in a row without overflow after which the scale grows. None uses the value
+            of `init_distributed`, which is 1024 by default.
         min_loss_scale: the minimum loss scale.
         max_loss_scale: the maximum loss scale.
-        grad_scale: the number by which the sum of the ranks' gradients is divided; None for the world size, which gives
-            their mean.
-        max_skipped_steps: the number of skipped steps in a row that a lower loss scale could not have avoided, after
-            which `step` or the next `backward` raises RuntimeError; None for no limit.
+        grad_scale: the number by which the sum of the ranks' gradients is divided. None uses the number of ranks, which
+            gives the mean.
+        max_skipped_steps: `step` or the next `backward` raises RuntimeError after this number of skipped steps in a row
+            that a lower loss scale could not have avoided. None for no limit.
 
     Raises:
         ValueError: an argument is out of range.
@@ -78,7 +79,7 @@ class OptimManager:
         if loss_scale is not None:
             _expect_positive("loss_scale", loss_scale, " or None")
         if grad_scale is not None:
-            _expect_positive("grad_scale", grad_scale, " or None: it divides the sum of the ranks' gradients")
+            _expect_positive("grad_scale", grad_scale, " or None, because it divides the sum of the ranks' gradients")
         _expect_positive("min_loss_scale", min_loss_scale)
         wanted = f"at least min_loss_scale, {min_loss_scale}"
         expect_number("max_loss_scale", max_loss_scale, wanted, lambda scale: scale >= min_loss_scale)
@@ -88,7 +89,7 @@ class OptimManager:
         if loss_scale_steps is not None:
             expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
         self.grad_scale = world.size if grad_scale is None else grad_scale
-        # The reduction takes the mean over ranks. This factor of the loss makes it their sum divided by `grad_scale`.
+        # The reduction computes the mean over ranks. This factor of the loss turns it into the sum / `grad_scale`.
         self._mean_scale = world.size / self.grad_scale
         self._device, self._reduce = world.device, world.shard_group
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
@@ -98,14 +99,14 @@ class OptimManager:
         if loss_scale is not None:
             self._scale = torch.tensor(loss_scale, dtype=torch.float32, device=self._device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
-        # About the next step:
+        # For the next step:
         self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # clip factors that optimizers apply in the update
         self._checked: set[torch.nn.Parameter] = set()  # parameters whose gradients were searched for inf and nan
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found
-        # About the last step:
+        # From the last step:
         self._skipped: HostFlag | None = None  # the skip flag, until the host has read it
-        self._updated_in_backward = False  # whether an optimizer made a part of the step during the backward
-        # The gradients and their versions. If the step was skipped, those that have not changed since are dropped.
+        self._updated_in_backward = False  # whether an optimizer made a part of the step during backward
+        # The gradients with their versions. If the step was skipped, those that have not changed since are dropped.
         self._used: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._skips = SkippedSteps(max_skipped_steps)
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -114,7 +115,7 @@ class OptimManager:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale, 1 without one. It can be set. Reading it waits for the device."""
+        """The current loss scale, or 1 if there is none. It can be set. Reading it waits for the device."""
         return 1.0 if self._scale is None else float(self._scale)
 
     @loss_scale.setter
@@ -132,12 +133,12 @@ class OptimManager:
 
     @property
     def loss_scale_enabled(self) -> bool:
-        """Whether losses are scaled, by a scale that is adapted after every step."""
+        """Whether losses are scaled. The scale is adapted after every step."""
         return self._scale is not None
 
     @property
     def lr_schedulers(self) -> list[Any]:
-        """The schedulers, under the name that BMTrain uses."""
+        """The schedulers. BMTrain uses this name."""
         return self.schedulers
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
@@ -145,18 +146,19 @@ class OptimManager:
 
         Args:
             optimizer: an optimizer over parameters of the sharded model.
-            lr_scheduler: an object with a `step()`, which is called after every step that was not skipped; or None.
+            lr_scheduler: an object with a method `step()`, which is called after every step that was not skipped; or
+                None.
 
         Raises:
             TypeError: `optimizer` or `lr_scheduler` has no `step()`.
-            ValueError: the optimizer was added before, or was made before its model was sharded, so that its steps
+            ValueError: the optimizer was added before, or was created before its model was sharded, so that its steps
                 would have no effect.
         """
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
         if any(optimizer is each for each in self.optimizers):
             raise ValueError(
-                f"optimizer: this {type(optimizer).__name__} was added before, and would step twice: call "
+                f"optimizer: this {type(optimizer).__name__} was added before, and would step twice. Call "
                 "add_optimizer once for each optimizer."
             )
         if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
@@ -165,7 +167,7 @@ class OptimManager:
         if stale:
             raise ValueError(
                 f"{stale} parameters of this {type(optimizer).__name__} were replaced by sharded ones after it was "
-                "made: make the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
+                "created. Create the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
             )
         self.optimizers.append(optimizer)
         self.schedulers.append(lr_scheduler)
@@ -176,7 +178,7 @@ class OptimManager:
         """Set the gradients of all optimizers' parameters to None, or to zero.
 
         Args:
-            set_to_none: True sets `.grad` to None, False fills it with zeros.
+            set_to_none: True sets `.grad` to None. False fills it with zeros.
         """
         if not isinstance(set_to_none, bool):
             expect_flag("set_to_none", set_to_none)
@@ -184,28 +186,30 @@ class OptimManager:
             self._skips.look(self._last_gradients())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        self._used = {}  # drop these references, so that the gradients' memory is free in the next forward
+        self._used = {}  # drop these references, so that the memory of the gradients can be used in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
-        """Multiply a loss by the loss scale and run its backward, which reduces gradients. Collective.
+        """Multiply a loss by the loss scale and run its backward, which reduces gradients.
+
+        Collective: every rank must call it.
 
         Args:
             loss: a scalar, or a tensor of one element.
 
         Raises:
             ValueError: `loss` does not have one element, or does not require a gradient.
-            RuntimeError: the last step was skipped, and the limit of skipped steps is reached.
+            RuntimeError: the last step was skipped, and the limit of skipped steps has been reached.
         """
         if loss is None:
-            raise ValueError("backward() needs the loss: call manager.backward(loss).")
+            raise ValueError("backward() needs the loss. Call manager.backward(loss).")
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
         if loss.numel() != 1:
-            raise ValueError(f"loss must be one number, got shape {tuple(loss.shape)}: take its .mean() or .sum()")
+            raise ValueError(f"loss must be one number, but has shape {tuple(loss.shape)}. Take its .mean() or .sum().")
         if not loss.requires_grad:
             raise ValueError(
-                "loss must require a gradient: compute it from the model's output, not under torch.no_grad(), without "
-                ".detach() or .item(), and with parameters that are not all frozen"
+                "loss must require a gradient. Compute it from the model's output, not under torch.no_grad(), without "
+                ".detach() or .item(), and with parameters that are not all frozen."
             )
         loss = self.scale_loss(loss)
         try:
@@ -215,7 +219,7 @@ class OptimManager:
             raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return a loss times the loss scale, for users who call `backward()` on the result themselves.
+        """Multiply a loss by the loss scale. This is for users who call `backward()` on the result themselves.
 
         `step` divides the gradients by the scale again.
 
@@ -234,24 +238,25 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Clip the norm of gradients over all ranks, as torch.nn.utils.clip_grad_norm_ does. Collective.
+        """Clip the norm of gradients over all ranks, as torch.nn.utils.clip_grad_norm_ does.
 
-        Gradients are multiplied by max_norm / (norm + eps) if that is below 1. The norm is that of the gradients
-        without the loss scale. If `param_groups` has all gradients of an optimizer, the factor is applied when that
-        optimizer updates the weights, and `.grad` does not change; other gradients are multiplied in place.
+        Collective: every rank must call it. If max_norm / (norm + eps) is below 1, gradients are multiplied by it. The
+        norm is that of the gradients without the loss scale. If `param_groups` contains all gradients of an optimizer,
+        the factor is applied when that optimizer updates the weights, and `.grad` does not change. Other gradients are
+        multiplied in place.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
-            max_norm: the maximum norm: a number, or a tensor of one element.
+            max_norm: the maximum norm, a number or a tensor of one element.
             norm_type: the order of the norm, positive or inf.
-            scale: accepted because BMTrain has it; ignored.
+            scale: accepted for compatibility with BMTrain, and ignored.
             eps: added to the norm.
 
         Returns:
             The norm before clipping, a float32 scalar on the device. Reading its value waits for the device.
 
         Raises:
-            RuntimeError: an optimizer has used the gradients during the backward already, because of
+            RuntimeError: an optimizer has already used the gradients during the backward, because of
                 `update_in_backward`.
             TypeError, ValueError: an argument is out of range.
         """
@@ -262,16 +267,16 @@ class OptimManager:
         own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
         if any(_updated_in_backward(optimizer) and not chosen.isdisjoint(own[optimizer]) for optimizer in own):
             raise RuntimeError(
-                "clip_grad_norm cannot be combined with update_in_backward(): these gradients were used during the "
-                "backward already. Leave one of the two out; torch.nn.utils.get_total_norm of the gradients returns "
-                "their norm."
+                "clip_grad_norm cannot be combined with update_in_backward(), because these gradients were used during "
+                "the backward already. Leave one of the two out. torch.nn.utils.get_total_norm of the gradients "
+                "returns their norm."
             )
-        # An optimizer in `_clips` was clipped before in this step. Multiply its gradients by that factor now.
+        # An optimizer in `_clips` was already clipped in this step. Multiply its gradients by that factor now.
         for optimizer in list(self._clips):
             if not chosen.isdisjoint(own[optimizer]):
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
         for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
-            if isinstance(value, (int, float)):  # a tensor is not recorded: the host might wait to read it
+            if isinstance(value, (int, float)):  # a tensor is not recorded, because the host might wait to read it
                 self._reduce.collective_log.note(value_code(kind, value))
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
@@ -289,23 +294,26 @@ class OptimManager:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make one step with every optimizer, or with none if any gradient is inf or nan. Collective.
+        """Make one step with every optimizer, or with none if a gradient is inf or nan.
+
+        Collective: every rank must call it.
 
         Raises:
-            RuntimeError: there is no optimizer, the ranks' managers differ, or the limit of skipped steps is reached.
+            RuntimeError: there is no optimizer, the ranks' managers differ, or the limit of skipped steps has been
+                reached.
         """
         if not self.optimizers:
-            raise RuntimeError("OptimManager has no optimizer: call add_optimizer first.")
+            raise RuntimeError("OptimManager has no optimizer. Call add_optimizer first.")
         # 1. End the last step: advance its schedulers or, if it was skipped, drop its gradients.
         self._end_last_step()
         if self._compared != len(self.optimizers):
             self._compare()
-        # 2. Search all gradients for inf and nan, except those that `clip_grad_norm` has searched.
+        # 2. Search all gradients for inf and nan, except those that `clip_grad_norm` has searched already.
         unchecked = [p for o in self.optimizers for p in _with_gradient(o) if p not in self._checked]
         self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
         if unchecked:
             self._check(unchecked, 2.0)
-        # 3. Update the weights. The skip flag is on the device; AdamOptimizer reads it there.
+        # 3. Update the weights. The skip flag is on the device, where AdamOptimizer reads it.
         try:
             for optimizer in self.optimizers:
                 self._update(optimizer)
@@ -318,7 +326,7 @@ class OptimManager:
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
-        # 5. Start to copy the skip flag to the host, which reads it in the next step, or below if it is in host memory.
+        # 5. Start to copy the skip flag to the host. It reads it in the next step, or below if it is in host memory.
         self._skipped = HostFlag(self._found_inf)
         self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
         self._skips.end_step()
@@ -329,7 +337,10 @@ class OptimManager:
             self._end_last_step()
 
     def _compare(self) -> None:
-        """Raise RuntimeError unless the managers of all ranks have the same settings and optimizers. Collective."""
+        """Raise RuntimeError unless the managers of all ranks have the same settings and optimizers.
+
+        Collective: every rank must call it.
+        """
         facts: dict[str, Any] = {"loss_scale": self.loss_scale_enabled and self.loss_scale}
         facts |= {"loss_scale_factor": self._factor, "loss_scale_steps": self._interval, "bounds": self._bounds}
         facts |= {"grad_scale": self.grad_scale}
@@ -340,7 +351,7 @@ class OptimManager:
         self._compared = len(self.optimizers)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        # divisor: the number by which the gradients of this optimizer are divided, None for 1.
+        # divisor: the number by which the gradients of this optimizer are divided; None for 1.
         clip, divisor = self._clips.get(optimizer), self._scale
         if clip is not None:
             divisor = clip.reciprocal() if divisor is None else divisor / clip
@@ -357,9 +368,9 @@ class OptimManager:
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """Return the norm over all ranks of the parameters' gradients, and set `_found_inf` if it is not finite.
+        """Return the norm of the parameters' gradients over all ranks. Set `_found_inf` if not finite.
 
-        Collective.
+        Collective: every rank must call it.
         """
         norm = global_norm(parameters, order, self._reduce, self._device)
         torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
@@ -374,15 +385,17 @@ class OptimManager:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Return the state of optimizers, schedulers and loss scale, in host memory, for torch.save. Collective.
+        """Return the state of optimizers, schedulers and loss scale, in host memory, for torch.save.
+
+        Collective: every rank must call it.
 
         Args:
-            gather_opt: True returns the optimizers' full state on rank 0, for any number of ranks, and no tensors on
-                the other ranks. False returns each rank's own state, which the same rank of a world of the same size
-                can load.
+            gather_opt: True returns the full state of the optimizers on rank 0, which any number of ranks can load, and
+                no tensors on other ranks. False returns each rank's own state, which the same rank can load if the
+                number of ranks is the same.
 
         Returns:
-            A dict for `load_state_dict`, which verifies it with the checksums in it.
+            A dict for `load_state_dict`. It contains checksums, with which `load_state_dict` verifies it.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
@@ -392,7 +405,7 @@ class OptimManager:
         return {**state, _CHECKSUMS: checksums(_by_entry(state))}
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of the schedulers and the loss scale only. It is the same on every rank."""
+        """Return only the state of the schedulers and the loss scale. It is the same on every rank."""
         self._end_last_step()
         return {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
@@ -401,24 +414,26 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
-        """Load a state. The same optimizers must have been added as when it was saved. Collective.
+        """Load a state. The same optimizers must have been added as when the state was saved.
+
+        Collective: every rank must call it.
 
         Args:
-            state_dict: what `state_dict` returned. If it was saved with gather_opt=True, all ranks pass rank 0's.
-                Remove its entry "checksums" if you have changed values in it.
-            gather_opt: the value with which it was saved; None accepts both.
+            state_dict: the result of `state_dict`. If it was saved with gather_opt=True, all ranks pass rank 0's
+                result. Remove its entry "checksums" if you have changed values in it.
+            gather_opt: the value with which the state was saved; None accepts both.
 
         Raises:
             ValueError: the state does not fit the optimizers or this manager. The state of the schedulers and the loss
-                scale is unchanged then.
-            RuntimeError: the ranks pass states that differ where they must be equal, or a value does not match its
-                checksum because the file is damaged. Nothing is changed then.
+                scale has not changed.
+            RuntimeError: the ranks' states differ where they must be equal, or a value does not match its checksum
+                because the file is damaged. Nothing has changed.
         """
-        expect_kind("state_dict", state_dict, dict, "what OptimManager.state_dict() returned")
+        expect_kind("state_dict", state_dict, dict, "the result of OptimManager.state_dict()")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
         if lacking:
             raise ValueError(
-                f"state_dict must be what OptimManager.state_dict() returned, but it lacks {', '.join(lacking)}"
+                f"state_dict must be the result of OptimManager.state_dict(), but it lacks {', '.join(lacking)}."
             )
         expect_flag("gather_opt", gather_opt)
         _verify(state_dict)
@@ -430,32 +445,32 @@ class OptimManager:
             gathered = "sliced" in state
             if gather_opt is not None and gathered != gather_opt:
                 raise ValueError(
-                    f"the state was saved with gather_opt={gathered}: pass the same value, or leave gather_opt out."
+                    f"the state was saved with gather_opt={gathered}. Pass the same value, or leave gather_opt out."
                 )
             load_state(optimizer, state, current_world())
         self.load_own_state(state_dict)
 
     def check_own_state(self, state: dict[str, Any]) -> None:
-        """Check that a state comes from a manager with the same optimizers and schedulers as this one.
+        """Raise ValueError unless a state comes from a manager with the same optimizers and schedulers as this one.
 
         Args:
-            state: what `own_state` returned.
+            state: the result of `own_state`.
 
         Raises:
-            ValueError: it comes from a manager with other optimizers or schedulers, or only one of the two has a loss
-                scale.
+            ValueError: it comes from a manager with other optimizers or schedulers, or only one of the two managers has
+                a loss scale.
         """
         schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
             raise ValueError(
                 f"this is the state of {len(theirs)} optimizers with {sum(theirs)} schedulers, but this manager has "
-                f"{len(mine)} with {sum(mine)}: call add_optimizer for the same ones first."
+                f"{len(mine)} with {sum(mine)}. Call add_optimizer for the same ones first."
             )
         scale = None if self._scale is None else self.loss_scale
         if (state["loss_scale"] is None) != (scale is None):
             raise ValueError(
-                f"the state was saved with loss_scale {state['loss_scale']}, but this manager has {scale}: make the "
+                f"the state was saved with loss_scale {state['loss_scale']}, but this manager has {scale}. Create the "
                 "OptimManager with a loss_scale in both cases, or with None in both."
             )
 
@@ -463,10 +478,10 @@ class OptimManager:
         """Load the state of the schedulers and the loss scale.
 
         Args:
-            state: what `own_state` returned.
+            state: the result of `own_state`.
 
         Raises:
-            ValueError: it comes from a manager with other schedulers, or only one of the two has a loss scale.
+            ValueError: it comes from a manager with other schedulers, or only one of the two managers has a loss scale.
         """
         self.check_own_state(state)
         self._end_last_step()
@@ -489,12 +504,12 @@ class OptimManager:
         used, self._used = self._used, {}
         if skipped and self._updated_in_backward:
             raise RuntimeError(
-                "a gradient was inf or nan, and update_in_backward() had used it before this step could be skipped, so "
-                "that the weights are wrong now. Continue from a checkpoint, without update_in_backward()."
+                "a gradient was inf or nan, and update_in_backward() had used it before this step could be skipped. "
+                "The weights are wrong now. Continue from a checkpoint, without update_in_backward()."
             )
         if skipped:
             for parameter, seen in used.items():
-                if is_unchanged(parameter, seen):  # otherwise the `.grad` is of a later backward: keep it
+                if is_unchanged(parameter, seen):  # a changed `.grad` belongs to a later backward, so keep it
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
             self._skips.report(self, self._parameters(), scale, self._bounds[0])
@@ -508,7 +523,7 @@ class OptimManager:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
-        """Return the last step's gradients, in the order of `_parameters`; None for each that has changed since."""
+        """Return the last step's gradients in the order of `_parameters`, with None for those that changed."""
         used = self._used
         return [used[p][0] if p in used and is_unchanged(p, used[p]) else None for p in self._parameters()]
 
@@ -522,7 +537,7 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
     plain = {type(max_norm), type(norm_type), type(eps)} <= {int, float} and isinstance(param_groups, list)
     if plain and 0 <= max_norm and 0 < norm_type and 0 <= eps < float("inf"):
         if all(isinstance(group, dict) for group in param_groups):
-            return  # the fast path, because this check runs in every step
+            return  # a fast path, because this check runs in every step
     wanted = 'optimizer.param_groups, a list of dicts with "params"'
     expect_kind("param_groups", param_groups, (list, tuple), wanted)
     for group in param_groups:
@@ -538,7 +553,7 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
 def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a manager's state that have checksums, by name.
 
-    They are the state of each parameter, the rest of each optimizer's state, and every other entry.
+    The parts are the state of each parameter, the rest of each optimizer's state, and every other entry.
     """
     entries = {name: value for name, value in state_dict.items() if name not in ("optimizers", _CHECKSUMS)}
     for number, optimizer in enumerate(state_dict["optimizers"]):
@@ -551,7 +566,10 @@ def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verify(state_dict: dict[str, Any]) -> None:
-    """Raise RuntimeError on every rank if a value does not match its checksum on any rank. Collective."""
+    """Raise RuntimeError on every rank if a value does not match its checksum on any rank.
+
+    Collective: every rank must call it.
+    """
     problem = None
     try:
         if _CHECKSUMS in state_dict:
@@ -559,7 +577,7 @@ def _verify(state_dict: dict[str, Any]) -> None:
     except (AttributeError, TypeError, ValueError) as error:
         problem = f"it cannot be read ({type(error).__name__}: {error})"
     current_world().raise_everywhere(
-        f'OptimManager.load_state_dict: the state is damaged; if you have changed it, remove its entry "{_CHECKSUMS}"',
+        f'OptimManager.load_state_dict: the state is damaged. If you have changed it, remove its entry "{_CHECKSUMS}"',
         problem,
     )
 
@@ -569,18 +587,19 @@ def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
 
 
 def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(optimizer, "updated_in_backward", False)  # only some optimizers have it
+    return getattr(optimizer, "updated_in_backward", False)  # only some optimizers have this attribute
 
 
 # -- the norm of gradients over all ranks ---------------------------------------------------------------------------
 
 
 def global_norm(parameters: list, order: float, communicator: Communicator, device: torch.device) -> torch.Tensor:
-    """Return the norm of the parameters' `.grad`s over all ranks, a scalar on `device`. Collective.
+    """Return the norm of the parameters' `.grad` over all ranks, a scalar on `device`.
 
-    It is inf or NaN if an element is. The 2-norm is computed in float64, in one pass over each run of adjacent
-    gradients, or from the sums of squares that the reduction has computed. Other norms are computed by torch in
-    float32. One scalar is all-reduced. Ordinary parameters, which all ranks have, count once.
+    Collective: every rank must call it. The result is inf or NaN if an element is. The 2-norm is computed in float64,
+    in one pass over each run of adjacent gradients, or from the sums of squares that the reduction has computed. Torch
+    computes other norms in float32. Only one scalar is all-reduced. Ordinary parameters, which all ranks have, count
+    once.
 
     Args:
         parameters: the parameters, all with a `.grad`.
@@ -620,7 +639,7 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
 
 
 def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of |g|^order over this rank's gradients (the maximum of |g| for inf), (1,) float32."""
+    """Return the sum of |g|^order over this rank's gradients, or the maximum of |g| if order is inf; (1,) float32."""
     filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]
     filled = [flat.abs() if flat.is_complex() else flat for flat in filled]
     if not filled:
@@ -630,9 +649,10 @@ def _powers(parameters: list, order: float, device: torch.device) -> torch.Tenso
 
 
 def _flat(members: list) -> list[torch.Tensor]:
-    """Return the `.grad`s of adjacent parameters as 1-D tensors that together have every element once.
+    """Return the `.grad` of adjacent parameters as 1-D tensors that together have every element once.
 
-    They are one view of the flat gradient, whose padding is zeros, if possible; otherwise one tensor per parameter.
+    If possible, this is one view of the flat gradient, whose padding is zeros. Otherwise, it is one tensor per
+    parameter.
     """
     flat = Run.over(members).flat_gradient() if isinstance(members[0], DistributedParameter) else None
     if flat is not None:

@@ -1,4 +1,4 @@
-"""Runs: adjacent local parameters, which one kernel launch updates, and the AdamW state of a run."""
+"""Run: adjacent local parameters, which one kernel launch updates. Also the AdamW state of a run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Run:
 
     Attributes:
         parameters: the parameters, in the order of the buffer.
-        weights: (n,) a view of all their elements, and of the padding between them, which is zero.
-        buffer: the parameters' flat buffer, None for an ordinary parameter.
-        start: the index in the shard of the first element of `weights`.
+        weights: (n,) a view of all elements of the parameters, and of the padding between them, which is zero.
+        buffer: the parameters' flat buffer; None for an ordinary parameter.
+        start: the index of the first element of `weights` in the shard.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -35,10 +35,10 @@ class Run:
 
     @classmethod
     def over(cls, parameters: list[torch.nn.Parameter]) -> Run:
-        """Make the run of `parameters`: either DistributedParameters that are adjacent in one buffer, in its order, or
-        exactly one ordinary parameter.
+        """Return the run of `parameters`.
 
-        Raises ValueError if the ordinary parameter is not contiguous.
+        They must be DistributedParameters that are adjacent in one buffer, in its order, or exactly one ordinary
+        parameter. Raises ValueError if the ordinary parameter is not contiguous.
         """
         first, last = parameters[0], parameters[-1]
         if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
@@ -48,7 +48,7 @@ class Run:
         if not first.is_contiguous():
             raise ValueError(
                 f"AdamOptimizer needs contiguous parameters, but one of shape {tuple(first.shape)} has strides "
-                "of another order: make it from tensor.contiguous()"
+                "of another order. Create it from tensor.contiguous()."
             )
         return cls(parameters, first.detach().view(-1), None, 0)
 
@@ -64,7 +64,7 @@ class Run:
         return parameter.buffer.local_ranges[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return the `.grad`s as one tensor, (n,), laid out like `weights`; None if the user has replaced a `.grad`."""
+        """Return the `.grad` of all parameters as one tensor (n,), laid out as `weights`; None if one was replaced."""
         if self.buffer is None:
             gradient = self.parameters[0].grad
             assert gradient is not None
@@ -75,17 +75,17 @@ class Run:
         return self.buffer.gradient.shard[self.start : self.start + self.weights.numel()]
 
     def gradient(self) -> torch.Tensor:
-        """Return the gradient, (n,), laid out like `weights`; the caller must not write it.
+        """Return the gradient (n,), laid out like `weights`. The caller must not write to it.
 
-        If gradients of several backwards are accumulated in a wider dtype, it is their sum in that dtype; otherwise it
-        contains the `.grad`s.
+        If gradients of several backwards are accumulated in a wider dtype, their sum in that dtype is returned.
+        Otherwise the values of `.grad` are returned.
         """
         flat = self.flat_gradient()
         if flat is not None:
             stop = self.start + self.weights.numel()
             wide = None if self.buffer is None else self.buffer.gradient.wide(self.start, stop)
             return flat if wide is None else wide
-        # The user has replaced a `.grad`, so the `.grad`s are not adjacent in memory: copy them into one tensor.
+        # The user has replaced a `.grad`, so the gradients are not adjacent in memory. Copy them into one tensor.
         flat = torch.zeros(self.weights.numel(), dtype=torch.float32, device=self.weights.device)
         for parameter in self.parameters:
             assert parameter.grad is not None
@@ -96,16 +96,16 @@ class Run:
 
 def with_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Return the parameters that have a `.grad`."""
-    with WithoutTorchFunction():  # faster: otherwise every access to an attribute calls __torch_function__
+    with WithoutTorchFunction():  # faster, because every access to an attribute would call __torch_function__
         return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def neighbours(
     parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
 ) -> list[list[torch.nn.Parameter]]:
-    """Divide `parameters` into lists for runs, each as long as possible.
+    """Divide `parameters` into lists for runs. Each list is as long as possible.
 
-    The members of a list are adjacent in one buffer, and `kind` returns the same for all of them. Each ordinary
+    The members of a list are adjacent in one buffer, and `kind` returns the same value for all of them. Each ordinary
     parameter is in a list of its own.
     """
     runs: list[list[torch.nn.Parameter]] = [[p] for p in parameters if not isinstance(p, DistributedParameter)]
@@ -115,7 +115,7 @@ def neighbours(
 
     def shared(numbered: tuple[int, DistributedParameter]) -> tuple:
         position, sharded = numbered
-        # `index - position` is the same for parameters that are adjacent in the buffer, and differs after a gap.
+        # `index - position` is the same for parameters that are adjacent in the buffer, and changes after a gap.
         return sharded.buffer, sharded.index - position, kind(sharded)
 
     return [*runs, *([sharded for _, sharded in members] for _, members in groupby(enumerate(slices), shared))]
@@ -127,13 +127,13 @@ def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
 
 
 def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
-    """Return {parameter: (its `.grad`, the version of that `.grad`)}, for `is_unchanged`. All must have a `.grad`."""
-    with WithoutTorchFunction():  # so that `_version` is read without __torch_function__
+    """Return {parameter: (its `.grad`, the version of this `.grad`)}, for `is_unchanged`. All must have a `.grad`."""
+    with WithoutTorchFunction():  # reads `_version` without __torch_function__
         return {parameter: (parameter.grad, parameter.grad._version) for parameter in parameters}
 
 
 def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) -> bool:
-    """Return whether the parameter still has the `.grad` that `gradient_versions` returned, unwritten since then.
+    """Return whether `parameter` still has the `.grad` that `gradient_versions` returned, not written since then.
 
     seen: the value for this parameter in the result of `gradient_versions`.
     """
@@ -145,7 +145,7 @@ def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
     """Return the number of the first element of each flat buffer and ordinary parameter.
 
-    The elements of all of them are numbered consecutively, in the order in which `groups` first names each.
+    All their elements are numbered consecutively, in the order in which the buffers and parameters occur in `groups`.
 
     groups: the optimizer's `param_groups`.
     """
@@ -167,9 +167,9 @@ class StateTensors(NamedTuple):
 
     Attributes:
         master: the masters as they are stored (see `Master`); None for float32 weights, which are their own masters.
-        exp_avg: float32 or bfloat16; or both moments in 8 bits. Without a second moment it is a momentum.
-        exp_avg_sq: float32; None if there is no second moment, or both are in 8 bits. If `master` holds residuals, the
-            signs of exp_avg_sq are their tie flags.
+        exp_avg: float32 or bfloat16; or both moments in 8 bits. If there is no second moment, this is a momentum.
+        exp_avg_sq: float32; None if there is no second moment, or if both moments are in 8 bits. If `master` contains
+            residuals, the signs of exp_avg_sq are their tie flags (see engine/ops/residual.py).
     """
 
     master: torch.Tensor | None
@@ -190,8 +190,8 @@ ParameterState = dict[str, torch.Tensor]
 """The state of a parameter with n local elements: "step", a scalar; "exp_avg" and "exp_avg_sq", (n,).
 
 Half-precision weights also have the float32 "master", (n,). bfloat16 weights may have the int16 "residual", (n,),
-instead; the signs of "exp_avg_sq" are its tie flags then (engine/ops/residual.py). A parameter without a second moment
-has "momentum_buffer", (n,), in place of both moments. Moments in 8 bits are "8bit exp_avg", "8bit
+instead. The signs of "exp_avg_sq" are then its tie flags (see engine/ops/residual.py). A parameter without a second
+moment has "momentum_buffer", (n,), in place of both moments. 8-bit moments are named "8bit exp_avg", "8bit
 exp_avg_exponents" and so on (see `Moments`).
 """
 
@@ -202,7 +202,7 @@ class RunState:
 
     Attributes:
         run: the run.
-        master: the masters and exp_avg_sq, in the form in which they are stored, (n,) each.
+        master: the masters and exp_avg_sq, (n,) each, in the form in which they are stored.
         exp_avg: (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
         index_base: the number of the run's first element among all elements of the optimizer (see `index_bases`). It
@@ -219,10 +219,10 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if the masters are stored in float32 and the weights were written since the last step.
+        """True if the masters are stored in float32, and the weights were written since the last step.
 
-        Loading or averaging weights does that. Masters that are stored as residuals are relative to the weights, and so
-        are never stale.
+        Loading or averaging weights has this effect. Masters that are stored as residuals are relative to the weights,
+        and so are never stale.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and self.version not in (-1, self.run.weights._version)
@@ -250,7 +250,7 @@ def _by_name(moments: Moments) -> ParameterState:
 
 
 def without_codes(held: ParameterState) -> ParameterState:
-    """Return a parameter's state with float32 moments in place of those in 8 bits, computed in host memory, exactly."""
+    """Return a parameter's state with 8-bit moments replaced by float32 ones, computed exactly in host memory."""
     if not has_codes(held):
         return held
     exp_avg, exp_avg_sq = Moments(*(held[_EIGHT_BITS + name] for name in Moments._fields)).read(_HOST)
@@ -259,12 +259,12 @@ def without_codes(held: ParameterState) -> ParameterState:
 
 
 def has_codes(held: ParameterState) -> bool:
-    """Return whether a parameter's state has moments in 8 bits."""
+    """Return whether a parameter's state has 8-bit moments."""
     return _EIGHT_BITS + Moments._fields[0] in held
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
-    """Return a parameter's state in the form of a state dict: with float32 masters, and without tie flags and codes.
+    """Return a parameter's state in the form of a state dict: with float32 masters, without tie flags and 8-bit codes.
 
     Masters and moments that are computed from residuals and codes are new tensors in host memory, because on the device
     they would take 8 or 12 more bytes per element. All other tensors are those of `held`.
@@ -272,8 +272,8 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
     Args:
         parameter: the parameter.
         held: its state.
-        loaded: True if `held` was loaded and is not in a run yet: its master is returned as it is. If False, a float32
-            master first follows weights that were written since the last step (`Master.follow_weight`).
+        loaded: True if `held` was loaded and is not yet in a run. Its master is then returned unchanged. If False, and
+            if weights were written since the last step, a float32 master is updated first (`Master.follow_weight`).
     """
     weights = _values(parameter)
     if "residual" in held:
@@ -287,17 +287,17 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 
 
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
-    """Copy a parameter's `earlier` state into `views`, the parameter's part of a run's flat tensors.
+    """Copy a parameter's `earlier` state into `views`, its part of a run's flat tensors.
 
-    Storing a float32 master as a residual also sets the weight to the rounded master. The weight has this value
-    already, unless a loaded master belongs to different weights.
+    Storing a float32 master as a residual also sets the weight to the rounded master. The weight already has this
+    value, unless a loaded master belongs to different weights.
 
     Args:
         parameter: the parameter.
         views: the views to fill.
         earlier: the state to copy; empty for a new parameter.
-        loaded: True if `earlier` comes from a state dict, whose master then takes precedence over the weights; False if
-            it comes from a previous run, whose float32 master is first updated to weights that were changed meanwhile.
+        loaded: True if `earlier` comes from a state dict, whose master then takes precedence over the weights. False if
+            it comes from an earlier run. If the weights were changed since, its float32 master is updated first.
     """
     earlier = {name: value if name == "step" else _values(value) for name, value in earlier.items()}
     if not ("residual" in earlier and "residual" in views and has_codes(earlier) == has_codes(views)):
@@ -319,5 +319,5 @@ def stored_numel(parameter: torch.Tensor) -> int:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a local or ordinary tensor, as an ordinary 1-D tensor; a view if contiguous."""
+    """Return this rank's elements of a local or ordinary tensor as a plain 1-D tensor; a view if it is contiguous."""
     return tensor.detach().as_subclass(torch.Tensor).reshape(-1)

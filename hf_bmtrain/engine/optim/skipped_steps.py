@@ -1,4 +1,4 @@
-"""Skipped steps: read the skip flag asynchronously, report each skipped step, and stop training after too many."""
+"""SkippedSteps: report each skipped step, and stop training after too many. HostFlag reads the flag asynchronously."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WARN_EVERY = 8
 
 
 class HostFlag:
-    """Copies `flag`, (1,), to the host asynchronously, with the value that it has at this point of the current stream.
+    """Copies `flag`, (1,), to the host asynchronously. The copy is an operation of the current stream.
 
     Attributes:
-        immediate: True if the flag was in host memory, so that `read` never waits.
+        immediate: True if the flag was in host memory. `read` then never waits.
     """
 
     def __init__(self, flag: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class HostFlag:
         return self._event is None or self._event.query()
 
     def read(self) -> float:
-        """Return the value; the host waits until the copy is complete."""
+        """Return the value. The host waits until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
         return self._value.item()
@@ -51,7 +51,7 @@ class HostFlag:
 
 @torch.no_grad()
 def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return the number of nan and the number of inf in this rank's elements of each gradient, (k, 2) int64.
+    """Return the numbers of nan and of inf in this rank's elements of each gradient, (k, 2) int64.
 
     The result is on `device`, and the host does not wait for it. Both numbers are -1 for a gradient that is None.
     """
@@ -66,9 +66,11 @@ def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.dev
 class SkippedSteps:
     """Logs every skipped step in one line on rank 0, with the cause that an observer gives.
 
-    With dynamic loss scaling, skipped steps are normal: they are logged at INFO, and every eighth in a row as a
-    warning. Without a loss scale, or at the minimum scale, a lower scale could not avoid the skip: every such step is
-    logged as a warning, and after `limit` of them in a row `report` raises RuntimeError. limit: None for no limit.
+    With dynamic loss scaling, skipped steps are normal. They are logged at INFO, and every eighth in a row as a
+    warning. Without a loss scale, or at the minimum scale, a lower scale could not avoid the skip. Every such step is
+    logged as a warning, and after `limit` of them in a row `report` raises RuntimeError.
+
+        limit: the maximum number of such steps in a row; None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -86,7 +88,7 @@ class SkippedSteps:
         self._counts = None
 
     def look(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Count nan and inf in the gradients of a skipped step. Must be called before the gradients are dropped."""
+        """Count nan and inf in the gradients of a skipped step. It must be called before the gradients are dropped."""
         if self._counts is None:
             self._counts = count_not_finite(gradients, current_world().device)
 
@@ -98,16 +100,16 @@ class SkippedSteps:
     def report(
         self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], scale: float | None, minimum: float
     ) -> None:
-        """Log that the last step of `manager` was skipped, and why. Collective.
+        """Log that the last step of `manager` was skipped, and why. Collective: every rank must call it.
 
         Args:
             manager: the manager.
             parameters: the parameters of all its optimizers, whose gradients were passed to `look`.
-            scale: the loss scale after the step, None without one.
+            scale: the loss scale after the step; None if there is no loss scale.
             minimum: the minimum loss scale.
 
         Raises:
-            RuntimeError: `limit` steps in a row were skipped that a lower scale could not avoid.
+            RuntimeError: `limit` steps in a row were skipped, and a lower scale could not have avoided it.
         """
         assert self._counts is not None, "call look() first"
         world = current_world()

@@ -1,4 +1,4 @@
-"""Save and load the state of an optimizer over sharded parameters: this rank's elements, or full tensors."""
+"""Save and load the state of an optimizer over sharded parameters, as this rank's elements or as full tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .runs import stored_numel
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
 _QUANTIZED = "__bnb_optimizer_quant_state__"
 _BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
-"""Names of the scales and tables of 8-bit optimizer state, which are not laid out like a parameter."""
+"""The names of scales and tables in 8-bit optimizer state, which do not have the layout of a parameter."""
 States = dict[Any, dict[str, Any]]
-"""The "state" of an optimizer's state dict: {parameter's number: {name: value}}."""
+"""The entry "state" of an optimizer's state dict: {parameter's number: {name: value}}."""
 
 
 # -- OptimManager's checkpoints -----------------------------------------------------------------------------------
@@ -37,9 +37,9 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     Args:
         optimizer: the optimizer.
         world: the ranks.
-        gather: False returns this rank's state, which the same rank of a world of the same size can load. True returns
-            the full state on rank 0, for any number of ranks, and only parameter groups on the others. Its entry
-            "sliced" then lists the names of the tensors that are laid out like the parameters.
+        gather: False returns this rank's state, which the same rank can load if the number of ranks is the same. True
+            returns the full state on rank 0, which any number of ranks can load, and only parameter groups on the other
+            ranks. Its entry "sliced" then lists the names of the tensors that have the layout of the parameters.
     """
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
@@ -54,33 +54,36 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 
 
 def copy_full_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Return a copy of the full state in host memory, on every rank, in the form of torch's state dicts. Collective."""
+    """Return a copy of the full state in host memory, on every rank, in the form of torch's state dicts.
+
+    Collective: every rank must call it.
+    """
     state = optimizer.state_dict()
     return {**state, "state": _gather(optimizer, state, world, keep=True)[0]}
 
 
 def check_state(state_dict: Any) -> None:
     """Raise TypeError or ValueError unless `state_dict` has the form of an optimizer's state dict."""
-    expect_kind("state_dict", state_dict, dict, "what state_dict() of an optimizer returned")
+    expect_kind("state_dict", state_dict, dict, "the result of state_dict() of an optimizer")
     lacking = [key for key in ("state", "param_groups") if key not in state_dict]
     if lacking:
         raise ValueError(
-            f"state_dict must be what state_dict() of an optimizer returned: it has no {' and no '.join(lacking)}, but "
-            f"{', '.join(map(repr, [*state_dict][:5])) or 'nothing'}"
+            f"state_dict must be the result of state_dict() of an optimizer, but has no "
+            f"{' and no '.join(lacking)}. It has {', '.join(map(repr, [*state_dict][:5])) or 'nothing'}."
         )
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: World) -> None:
-    """Load a state of `save_state`. Collective.
+    """Load a state that `save_state` returned. Collective: every rank must call it.
 
     Args:
         optimizer: the optimizer.
-        saved: this rank's own state or, on every rank, the full state, of which this rank copies its elements.
+        saved: this rank's own state; or, on every rank, the full state, from which this rank copies its elements.
         world: the ranks.
 
     Raises:
-        ValueError: this is the state of another rank, or of a world of another size, or of other parameters.
-        RuntimeError: the ranks pass different full states, or different settings.
+        ValueError: the state belongs to another rank, another number of ranks, or other parameters.
+        RuntimeError: the ranks pass different full states or different settings.
     """
     state: States = saved["state"]
     own = () if "sliced" in saved else ("state", "rank")
@@ -98,14 +101,14 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
     elif (saved["rank"], saved["world_size"]) != (world.rank, world.size):
         raise ValueError(
             f"this optimizer state was saved by rank {saved['rank']} of {saved['world_size']}, but is loaded on rank "
-            f"{world.rank} of {world.size}: save it with state_dict(gather_opt=True) to load it on another number of "
+            f"{world.rank} of {world.size}. Save it with state_dict(gather_opt=True) to load it on another number of "
             "ranks."
         )
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
     for values in optimizer.state.values() if "sliced" in saved else ():
         for name, value in values.items():
             if isinstance(value, ShardTensor) and value.part.untyped_storage().nbytes() > value.part.nbytes:
-                values[name] = value.clone()  # a view would keep the full tensor in memory
+                values[name] = value.clone()  # the view would keep the full tensor in memory
 
 
 # -- the optimizer's own state_dict -------------------------------------------------------------------------------
@@ -114,25 +117,25 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
 class FullState:
     """Makes `optimizer.state_dict()` return full tensors if there is an Accelerator, and allows loading full tensors.
 
-    An optimizer over sharded parameters has one as its attribute `full_state`. Accelerate saves rank 0's state dict
-    and loads the file on every rank, so that all ranks would get rank 0's shards. With an Accelerator `state_dict()`
-    is therefore collective, and `accelerator.save_state` calls it on every rank. Without one it returns this rank's
-    elements. Both forms can be loaded: before the next step, a tensor with as many elements as the full parameter is
-    replaced by this rank's elements.
+    An optimizer over sharded parameters has a FullState as its attribute `full_state`. Accelerate saves only rank 0's
+    state dict and loads the file on every rank, so that all ranks would get rank 0's shards. With an Accelerator,
+    `state_dict()` is therefore collective, and `accelerator.save_state` calls it on every rank. Without one, it returns
+    this rank's elements. Both forms can be loaded: before the next step, a tensor with as many elements as the full
+    parameter is replaced by this rank's elements.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._local = False
-        self._sharded: Any = None  # the `optimizer.state` that `shard_loaded` has seen; a load replaces that dict
+        self._sharded: Any = None  # the `optimizer.state` of the last `shard_loaded`; loading replaces this dict
         optimizer.register_state_dict_post_hook(self._make_full)
 
     def is_loaded(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a state was loaded and `shard_loaded`, which runs before the next step, has not run yet."""
+        """Return whether a state was loaded, and `shard_loaded` (which runs before the next step) has not run since."""
         return optimizer.state is not self._sharded
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Make `optimizer.state_dict()` return this rank's elements inside the context, without communication."""
+        """Inside the context, make `optimizer.state_dict()` return this rank's elements, without communication."""
         self._local = True
         try:
             yield
@@ -153,9 +156,9 @@ class FullState:
             return None
         world = current_world()
         _log_once(
-            "optimizer.state_dict() gathers the full state in the host memory of every rank. Call "
-            "bmt.hf.shard_checkpoints(accelerator) before accelerator.save_state to write sharded checkpoints instead. "
-            "A job that is killed while saving then keeps its previous checkpoint, whereas Accelerate deletes the ones "
+            "optimizer.state_dict() gathers the full state in the host memory of every rank. To write sharded "
+            "checkpoints instead, call bmt.hf.shard_checkpoints(accelerator) before accelerator.save_state. A job that "
+            "is killed while saving then keeps its previous checkpoint, whereas Accelerate deletes the checkpoints "
             "beyond total_limit before it writes."
         )
         world.barrier("optimizer.state_dict")
@@ -166,10 +169,10 @@ class FullState:
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
     """Return fingerprints of the full tensors in a loaded state, for `World.check_same_on_all_ranks`.
 
-    Parameters that are stored on a single rank are left out, because there a full tensor cannot be told from this
-    rank's elements.
+    Parameters that are stored on a single rank are left out, because that rank cannot distinguish a full tensor from
+    its own elements.
 
-    entries: (parameter, name, value) of all state.
+    entries: (parameter, name, value) of all state tensors.
     """
     facts: dict[str, str] = {}
     for number, (parameter, name, value) in enumerate(entries):
@@ -185,9 +188,9 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 
 
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
-    """Return this rank's elements of `value`, the state `name` of a parameter: a view, if `value` is a full tensor.
+    """Return this rank's elements of `value`, the state `name` of a parameter. If `value` is full, they are a view.
 
-    Numbers, the factors of a factored state, and the state of ordinary parameters are returned as they are. Raises
+    Numbers, the factors of a factored state, and the state of ordinary parameters are returned unchanged. Raises
     ValueError if the shape fits neither the full parameter nor this rank's elements.
     """
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -203,7 +206,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
         return value
     raise ValueError(
         f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "
-        f"{tuple(parameter.full_shape)} nor this rank's {stored_numel(parameter)} elements of it: it was saved for "
+        f"{tuple(parameter.full_shape)} nor this rank's {stored_numel(parameter)} elements of it. It was saved for "
         "another model, or on another rank. Load the state that this rank saved, or a full one."
     )
 
@@ -213,7 +216,7 @@ def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
     if len(shape) == len(full_shape):  # torch's Adafactor keeps reduced dimensions, of size 1
         return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]
-    return len(full_shape) > 1 and shape in left_out  # transformers' Adafactor removes the reduced dimension
+    return len(full_shape) > 1 and shape in left_out  # transformers' Adafactor removes a reduced dimension
 
 
 # -- gathering ----------------------------------------------------------------------------------------------------
@@ -222,14 +225,14 @@ def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
 def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
     """Return the optimizer's parameters by their keys in a state dict.
 
-    Raises ValueError unless both have the same numbers of parameters in their groups.
+    Raises ValueError unless the sizes of the parameter groups are the same.
     """
     mine = [group["params"] for group in optimizer.param_groups]
     theirs = [group["params"] for group in state["param_groups"]]
     if [len(group) for group in mine] != [len(group) for group in theirs]:
         raise ValueError(
             f"the state has parameter groups of {[len(g) for g in theirs]} parameters, but the optimizer has groups of "
-            f"{[len(g) for g in mine]}: make the optimizer from the same model, with the same groups."
+            f"{[len(g) for g in mine]}. Create the optimizer from the same model, with the same groups."
         )
     return dict(zip(chain(*theirs), chain(*mine)))
 
@@ -238,14 +241,15 @@ def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any
 def _gather(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], world: World, keep: bool
 ) -> tuple[States, list[str]]:
-    """Gather every state tensor that is laid out like its parameter, into host memory. Collective.
+    """Gather every state tensor that has the layout of its parameter into host memory.
 
-    Returns the full state, and the names of the tensors that were gathered. keep: False returns an empty state instead,
-    on ranks that need none.
+    Collective: every rank must call it. Returns the full state, and the names of the tensors that were gathered.
+
+    keep: if False, an empty state is returned, for ranks that do not need one.
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)
-    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # {index in buffer: key}
+    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # {index in the buffer: key}
     for name, key in sharded:
         place = name, parameters[key].buffer, state[key][name].dtype
         places.setdefault(place, {})[parameters[key].index] = key
@@ -259,12 +263,12 @@ def _gather(
 
 
 def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
-    """Divide a state into tensors that are laid out like their parameters, and all other values. Collective.
+    """Divide a state into tensors that have the layout of their parameters, and all other values.
 
-    A tensor is laid out like its parameter if it has the shape of the local parameter on every rank. One rank cannot
-    tell, because a step count may have the shape of a local parameter of one element. Other values, such as step
-    counts, are taken from the rank that has the most elements of the parameter: an optimizer may not count steps on a
-    rank without elements.
+    Collective: every rank must call it. A tensor has this layout if it has the shape of the local parameter on every
+    rank. One rank alone cannot tell, because a step count may have the shape of a local parameter of one element. Other
+    values, such as step counts, are taken from the rank that stores most elements of the parameter, because an
+    optimizer may not count steps on a rank without elements.
 
     Args:
         parameters: the parameters by their keys in `state`.
@@ -272,13 +276,13 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
         world: the ranks.
 
     Returns:
-        The (name, key) of the tensors that are laid out like their parameters, in the same order on all ranks, and a
-        state of copies of all other values.
+        The (name, key) of the tensors that have the layout of their parameters, in the same order on all ranks; and a
+        state with copies of all other values.
 
     Raises:
         RuntimeError: the ranks have state for different parameters.
     """
-    # (whether the value has the local parameter's shape, the number of local elements, a copy if one may be needed)
+    # (whether the value has the local parameter's shape, the number of local elements, a copy if it may be needed)
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():
@@ -292,7 +296,7 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     everyone = world.gather_objects(mine)
     if any(other.keys() != mine.keys() for other in everyone):
         raise RuntimeError(
-            "The ranks' optimizers have state for different parameters: make the same optimizer on all ranks."
+            "The ranks' optimizers have state for different parameters. Create the same optimizer on all ranks."
         )
     sharded = []
     for name, key in sorted(mine):
@@ -306,25 +310,25 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
 
 
 def _is_laid_out_like(value: Any, parameter: DistributedParameter) -> bool:
-    """Return whether `value`, local or ordinary, has the shape of this rank's elements of `parameter`."""
+    """Return whether `value`, sharded or plain, has the shape of this rank's elements of `parameter`."""
     part = value.part if isinstance(value, ShardTensor) else value
     return isinstance(part, torch.Tensor) and part.shape == (stored_numel(parameter),)
 
 
 def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
-    """Raise RuntimeError if the keys of an optimizer's `state` are strings and not parameters."""
+    """Raise RuntimeError if keys of an optimizer's `state` are strings instead of parameters."""
     names = [key for key in state if isinstance(key, str)]
     if names:
         raise RuntimeError(
             f"{type(optimizer).__name__} keeps its state under {len(names)} names, the first of which is '{names[0]}', "
-            "and not under parameters. It is unknown which state belongs to which parameter, so it cannot be saved. "
-            "Save the model alone (bmt.save, or save_only_model=True in TrainingArguments), or use an optimizer of "
-            "torch."
+            "and not under parameters. It cannot be saved, because it is unknown which state belongs to which "
+            "parameter. Save the model alone (bmt.save, or save_only_model=True in TrainingArguments), or use an "
+            "optimizer of torch."
         )
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state `values`, with the nested dict of 8-bit optimizers' quantized state merged into it."""
+    """Return the state `values` of a parameter, with the nested dict of 8-bit optimizers merged into it."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

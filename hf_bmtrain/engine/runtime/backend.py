@@ -1,4 +1,4 @@
-"""Open the communicators of a world: for one process, by gloo on the CPU, or by NCCL and peer copies on CUDA."""
+"""Open the communicators of a world: for one process, with gloo on the CPU, or with NCCL and peer copies on CUDA."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Imported here because it must be imported before a default process group exists. At import, its functions get that
-# group as the default value of an argument. If an optimizer imported it later, this reference would keep the group's
-# threads running until the interpreter ends, even after the group is destroyed.
+# This import must come before a default process group exists, because the imported functions get that group as the
+# default value of an argument. If an optimizer imported it later, this reference would keep the group's threads running
+# until the interpreter ends, even after the group is destroyed.
 import torch.distributed.nn.functional
 
 from ..comm.agreement import agree
@@ -49,12 +49,12 @@ SLOW_LINK = 0.5
 from other hosts that it receives inside its host."""
 MEASURED = 4 << 20  # bytes that each rank sends to measure a link
 SMALLEST_PULLED = 16 << 20
-"""The size in bytes from which a shard is gathered by peer copies, which are then faster than NCCL between H200s.
-Smaller shards are gathered by peer copies only with `gather="peer"`."""
+"""The smallest size in bytes of a shard that is gathered with peer copies, which are then faster than NCCL between
+H200s. Smaller shards are gathered with peer copies only if `gather="peer"`."""
 
 
 class Backend(NamedTuple):
-    """Everything through which the ranks of a world communicate.
+    """The objects through which the ranks of a world communicate.
 
     Attributes:
         gather: the communicator of all ranks for all-gathers.
@@ -124,21 +124,23 @@ def open_backend(
     facts: Mapping[str, Any],
     monitor: Monitor,
 ) -> Backend:
-    """Initialize torch's process group, unless it is initialized, and open the communicators of a world. Collective.
+    """Initialize torch's process group, unless it is initialized, and open the communicators of a world.
+
+    Collective: every rank must call it.
 
     Args:
         rank: this process's rank.
         size: the number of ranks.
         device: this rank's device.
-        timeout: how long operations wait for other ranks.
+        timeout: the time for which operations wait for other ranks.
         gather: how shards are all-gathered, one of GATHERS.
         shard_over: the ranks that the shards are divided between, one of SHARD_OVER.
         init_method: where the ranks meet, as for `torch.distributed.init_process_group`.
         facts: other values that must be equal on all ranks.
-        monitor: watches the communicators, after this function has opened it.
+        monitor: watches the communicators. This function opens it.
 
     Returns:
-        The communicators, and what is built on them.
+        The communicators, and the objects built on them.
 
     Raises:
         RuntimeError: a package is missing; the ranks did not meet in time; the arguments, versions or `facts` differ
@@ -373,14 +375,17 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {rank}: the {size} ranks did not meet in init_distributed within {timeout.total_seconds():.0f} s. "
-            "Another rank raised an error or ended before (look for the first error in the logs of all ranks), hangs, "
+            "Another rank raised an error or ended earlier (look for the first error in the logs of all ranks), hangs, "
             f"was not started, or was given another address. ({str(error).strip().splitlines()[0]})"
         ) from None
-    del met  # it kept a store open, to which the process group has connected by now
+    del met  # `met` kept the store open until the process group had connected to it
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
-    """Check that `facts` are equal on all ranks. If they are not, close `control` and raise. Collective."""
+    """Check that `facts` are equal on all ranks. If they are not, close `control` and raise.
+
+    Collective: every rank must call it.
+    """
     try:
         agree(control, "init_distributed", facts)
     except RuntimeError:
@@ -389,7 +394,7 @@ def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
-    """Return the versions, by package, that must be equal on all ranks: results or messages may depend on them."""
+    """Return {package: version} for versions that must be equal on all ranks, as results may depend on them."""
     package: Any = sys.modules[__name__.split(".")[0]]
     found = {
         "Python": ".".join(map(str, sys.version_info[:2])),
@@ -416,12 +421,12 @@ def _smallest_copied(
     if reason is not None and gather == "peer":
         raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
     if reason is not None:
-        _log.info("rank %d: shards are gathered and reduced by collectives, because %s", rank, reason)
+        _log.info("rank %d: shards are gathered and reduced with collectives, because %s", rank, reason)
         return None
     if gather == "auto" and device.type == "cpu":
         return None
     smallest = 0 if gather == "peer" else SMALLEST_PULLED
-    _log.info("rank %d: shards of at least %d MiB are gathered and reduced by peer copies", rank, smallest >> 20)
+    _log.info("rank %d: shards of at least %d MiB are gathered and reduced with peer copies", rank, smallest >> 20)
     return smallest
 
 

@@ -32,15 +32,15 @@ def find_place() -> tuple[int, int, int]:
         rank, size = dist.get_rank(), dist.get_world_size()
         if numbers.get("WORLD_SIZE", size) != size:
             raise RuntimeError(
-                f"The torch process group has {size} ranks but WORLD_SIZE is {numbers['WORLD_SIZE']}: initialize "
-                "the process group with all ranks that the launcher started, or unset the variable."
+                f"The torch process group has {size} ranks, but WORLD_SIZE is {numbers['WORLD_SIZE']}. Initialize the "
+                "process group with all ranks that the launcher started, or unset the variable."
             )
         return rank, size, numbers.get("LOCAL_RANK", rank)
     size = numbers.get("WORLD_SIZE", 1)
     rank = numbers.get("RANK", 0 if size == 1 else -1)
     if not 0 <= rank < size:
         raise RuntimeError(
-            f"RANK={launched['RANK']} does not fit WORLD_SIZE={launched['WORLD_SIZE']}: start the script with "
+            f"RANK={launched['RANK']} does not fit WORLD_SIZE={launched['WORLD_SIZE']}. Start the script with "
             "torchrun, torch.distributed.launch or accelerate launch, or unset both variables for a single process."
         )
     return rank, size, numbers.get("LOCAL_RANK", 0 if size == 1 else rank)
@@ -78,7 +78,7 @@ def choose_device(local_rank: int) -> torch.device:
     devices = torch.cuda.device_count()
     if local_rank >= devices:
         raise RuntimeError(
-            f"LOCAL_RANK={local_rank}, but torch finds {devices} GPU(s) on this host: start at most {devices} "
+            f"LOCAL_RANK={local_rank}, but torch finds {devices} GPU(s) on this host. Start at most {devices} "
             "processes per host (--nproc-per-node), or make more GPUs visible with CUDA_VISIBLE_DEVICES."
         )
     torch.cuda.set_device(local_rank)
@@ -94,7 +94,7 @@ def seed_everything(seed: int, rank: int, device: torch.device) -> None:
     """Seed `random`, NumPy and torch's CPU generator with `seed`, and CUDA's generator with seed + rank.
 
     Args:
-        seed: the same on every rank.
+        seed: the seed, the same on every rank.
         rank: this rank's number.
         device: this rank's device.
     """

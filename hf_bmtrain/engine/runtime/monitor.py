@@ -1,4 +1,4 @@
-"""The interface by which the engine informs and asks a monitor, which finds out what goes wrong on other ranks.
+"""The interface between the engine and a monitor, which finds out what is wrong on other ranks.
 
 The implementation is in `hf_bmtrain.faults`.
 """
@@ -19,11 +19,11 @@ EXIT = "the end of the program"
 class Monitor:
     """Watches the other ranks, to find out which of them failed, is missing, or issued other collectives.
 
-    It then stops this rank, which would wait for them. This base class does nothing: a single process and a simulation
-    use it as it is.
+    It then stops this rank, which would otherwise wait for them. This base class does nothing; it serves a single
+    process and a simulation.
 
     Attributes:
-        names: by the number of each flat buffer, the name that messages show for it.
+        names: {number of a flat buffer: its name in messages}.
     """
 
     def __init__(self) -> None:
@@ -31,33 +31,38 @@ class Monitor:
 
     @property
     def problem(self) -> str | None:
-        """Why every rank must stop, such as an error of another rank; None while nothing is known."""
+        """Why every rank must stop, such as an error of another rank, or None."""
         return None
 
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
-        """Wait until all ranks have called this, before torch's process group is initialized. Collective.
+        """Wait until all ranks have called this, before torch's process group is initialized.
+
+        Collective: every rank must call it.
 
         Args:
             rank: this process's rank.
             size: the number of ranks.
-            timeout: how long to wait.
-            init_method: where the ranks meet, as for `torch.distributed.init_process_group`.
+            timeout: the time to wait.
+            init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
 
         Returns:
             An object that the caller must keep until the process group is initialized.
 
         Raises:
-            RuntimeError: not all ranks have come in time. The message names those that are missing.
+            RuntimeError: not all ranks arrived in time. The message names the missing ranks.
         """
 
     def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None], busy: Callable[[], bool]) -> None:
-        """Start watching the other ranks, once this rank can exchange objects with them. Collective.
+        """Start watching the other ranks, once this rank can exchange objects with them.
+
+        Collective: every rank must call it.
 
         Args:
             control: exchanges objects between the ranks.
             rank: this process's rank.
-            interrupt: to be called when a problem is found; ends this rank's GPU operations that wait for other ranks.
-            busy: returns whether this rank's device has work that is not complete. Any thread may call it.
+            interrupt: a function to call when a problem is found. It ends this rank's GPU operations that wait for
+                other ranks.
+            busy: a function that returns whether this rank's device has unfinished work. Any thread may call it.
         """
 
     def add(self, communicator: Communicator) -> None:
@@ -72,18 +77,18 @@ class Monitor:
 
         Args:
             rank: the other rank.
-            theirs: what `excerpts` returned there.
+            theirs: the result of `excerpts` on that rank.
 
         Returns:
-            The first difference in words, or None if there is none.
+            A description of the first difference, or None.
         """
 
     def missing(self) -> str:
-        """Say in words which ranks this rank is waiting for, where in their programs they are, and the likely cause."""
+        """Describe the ranks for which this rank waits, their places in their programs, and the likely cause."""
         return ""
 
     def end(self, how: str) -> None:
-        """Tell the other ranks how this rank's program ended, in words. Only the first call has an effect."""
+        """Tell the other ranks how this rank's program ended. Only the first call has an effect."""
 
     def stop(self) -> None:
         """Stop watching the other ranks."""

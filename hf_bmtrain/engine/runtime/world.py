@@ -1,4 +1,4 @@
-"""The world: the processes that train together. This is the only global state of the library."""
+"""The world, which is the set of processes that train together. It is the only global state of the library."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:  # `blocks` may import this folder, so this folder may not imp
 
 
 class BufferCount:
-    """Counts the flat buffers of a world, to number them. The count is the same on every rank.
+    """Counts the flat buffers of a world, which gives each a number. The count is the same on every rank.
 
     Attributes:
-        made: the number of flat buffers that have been made.
+        made: the number of flat buffers made so far.
     """
 
     made = 0
 
 
 class SavedState(NamedTuple):
-    """Two collective functions, by which a feature saves something in checkpoints and loads it again.
+    """Two collective functions with which a feature saves an object in checkpoints and loads it again.
 
     Attributes:
         save: takes the world and a model, and returns an object to store in the checkpoint.
-        load: takes the world, a model, and the stored object; None if the checkpoint has none.
+        load: takes the world, a model, and the stored object, or None if the checkpoint has none.
     """
 
     save: Callable[[World, torch.nn.Module], Any]
@@ -75,7 +75,7 @@ class World:
         rank: 0 to size - 1.
         size: the number of ranks.
         local_rank: this rank's number on its host.
-        device: where this rank computes and stores its shards.
+        device: the device on which this rank computes and stores its shards.
         gather: the communicator for all-gathers of flat tensors.
         reduce: the communicator for reductions of flat tensors.
         shards: allocates and all-gathers shards.
@@ -83,9 +83,10 @@ class World:
             those of one host if every host stores all shards. Its ranks are the numbers of the shards, whose order may
             differ from that of the ranks of the world. Its broadcasts reach all ranks.
         control: exchanges Python objects.
-        monitor: finds out what goes wrong on other ranks, such as ranks that issue different operations.
-        inside: counts how deeply calls of sharded modules are nested at the moment.
-        schedule: which blocks are unsharded and which reductions are pending in the current forward or backward.
+        monitor: finds out what is wrong on other ranks, for example that they issue different operations.
+        inside: the present depth of nested calls of sharded modules.
+        schedule: the blocks that are unsharded, and the reductions that are pending, in the current forward or
+            backward.
         layer_features: creates the parts of a new block that decide when and how its forward is recomputed.
         zero_level: the default for `auto_wrap`.
         loss_scale_factor: the default for OptimManager.
@@ -100,11 +101,11 @@ class World:
             together split on this dimension, or do not split; None if each rank computes alone.
         poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
         buffers: counts the flat buffers.
-        kept: the object that saves the checkpoints of a folder, by folder.
+        kept: {folder: the object that saves checkpoints to it}.
         copying: an event for each checkpoint whose values are being copied. Optimizers wait for all these events before
             they write weights.
-        saved_states: what features save in checkpoints, by the key under which it is stored.
-        device_memory: memory statistics of the device; None on the CPU, which has none.
+        saved_states: the functions with which features save objects in checkpoints, by the objects' keys.
+        device_memory: memory statistics of the device, or None on the CPU.
     """
 
     rank: int
@@ -136,15 +137,17 @@ class World:
     device_memory: DeviceMemory | None = None
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
-        """Wait until every rank has called this, and check that all ranks have issued the same operations. Collective.
+        """Wait until every rank has called this, and check that all ranks issued the same operations.
+
+        Collective: every rank must call it.
 
         Args:
-            occasion: what the ranks are about to do, for messages. It must be equal on all ranks.
-            seconds: how long to wait; None for the timeout of `init_distributed`.
+            occasion: the operation that the ranks are about to start, for messages. It must be equal on all ranks.
+            seconds: the time to wait; None uses the timeout of `init_distributed`.
 
         Raises:
-            RuntimeError: a rank did not call this in time, or called it with another occasion; or the ranks have issued
-                different operations before, so that their results are wrong. The message names the rank.
+            RuntimeError: a rank did not call this in time, or called it with another occasion, or the ranks had issued
+                different operations, so that their results are wrong. The message names the rank.
         """
         try:
             self.control.barrier(occasion, seconds)
@@ -159,7 +162,7 @@ class World:
                 raise RuntimeError(f"rank {self.rank}: '{occasion}' found that {problem}")
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects that all ranks pass, in rank order. Collective.
+        """Return the objects that all ranks pass, in rank order. Collective: every rank must call it.
 
         Args:
             value: this rank's object, which must be picklable.
@@ -169,16 +172,16 @@ class World:
     def check_same_on_all_ranks(
         self, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None
     ) -> None:
-        """Check that all ranks pass the same facts in the same order. Collective.
+        """Check that all ranks pass the same facts in the same order. Collective: every rank must call it.
 
-        Strings are compared themselves, other values by their `repr`. If all facts are equal, the ranks only exchange
-        one digest each.
+        Strings are compared themselves, other values by their `repr`. If all facts are equal, each rank only sends
+        one digest.
 
         Args:
-            occasion: what the ranks are about to do, for the message.
+            occasion: the operation that the ranks are about to start, for the message.
             facts: the values that must be equal, by name.
-            may_differ: values that are not compared, but shown in the message to explain a difference, such as the file
-                that each rank has read. Their names must be the same on every rank.
+            may_differ: values that are not compared, but are shown in the message to explain a difference, such as the
+                file that each rank has read. Their names must be the same on every rank.
 
         Raises:
             RuntimeError: facts differ. Every rank raises the same message.
@@ -189,7 +192,7 @@ class World:
         """Check the argument `comm` of a function of BMTrain's interface.
 
         Args:
-            comm: must be None or this world, which both mean all ranks.
+            comm: None or this world, both of which mean all ranks.
 
         Raises:
             NotImplementedError: `comm` is anything else.
@@ -201,11 +204,13 @@ class World:
             )
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
-        """Raise an error on every rank if any rank has a problem, so that no rank hangs. Collective.
+        """Raise an error on every rank if any rank has a problem, so that no rank hangs.
+
+        Collective: every rank must call it.
 
         Args:
             what: the beginning of the message.
-            problem: this rank's problem in words, or None.
+            problem: a description of this rank's problem, or None.
 
         Raises:
             RuntimeError: at least one rank has a problem. The message names these ranks and their problems.
@@ -226,7 +231,7 @@ def current_world() -> World:
         RuntimeError: `init_distributed` has not been called.
     """
     if _world is None:
-        raise RuntimeError("hf_bmtrain is not initialized: call hf_bmtrain.init_distributed() first.")
+        raise RuntimeError("hf_bmtrain is not initialized. Call hf_bmtrain.init_distributed() first.")
     return _world
 
 
@@ -241,7 +246,7 @@ def check_no_world() -> None:
     """Raise RuntimeError if this process already has a world."""
     if _world is not None:
         raise RuntimeError(
-            f"init_distributed has already been called: this is rank {_world.rank} of {_world.size}. Call it once, at "
+            f"init_distributed has already been called; this is rank {_world.rank} of {_world.size}. Call it once, at "
             "the start of the program."
         )
 
@@ -268,7 +273,7 @@ def world_size() -> int:
 
 
 def print_rank(*values, rank: int = 0, **options) -> None:
-    """Print on one rank; do nothing on the others.
+    """Print on one rank, and do nothing on the others.
 
     Args:
         *values: the values to print.
@@ -281,9 +286,9 @@ def print_rank(*values, rank: int = 0, **options) -> None:
 
 
 def synchronize() -> None:
-    """Wait until every rank has called this and this rank's device has completed all queued work. Collective.
+    """Wait until every rank has called this and this rank's device has completed all queued work.
 
-    Also frees the shards of models that no rank refers to any longer.
+    Collective: every rank must call it. This also frees the shards of models to which no rank refers any longer.
     """
     world = current_world()
     world.schedule.wait_for_readers()

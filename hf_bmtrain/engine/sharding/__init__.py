@@ -1,4 +1,5 @@
 """Parameters in flat buffers, of which every rank stores 1/N.
 
-This package knows flat buffers, parameters, gradients and the slots of modules, but not blocks or optimizers.
+This package contains flat buffers, parameters, gradients and the entries of modules that hold parameters. It knows
+neither blocks nor optimizers.
 """

@@ -25,7 +25,7 @@ from .unused import UnusedParameters
 
 
 class State(Enum):
-    """Whether the full parameters have no memory, are being all-gathered, or are readable."""
+    """The state of the full parameters: without memory, being all-gathered, or readable."""
 
     SHARDED = auto()
     GATHERING = auto()
@@ -35,18 +35,20 @@ class State(Enum):
 class ShardedBuffer:
     """Parameters of one dtype and device in one flat buffer, of which every rank stores 1/N.
 
-    The local parameters, views of `shard`, keep the buffer alive. The buffer refers to them weakly, so that a dropped
-    model is freed at once. The first `gather` after a write to the shard fills the full buffer again.
+    `shard` is updated by the optimizer; the full buffer, with memory for all elements, exists from `gather` to
+    `reshard`. The local parameters are views of `shard` and keep the buffer alive. The buffer refers to them weakly, so
+    that a model is freed as soon as it is dropped. After a write to the shard, the next `gather` fills the full buffer
+    again.
 
     Attributes:
-        storage: how the shard is kept and sent.
-        shard: (n,) this rank's elements of the flat buffer, never reallocated.
-        full_params: one Parameter of the full shape for each parameter; readable only while the buffer is unsharded,
-            that is after `gather` and `wait`, until `reshard`.
-        number: counts the buffers of this world from 1; the same on every rank.
-        local_ranges: for each parameter, the range of it that is in this rank's shard.
+        storage: keeps the shard and defines what an all-gather sends.
+        shard: (n,) this rank's elements of the flat buffer. It is never reallocated.
+        full_params: one Parameter of the full shape for each parameter. They are readable only while the buffer is
+            unsharded, that is, after `gather` and `wait` and until `reshard`.
+        number: the number of this buffer among all buffers of the world, from 1. It is the same on every rank.
+        local_ranges: for each parameter, the range of its elements in this rank's shard.
         update: the last asynchronous update of the shard.
-        resident: whether `reshard` does nothing while no parameter is trainable; the same on every rank.
+        resident: whether `reshard` does nothing while no parameter is trainable. It is the same on every rank.
     """
 
     shard: torch.Tensor
@@ -59,13 +61,13 @@ class ShardedBuffer:
         reduction: Reduction,
         storage: Storage | None = None,
     ) -> None:
-        """Shard `parameters`, with rank 0's values. Collective.
+        """Shard `parameters`, taking rank 0's values. Collective: every rank must call it.
 
         Args:
             world: the ranks that share the buffer.
             parameters: the full parameters, all of one dtype.
             reduction: averages the gradients over the ranks.
-            storage: how the shard is kept and sent; None for plain elements.
+            storage: keeps the shard and defines what an all-gather sends; None to keep and send plain elements.
         """
         world.buffers.made += 1
         self.number = world.buffers.made
@@ -103,24 +105,24 @@ class ShardedBuffer:
     def route(
         self, source: torch.Tensor, target: ResizableStorage | None, cut: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        """Set what an all-gather sends, and where it arrives. The buffer must be sharded.
+        """Set the memory that an all-gather sends, and the memory that it fills. The buffer must be sharded.
 
         Args:
             source: this rank's tensor, which the all-gather sends.
             target: the memory that the all-gather fills; None if there is nothing to gather.
-            cut: the ranges of `source` that this rank itself reads from `target`; None for the ranges of parameters
-                that are split between ranks. The rest of this rank's part of `target` may stay unfilled.
+            cut: the ranges of `source` that this rank itself reads from `target`, or None for the ranges of the
+                parameters that are split between ranks. The rest of this rank's part of `target` may stay unfilled.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
-        # Peer copies are not collectives, so they are not recorded in the log.
+        # Copies between peers are not collectives, so they are not recorded in the log.
         self._collective_log = self.communicator.collective_log if self._gather.is_collective(source) else None
         self._filled_version = -1
 
     def make_local(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
-        """Return the local parameters of `parameters`, which this buffer stores, as instances of `cls`.
+        """Return the local parameters, instances of `cls` that are 1-D views of `shard`.
 
-        They are 1-D views of `shard`.
+        parameters: the full parameters that this buffer stores.
         """
         slices: list[Any] = []
         for index, (parameter, local_range) in enumerate(zip(parameters, self.local_ranges)):
@@ -135,18 +137,18 @@ class ShardedBuffer:
 
     @property
     def slices(self) -> list[Any]:
-        """The local parameters that still exist; modules may have been dropped together with theirs."""
+        """The local parameters that still exist. A parameter is freed together with its module."""
         return [local for reference in self.gradient.slices if (local := reference()) is not None]
 
     # -- all-gather, use, reshard -------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """torch's counter of writes to the shard."""
+        """Torch's version counter of the shard."""
         return self.shard._version
 
     def gather(self) -> None:
-        """Start the all-gather of the present weights, unless the full buffer has them or is about to get them."""
+        """Start the all-gather of the present weights, unless the full buffer has them already or will get them."""
         if self.update.ticket is not None:
             self.update.wait()
         if self._alone:
@@ -172,15 +174,16 @@ class ShardedBuffer:
 
     @property
     def needs_collective(self) -> bool:
-        """Whether `gather` would now issue a collective, or might."""
+        """True if `gather` would now issue a collective, or might do so."""
         if self._alone or (self._state is not State.SHARDED and self._filled_version == self.shard._version):
             return False
         return self.storage.prepares or (self._target is not None and self._gather.is_collective(self._source))
 
     def take_part(self) -> None:
-        """Take part in an all-gather that other ranks need, without using what arrives. Collective.
+        """Take part in an all-gather that other ranks need, without using the result.
 
-        If the buffer is unsharded already, the shards arrive in other memory.
+        Collective: every rank must call it. If this rank's full buffer is filled already, the result is received in
+        other memory and dropped.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()
@@ -195,8 +198,8 @@ class ShardedBuffer:
     def _note_gather(self) -> None:
         """Record the all-gather in the collective log.
 
-        An all-gather without gradients has a different entry, so that the logs differ if one rank evaluates while
-        others train.
+        An all-gather of a forward without gradients has an entry of its own, so that the logs differ if one rank
+        evaluates while others train.
         """
         if self._collective_log is not None:
             evaluates = self._inside.depth > 0 and not torch.is_grad_enabled()
@@ -223,7 +226,7 @@ class ShardedBuffer:
 
     def drop(self) -> None:
         """Free the full buffer, even if it is resident."""
-        if self._ticket is not None:  # `wait` was not called, so nothing has read the full parameters: do not unpack
+        if self._ticket is not None:  # `wait` was not called, so nothing has read the full parameters
             self._ticket.wait()
             self._ticket = None
         self.storage.reshard()
@@ -231,17 +234,17 @@ class ShardedBuffer:
 
     @property
     def is_resident(self) -> bool:
-        """True if the buffer is frozen and, once gathered, stays unsharded."""
+        """True if the buffer stays unsharded once it is gathered, because it is marked resident and is frozen."""
         return self.resident and not self.gradient.trainable
 
     @property
     def sharded(self) -> bool:
-        """True if the full buffer has memory of its own; otherwise the shard is the full buffer."""
+        """True if the full buffer has its own memory. It has none with one rank, whose shard is the full buffer."""
         return not self._alone
 
     @property
     def is_unsharded(self) -> bool:
-        """True from `gather` to `reshard`; always if the shard is the full buffer."""
+        """True between `gather` and `reshard`, and always if the shard is the full buffer."""
         return self._alone or self._state is not State.SHARDED
 
     @property
@@ -250,7 +253,7 @@ class ShardedBuffer:
         return self.storage.memory().nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a full parameter, be it in the full buffer or in the shard.
+        """Return whether `tensor` is a view of a full parameter, which may be in the full buffer or in the shard.
 
         The result is the same on every rank, although ranks differ in which full parameters are views of the shard.
         """
@@ -258,9 +261,9 @@ class ShardedBuffer:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Make the full parameters readable inside the context. Collective.
+        """Make the full parameters readable inside the context. Collective: every rank must call it.
 
-        At the end, the buffer is resharded unless it was unsharded before, and the current stream waits until no rank
+        At the end, the buffer is resharded unless it was unsharded before. Then the current stream waits until no rank
         reads shards, so that they may be written.
         """
         try:
@@ -270,17 +273,22 @@ class ShardedBuffer:
             self._gather.wait_for_readers()
 
     def prepare_write(self) -> None:
-        """Wait until no rank reads the shard; call it before writing the shard, except in an optimizer. Collective."""
+        """Wait until no rank reads the shard. Call it before writing the shard, except in an optimizer.
+
+        Collective: every rank must call it.
+        """
         self._gather.wait_for_readers()
 
     def gather_like_local(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the full tensors of which `values` are this rank's elements, with one all-gather. Collective.
+        """Return the full tensors of which `values` are this rank's elements, using one all-gather.
+
+        Collective: every rank must call it.
 
         Args:
-            values: by parameter index, a 1-D tensor laid out like the local parameter, all of one dtype.
+            values: by parameter index, a 1-D tensor laid out like the local parameter. All have one dtype.
 
         Returns:
-            By index, a tensor of the full shape: a view of one new flat tensor on the shard's device.
+            By index, a tensor of the full shape. All are views of one new flat tensor on the shard's device.
         """
         first = next(iter(values.values()))
         flat = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=self.shard.device)
@@ -295,13 +303,13 @@ class ShardedBuffer:
     # -- refused ------------------------------------------------------------------------------------------------
 
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
-        """Raise RuntimeError if a forward cast a full parameter or wrote to one in place.
+        """Raise RuntimeError if a forward cast a full parameter or wrote to it in place.
 
-        A cast is undone before the error. A write would be lost when the buffer is resharded, or be kept only on a rank
-        whose shard contains the whole parameter. Writes are allowed if the shard is the full buffer.
+        A cast is undone before the error is raised. A write would be lost when the buffer is resharded, or would remain
+        only on a rank whose shard contains the whole parameter. Writes are allowed if the shard is the full buffer.
 
         Args:
-            copies: further Parameters over the same memory, which the caller has found written. They count as written.
+            copies: further Parameters over the same memory, which the caller has found to be written.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:
@@ -312,7 +320,7 @@ class ShardedBuffer:
         if written and self.sharded:
             raise RuntimeError(
                 f"The forward modified sharded parameters in place (shapes {[tuple(full.shape) for full in written]}"
-                f"). With {self.communicator.size} ranks the change would be lost, or would reach one rank only. Load "
+                f"). With {self.communicator.size} ranks the change would be lost, or would reach only one rank. Load "
                 "the weights again, and keep such state in a buffer (register_buffer), or exclude this module."
             )
 

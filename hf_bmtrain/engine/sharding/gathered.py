@@ -1,4 +1,4 @@
-"""The context manager `gathered`: full parameters, to be read or modified."""
+"""The context manager `gathered`, which makes full parameters available to be read or modified."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 
 @contextmanager
 def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modify: bool = False) -> Iterator[Any]:
-    """Make full parameters available inside a `with` block. Collective.
+    """Make full parameters available inside a `with` block. Collective: every rank must call it.
 
-    The full parameters are copies on each rank's device, without gradients. Inside the context neither the model nor
-    its `state_dict()` can be called. If the code inside raises, nothing is written back.
+    The full parameters are copies on each rank's device, without gradients. Inside the context, neither the model nor
+    its `state_dict()` can be called. If the code inside raises an exception, nothing is written back.
 
     Args:
         what: a module, whose attributes and `parameters()` are full parameters inside the context; or one or several
             parameters.
-        modify: whether to write the values back at the end. All ranks get rank 0's values. Where a weight changed,
-            AdamOptimizer sets its float32 master to the new value.
+        modify: whether to write the values back at the end. All ranks get rank 0's values. AdamOptimizer sets the
+            float32 master of every changed weight to the new value.
 
     Returns:
         A context manager. It yields the module, or a list of the full tensors of the parameters.
 
     Raises:
         ValueError: `what` is an ordinary tensor, which is full already.
-        RuntimeError: at the end, before anything is written, if values were changed without `modify`, if values of
-            read-only weights (quantized ones) were changed, or if a parameter or module was replaced, as by resizing
-            embeddings or tying weights: do that before `auto_wrap`.
+        RuntimeError: values were changed without `modify`; values of read-only (quantized) weights were changed; or a
+            parameter or module was replaced, for example by resizing embeddings or tying weights, which must be done
+            before `auto_wrap`. The error is raised at the end, before anything is written.
 
     Example::
 
@@ -74,9 +74,9 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
 
 
 def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
-    """Yield each local parameter once, while the full parameters of its buffer are readable. Collective.
+    """Yield each local parameter once, while the full parameters of its buffer are readable.
 
-    One buffer is unsharded at a time.
+    Collective: every rank must call it. Only one buffer is unsharded at a time.
     """
     unique = dict.fromkeys(sharded_params)
     for buffer in dict.fromkeys(sharded.buffer for sharded in unique):
@@ -85,13 +85,13 @@ def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[Distr
 
 
 def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
-    """Return {local parameter: a copy of its full parameter}. Collective."""
+    """Return a dict with a copy of the full parameter for each local parameter. Collective: every rank must call it."""
     return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
 
 
 @contextmanager
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
-    """Put full parameters into the model's slots; at the end, put the local ones back and undo replaced modules.
+    """Put full parameters into the model's modules. At the end, put back the local ones and undo replaced modules.
 
     Raises RuntimeError at the end if the code inside the context has replaced a parameter or module.
     """
@@ -116,8 +116,8 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -
             slot.show(slot.sharded)
     if replaced:
         raise RuntimeError(
-            f"gathered: a parameter or module of {', '.join(replaced)} was replaced; nothing was written back. "
-            "Inside the context only values may change, not shapes, ties or layers: resize, tie or replace before "
+            f"gathered: a parameter or module of {', '.join(replaced)} was replaced. Nothing was written back. "
+            "Inside the context only values may change, not shapes, ties or layers. Resize, tie or replace before "
             "auto_wrap. For PEFT adapters, call merge_adapter() inside the context and unload() after it."
         )
 
@@ -128,13 +128,13 @@ def _differ(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 def _refuse(*args: Any) -> None:
     raise RuntimeError(
-        "Inside bmt.gathered the model's parameters are copies, so it cannot be called, nor its state_dict(): call "
-        "them after the `with` block (the state dict has full tensors anyway)."
+        "Inside bmt.gathered the model's parameters are copies, so neither the model nor its state_dict() can be "
+        "called. Call them after the `with` block. (The state dict has full tensors anyway.)"
     )
 
 
 def _write_back(world: World, full_params: Wholes) -> None:
-    """Write rank 0's values of the full parameters into the shards. Collective.
+    """Write rank 0's values of the full parameters into the shards. Collective: every rank must call it.
 
     Raises RuntimeError, before anything is written, if a shape or dtype was changed.
     """
@@ -153,9 +153,11 @@ def _write_back(world: World, full_params: Wholes) -> None:
 
 
 def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
-    """Raise RuntimeError on every rank if any rank changed the values of these parameters. Collective.
+    """Raise RuntimeError on every rank if any rank changed the values of these parameters.
 
-    modify: whether the context was opened with modify=True. If so, `full_params` has only the read-only parameters.
+    Collective: every rank must call it.
+
+    modify: whether the context was opened with modify=True. If so, `full_params` contains only the read-only ones.
     """
     if not full_params:
         return
@@ -168,5 +170,5 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 1-D uint8 tensor of the elements' bytes, so that equal NaNs compare as equal."""
+    """Return the bytes of the elements as a 1-D uint8 tensor, in which equal NaNs compare as equal."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

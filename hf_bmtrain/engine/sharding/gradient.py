@@ -21,19 +21,20 @@ from .unused import UnusedParameters
 
 
 class GradientBuffer:
-    """Averages the gradient of a flat buffer over the ranks into a shard, and accumulates it over backwards.
+    """Averages the gradient of a flat buffer over the ranks into a shard, and accumulates it over several backwards.
 
-    `send` starts the reduction of the `.grad`s that autograd set on the full parameters; `receive` waits for the mean
-    and sets the local parameters' `.grad` to views of `shard`. A new accumulation begins when no local parameter has
-    a `.grad`. Half-precision gradients of several backwards are summed in float32 and rounded once into `shard`. A
-    parameter without a gradient on this rank counts as zero; its `.grad` stays None if no rank has a gradient.
+    `send` starts the reduction of the gradients that autograd stored in the `.grad` of the full parameters. `receive`
+    waits for the mean and sets the `.grad` of the local parameters to views of `shard`. A new accumulation begins when
+    no local parameter has a `.grad`. Half-precision gradients of several backwards are summed in float32, and the sum
+    is rounded into `shard`. A parameter without a gradient on this rank counts as zero in the mean. Its `.grad` stays
+    None if no rank has a gradient.
 
     Attributes:
         shard: (n,) this rank's shard of the flat gradient; None before the first backward, and after `free_if_unused`
             has freed it.
-        slices: weak references to the local parameters, set once they exist; one may be dropped with its module.
-        requires_grad: for each local parameter, whether it requires a gradient. Setting `requires_grad` of a local
-            parameter sets its entry.
+        slices: weak references to the local parameters, set once they exist. A parameter is freed with its module.
+        requires_grad: for each local parameter, whether it requires a gradient. Setting the parameter's own
+            `requires_grad` changes this entry.
         trained: for each local parameter, whether it required a gradient in any reduction so far.
         number: the number of the flat buffer.
     """
@@ -52,7 +53,7 @@ class GradientBuffer:
             placements: where each full parameter is in the buffer.
             reducer: averages the gradients over the ranks.
             full_params: the full parameters, whose `.grad` autograd sets.
-            like: the shard of the parameters; the gradient's shard gets its shape, dtype and device.
+            like: the shard of the parameters. The gradient's shard gets its shape, dtype and device.
             unused: finds the parameters that no rank used.
         """
         self._placements, self._reducer, self._full_params, self._like = placements, reducer, full_params, like
@@ -67,17 +68,17 @@ class GradientBuffer:
         self.trained = [False] * len(full_params)
         self._full_params_require_grad = list(self.requires_grad)
         self._noted_require_grad = list(self.requires_grad)
-        self._begun = False  # True while the shard is written: from a backward's first gradient until `receive`
-        self._pending: PendingReduce | None = None  # from `send` to `receive`
+        self._begun = False  # True while the shard is being written: from a backward's first gradient to `receive`
+        self._pending: PendingReduce | None = None  # set from `send` to `receive`
         self._collected: set[int] = set()
-        self._absent: list[int] = []  # from `send` to `decide`: parameters not used by this rank, without `.grad` yet
+        self._absent: list[int] = []  # parameters that this rank did not use and that have no `.grad`, until `decide`
         self._squares: torch.Tensor | None = None
         self._norms: SegmentNorms | None = None
         self.shard: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None  # the running sum of an accumulation, float32 or wider
+        self._total: torch.Tensor | None = None  # the running sum of an accumulation, in float32 or wider
         self._handed: list[torch.Tensor | None] = [None] * len(full_params)
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
-        # `sizes` alternates between padding and parameters: leave out empty padding, but keep empty parameters.
+        # `sizes` alternates between padding and parameters. Leave out empty padding, but keep empty parameters.
         present = [position for position, size in enumerate(sizes) if size or position % 2]
         self._sizes = [sizes[position] for position in present]
         self._parts = [number for number, position in enumerate(present) if position % 2]
@@ -95,14 +96,14 @@ class GradientBuffer:
         return any(self.requires_grad)
 
     def follow_requires_grad(self) -> None:
-        """Copy `requires_grad` from the local to the full parameters, if it has changed since the last forward."""
+        """Copy `requires_grad` from the local to the full parameters if it has changed since the last forward."""
         if self.requires_grad != self._full_params_require_grad:
             for full, required in zip(self._full_params, self.requires_grad):
                 full.requires_grad_(required)
             self._full_params_require_grad = list(self.requires_grad)
 
     def free_if_unused(self) -> None:
-        """Free the memory of the gradient, so that the next forward can use it: `shard` and the running sum.
+        """Free the memory of the gradient (`shard` and the running sum), so that the next forward can use it.
 
         Nothing is freed if a local parameter has a `.grad`, or a reduction is unfinished.
         """
@@ -122,14 +123,14 @@ class GradientBuffer:
     def _gradients(self) -> list[torch.Tensor | None]:
         """The `.grad` of each local parameter, in the buffer's order.
 
-        None if it has none, or if the parameter was garbage-collected with its module.
+        An entry is None if the parameter has no gradient, or was garbage-collected with its module.
         """
         return [None if (local := reference()) is None else local.grad_now for reference in self.slices]
 
     def set_aside(self) -> Callable[[], None]:
         """Remove `.grad` and gradient hooks from the local parameters, and return a function that restores them.
 
-        For a backward that is not part of training, such as one whose gradients are only compared.
+        This allows a backward that is not part of training, for example one whose gradients are only compared.
         """
         slices = [local for each in self.slices if (local := each()) is not None]
         gradients = [(local, local.grad, local._gradient_hooks.copy()) for local in slices]
@@ -139,7 +140,7 @@ class GradientBuffer:
         self._handed = [None] * len(self._handed)
         for local in slices:
             local.grad = None
-            local._gradient_hooks.clear()  # not a new dict: the hooks' handles refer to this one
+            local._gradient_hooks.clear()  # keep this dict, because the handles of the hooks refer to it
 
         def restore() -> None:
             for local, gradient, hooks in gradients:
@@ -153,7 +154,7 @@ class GradientBuffer:
 
     @torch.no_grad()
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Accept a gradient of parameter `index` before `send`. Several gradients of one parameter are summed."""
+        """Accept a gradient of parameter `index` before `send`. Several gradients of one parameter are added up."""
         if self.requires_grad[index]:  # the parameter may have been frozen since the forward
             self._collected.add(index)
             self._reducer.collect(index, gradient, self._begin)
@@ -164,19 +165,22 @@ class GradientBuffer:
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index, `.grad`) of every full parameter that has one. Call it before `send`, which drops them."""
+        """Yield (index, `.grad`) of every full parameter with a gradient. Call it before `send`, which drops them."""
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
                 yield index, full.grad
 
     def send(self) -> None:
-        """Start to average the collected gradients and the full parameters' `.grad`s over the ranks. Collective."""
+        """Start to average the collected gradients and the full parameters' `.grad` over the ranks.
+
+        Collective: every rank must call it.
+        """
         shard, total = self._begin()
-        # Drop the gradients of parameters that were frozen after the forward.
+        # Ignore the gradients of parameters that were frozen after the forward.
         gradients = [full.grad if required else None for full, required in zip(self._full_params, self.requires_grad)]
         for full in self._full_params:
             full.grad = None
-        # Recorded in the log, because a rank with another requires_grad would contribute zeros to the mean.
+        # Recorded in the log, because a rank whose requires_grad differs would add zeros to the mean.
         if self.requires_grad != self._noted_require_grad:
             self._noted_require_grad = list(self.requires_grad)
             self._communicator.collective_log.note(code("change of requires_grad in", self.number))
@@ -191,9 +195,9 @@ class GradientBuffer:
         self._pending = self._reducer.send(gradients, shard, total)
 
     def _note_absent(self, lacking: list[int]) -> None:
-        """Post which parameters this rank did not use, except those that already have a `.grad`.
+        """Tell the other ranks which parameters this rank did not use, except those that already have a `.grad`.
 
-        lacking: the indices of full parameters without `.grad`. Those whose gradients were collected are left out.
+        lacking: the indices of full parameters without `.grad`. Those whose gradients were collected were used.
         """
         present = self._gradients
         self._absent = [
@@ -205,15 +209,16 @@ class GradientBuffer:
             self._unused.post(self._absent)
 
     def receive(self) -> bool:
-        """Wait for the mean, add it to a running accumulation, and set the local parameters' `.grad`.
+        """Wait for the mean, add it to a running accumulation, and set the `.grad` of the local parameters.
 
-        Each `.grad` is a view of `shard`. Returns True if parameters that this rank did not use are left to `decide`.
-        With one rank, or if gradient hooks are registered, none are left.
+        Each `.grad` is a view of `shard`. Returns True if `decide` must still decide about the `.grad` of parameters
+        that this rank did not use. Returns False, and decides at once, with one rank or if gradient hooks are
+        registered.
         """
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
         self._squares, self._pending, self._begun = self._pending.squares, None, False
-        torch.autograd.graph.increment_version(self.shard)  # NCCL's writes do not increment the version
+        torch.autograd.graph.increment_version(self.shard)  # NCCL does not increment the version when it writes
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
@@ -221,7 +226,7 @@ class GradientBuffer:
         if not self._absent:
             self._hand_out(self._indices)
             return False
-        # With hooks, leave nothing to `decide`: all ranks must call them in the same order, as they may be collective.
+        # Hooks may be collective, so all ranks must call them in the same order. With hooks, decide now.
         hooked = any(local is not None and local._gradient_hooks for local in (each() for each in self.slices))
         if hooked or self._alone:
             self._absent, unused = [], self._find_unused()
@@ -234,7 +239,8 @@ class GradientBuffer:
     def decide(self) -> None:
         """Set the `.grad` of parameters that this rank did not use but another rank did.
 
-        The host waits for the mean. Does nothing while a later reduction is pending: `send` called this before.
+        The host waits for the mean. Does nothing while a later reduction is pending, because `send` has called this
+        then.
         """
         if self._pending is not None or not self._absent:
             return
@@ -248,22 +254,22 @@ class GradientBuffer:
         return self._unused.agree(self._absent)
 
     def discard(self) -> None:
-        """Drop the full parameters' `.grad`s, the collected gradients, a pending reduce, and the shard if unused."""
+        """Drop all gradients of this backward, and a pending reduction. Free the shard if no `.grad` uses it."""
         for full in self._full_params:
             full.grad = None
         self._reducer.discard()
         self._collected.clear()
         self._absent = []
         if self._pending is not None:
-            self._pending.cancel()  # it may have written the shard: drop the sums of squares of the old contents
+            self._pending.cancel()  # it may have written to the shard, so the sums of squares are not valid any more
             self._pending = self._squares = None
         self._begun = False
-        self.free_if_unused()  # gradients that the user sets would accumulate in it, and its padding may not be zero
+        self.free_if_unused()  # otherwise gradients that the user sets would be added to it; its padding may not be 0
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the shard to which this backward's mean is written, and the running sum or None.
+        """Return the shard that receives this backward's mean, and the running sum, if there is one.
 
-        There is a running sum if this backward continues an accumulation.
+        There is a running sum if this backward continues an accumulation. Otherwise it is None.
         """
         assert self._pending is None, "the previous gradient was not received"
         if not self._begun:
@@ -282,7 +288,7 @@ class GradientBuffer:
 
     @property
     def intact(self) -> bool:
-        """True if every `.grad` of a local parameter is the view of `shard` that `receive` or `decide` set."""
+        """True if no `.grad` of a local parameter was replaced since `receive` or `decide` set it."""
         for mine, handed in zip(self._gradients, self._handed):
             if mine is not None and mine is not handed:
                 return False
@@ -295,7 +301,8 @@ class GradientBuffer:
     def squares(self, indices: Sequence[int]) -> torch.Tensor | None:
         """Return the sum of squares of the `.grad` of each local parameter of `indices`, (k,) float64.
 
-        Returns None if the reduction did not compute them, or if one of these `.grad`s was written or replaced since.
+        Returns None if the reduction did not compute the sums, or if one of these gradients was written or replaced
+        since.
 
         Args:
             indices: k consecutive indices.
@@ -317,7 +324,7 @@ class GradientBuffer:
         return self._total[start:stop]
 
     def _resume_total(self) -> None:
-        """Set the running sum to the present `.grad`s of the local parameters, which the user may have replaced."""
+        """Set the running sum to the present `.grad` of the local parameters, which the user may have replaced."""
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)
         if self._total is None or not self._unwritten:
@@ -331,7 +338,7 @@ class GradientBuffer:
                 target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self, indices: Iterable[int]) -> None:
-        """Set the `.grad` of the local parameters `indices`, then call their hooks."""
+        """Set the `.grad` of the local parameters with these indices, then call their hooks."""
         assert self.shard is not None
         norms = self._norms
         parts = self.shard.split_with_sizes(self._sizes)
@@ -343,7 +350,7 @@ class GradientBuffer:
                     continue
                 if required[index] and (handed[index] is None or local.grad_now is not handed[index]):
                     part: Any = parts[self._parts[index]]
-                    part.__class__ = ShardTensor  # cheaper than ShardTensor.of, which would make a second tensor
+                    part.__class__ = ShardTensor  # cheaper than ShardTensor.of, which would create another tensor
                     part.placement, part.segment = placements[index], None if norms is None else (norms, index)
                     SET_GRAD(local, part)
                     handed[index] = local.grad_now = part

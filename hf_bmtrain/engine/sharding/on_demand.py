@@ -1,4 +1,4 @@
-"""All-gather root parameters when a forward reads them; reshard them when backward no longer needs them."""
+"""All-gather root parameters when a forward reads them, and reshard them when backward no longer needs them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class _Saved:
 
 
 class OnDemandGather:
-    """Unshards one buffer of root parameters from its first read in a forward pass until backward is done with it.
+    """Unshards one buffer of root parameters from its first read in a forward pass until backward no longer needs it.
 
-    `watch` sees every tensor that autograd saves, so for a read inside it the buffer can be resharded as soon as no
-    saved view remains: an embedding saves no weights, a linear layer saves them until its own backward is over. After a
-    read outside `watch` the buffer stays unsharded until the whole backward is over. If the buffer was resharded too
-    early (for example before a second backward), it is gathered again when autograd unpacks a saved view. Every rank
-    takes the same decisions.
+    Inside the context `watch`, every tensor that autograd saves is seen. After a read inside `watch`, the buffer is
+    resharded as soon as no saved view of it remains: an embedding saves no weights, and a linear layer saves them until
+    its own backward is over. After a read outside `watch`, the buffer stays unsharded until the whole backward is over.
+    If the buffer was resharded too early (for example before a second backward), it is gathered again when autograd
+    unpacks a saved view. Every rank takes the same decisions.
 
     Attributes:
         unwatched: whether the buffer was read outside `watch` in this forward pass.
@@ -44,7 +44,7 @@ class OnDemandGather:
 
     @classmethod
     def of(cls, sharded: Any, schedule: Schedule) -> OnDemandGather:
-        """Return the OnDemandGather of the buffer of the local parameter `sharded`, created at the first call.
+        """Return the OnDemandGather of the buffer of the local parameter `sharded`. The first call creates it.
 
         The buffer's local parameters own it.
         """
@@ -57,7 +57,7 @@ class OnDemandGather:
 
     @property
     def buffers(self) -> tuple[ShardedBuffer]:
-        """The buffer alone, as a participant of a backward."""
+        """The buffer, as a tuple: a backward asks each participant for its buffers."""
         return (self._buffer,)
 
     @property
@@ -74,9 +74,9 @@ class OnDemandGather:
     def read(self, sharded: Any, reader: torch.nn.Module) -> torch.nn.Parameter:
         """Return the full parameter inside a forward or backward, and the local parameter `sharded` elsewhere.
 
-        The first read of a forward pass all-gathers the buffer. Each module that reads the parameter (tied parameters
-        are read by several) gets a Parameter of its own over the same memory, so that the gradient for this reader is
-        collected as soon as it is complete, independently of the other readers'.
+        The first read in a forward pass all-gathers the buffer. Tied parameters are read by several modules. Each of
+        these modules gets its own Parameter over the same memory, so that the module's gradient can be collected as
+        soon as it is complete, independently of the other modules.
 
         Args:
             sharded: the local parameter.
@@ -103,13 +103,13 @@ class OnDemandGather:
         weights = self._buffer.full_params[index].data
         full = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
         if not full.requires_grad:
-            return full  # torch refuses a hook on it
-        owner = weakref.ref(self)  # autograd owns the hook: the garbage collector would not find a cycle through it
+            return full  # torch does not allow a hook on it
+        owner = weakref.ref(self)  # autograd owns the hook, so the garbage collector would not find a cycle through it
 
         def collect(full: torch.nn.Parameter) -> None:
             gather, gradient = owner(), full.grad
             full.grad = None
-            # The model may have been dropped. There is no gradient if the loss does not depend on the parameter.
+            # The model may have been dropped. The gradient is None if the loss does not depend on the parameter.
             if gather is not None and gradient is not None:
                 gather.collect(index, gradient)
                 gather._release_if_unneeded()
@@ -118,13 +118,13 @@ class OnDemandGather:
         return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
-        """Return the full Parameters over parameter `index`, one for each module that has read it."""
+        """Return the full Parameters of parameter `index`, one for each module that has read it."""
         return [own[index] for own in self._parameters.values() if index in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Pass a gradient of parameter `index`, complete for one reader, on to the gradient buffer."""
+        """Pass on a gradient of parameter `index`, complete for one module that reads it, to the gradient buffer."""
         self._schedule.join_backward(self)
-        if self._buffer.gradient.is_pending:  # it is a block's parameter that was also read outside the block
+        if self._buffer.gradient.is_pending:  # the parameter belongs to a block, and was also read outside the block
             self._schedule.receive_all()
         for observer in self._schedule.observers.before_reduce:
             observer.before_reduce(self._buffer.gradient, index, gradient)
@@ -149,8 +149,8 @@ class OnDemandGather:
     def _restore(self, saved: _Saved) -> torch.Tensor:
         if not self._schedule.in_backward:
             raise RuntimeError(
-                "A full weight that autograd saved was freed after the forward, and can be read only while backward "
-                "runs: do not read saved tensors (grad_fn._saved_...) outside it."
+                "A full weight that autograd saved was freed after the forward. It can be read only while backward "
+                "runs. Do not read saved tensors (grad_fn._saved_...) outside backward."
             )
         self._schedule.join_backward(self)
         self._schedule.gather(self._buffer)
@@ -159,16 +159,16 @@ class OnDemandGather:
         return saved.view
 
     def prepare_backward(self, unwatched: bool) -> None:
-        """Start the all-gather if backward needs the buffer.
+        """Start the all-gather, if backward needs the buffer.
 
-        unwatched: the value that the attribute `unwatched` had at the end of the forward pass.
+        unwatched: the value of the attribute `unwatched` at the end of the forward pass.
         """
         self._schedule.join_backward(self)
         self.unwatched = unwatched
         if unwatched or self._saved:
             self._schedule.gather(self._buffer)
         if unwatched:
-            self._buffer.wait()  # no later call waits: backward reads these views without unpacking them
+            self._buffer.wait()  # nothing waits later, because backward reads these views without unpacking them
 
     def finish_backward(self) -> None:
         """Reshard the buffer, unless an enclosing backward needs it, and start the reduction of its gradient."""
@@ -178,20 +178,20 @@ class OnDemandGather:
             self._schedule.send([self._buffer.gradient])
 
     def abandon_backward(self) -> None:
-        """Reshard the buffer and drop its gradient."""
+        """Reshard the buffer and drop its gradient, after an exception in the backward."""
         self.reshard()
         self._buffer.gradient.discard()
 
 
 @contextmanager
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
-    """Keep track of the views of full parameters of these buffers that autograd saves inside the context.
+    """Keep track of the views of these buffers' full parameters that autograd saves inside the context.
 
     At the end, a buffer is resharded if autograd has saved none of its views and only one module reads it.
     """
 
     def pack(tensor: torch.Tensor):
-        view = tensor.detach()  # saved with its autograd history, a tensor would be part of a reference cycle
+        view = tensor.detach()  # without its autograd history, which would make it part of a reference cycle
         for gather in group:
             if gather._buffer.holds(view):
                 saved = _Saved(view)
@@ -203,10 +203,10 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
         owner, value = packed
         if isinstance(owner, OnDemandGather):
             return owner._restore(value)
-        if owner._version != value:  # saved-tensor hooks switch autograd's own check off
+        if owner._version != value:  # torch does not check versions if there are saved-tensor hooks
             raise RuntimeError(
-                f"A tensor of shape {tuple(owner.shape)} that backward needs was modified in place (it is at version "
-                f"{owner._version}, and was saved at version {value}). Write `x = x + y` instead of `x += y`."
+                f"A tensor of shape {tuple(owner.shape)} that backward needs was modified in place. It is at version "
+                f"{owner._version}, and was saved at version {value}. Write `x = x + y` instead of `x += y`."
             )
         return owner
 

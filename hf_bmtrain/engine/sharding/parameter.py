@@ -22,10 +22,10 @@ class Origin(NamedTuple):
     """Where `auto_wrap` found a parameter.
 
     Attributes:
-        model: the model's number; models that are wrapped later have larger ones.
+        model: the model's number. Models that are wrapped later have larger numbers.
         number: the parameter's position among the model's parameters.
         block: the name of the parameter's block in the model, "" for a root parameter.
-        name: the parameter's name in the block; for a root parameter, in the model.
+        name: the parameter's name in the block or, for a root parameter, in the model.
     """
 
     model: int
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 class DistributedParameter(ShardBase, torch.nn.Parameter):
     """A sharded parameter. `model.parameters()` yields such parameters, and optimizers update them.
 
-    `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective.
+    `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective: every rank must call it.
 
     With `tp_mode` the ranks that compute together (see `tp_size` of `init_distributed`) treat the parameter as one. If
     there is a `tp_split_dim`, each of them passes its part of a whole tensor, and the parameter, with the part's shape,
@@ -50,11 +50,11 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     parameter.
 
     A backward sets the `.grad` of every parameter that any rank used, in the blocks that backward passed through and
-    in the root buffers that forward read. A rank that did not use the parameter counts as zero in the mean. The
-    `.grad` of a parameter that no rank used is not touched (it stays None at first), as in plain torch.
+    in the buffers of root parameters that the forward read. A rank that did not use the parameter counts as zero in the
+    mean. The `.grad` of a parameter that no rank used does not change (it is None at first), as in plain torch.
 
     Args:
-        data: the full values, any shape; rank 0's are taken.
+        data: the full values, of any shape. Rank 0's values are used.
         requires_grad: whether the parameter requires a gradient.
         init_method: a function that fills a full tensor in place, see `init_parameters`.
         group: a name for `grouped_parameters`.
@@ -67,7 +67,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         origin: where `auto_wrap` found the parameter; None if it was created in another way.
 
     Raises:
-        ValueError: `data` is on the meta device, or cannot require a gradient.
+        ValueError: `data` is on the meta device, or its dtype cannot require a gradient.
     """
 
     is_parameter = True
@@ -79,7 +79,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     origin: Origin | None
     _gradient_hooks: OrderedDict[int, Callable]
 
-    if TYPE_CHECKING:  # torch's metaclass hides what __new__ takes
+    if TYPE_CHECKING:  # torch's metaclass hides the signature of __new__
 
         def __init__(
             self, data, requires_grad: bool = True, init_method=None, group: str | None = None, tp_mode: bool = False,
@@ -99,16 +99,16 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         expect_flag("requires_grad", requires_grad)
         if requires_grad and not (data.is_floating_point() or data.is_complex()):
             raise ValueError(
-                f"data must have a floating-point or complex dtype, got {data.dtype}: convert it, or pass "
-                "requires_grad=False"
+                f"data must have a floating-point or complex dtype, but has {data.dtype}. Convert it, or pass "
+                "requires_grad=False."
             )
         if init_method is not None:
             expect_callable("init_method", init_method, "a function that fills a tensor, or None")
         expect_kind("group", group, (str, type(None)), "a name (str) or None")
         if data.is_meta:
             raise ValueError(
-                "data is a meta tensor, and a DistributedParameter needs values to shard. Create it on a real device; "
-                "pass init_method= if init_parameters() is to fill in the values later."
+                "data is a meta tensor, but a DistributedParameter needs values to shard. Create it on a real device. "
+                "Pass init_method= if init_parameters() should fill in the values later."
             )
         full = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         expect_flag("tp_mode", tp_mode)
@@ -125,12 +125,12 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def full(self) -> torch.nn.Parameter:
-        """The full parameter, a view of the full buffer, readable only while that is unsharded."""
+        """The full parameter. It is a view of the full buffer, readable only while the buffer is unsharded."""
         return self.buffer.full_params[self.index]
 
     @property
     def ds_shape(self) -> torch.Size:
-        """`full_shape`; PEFT reads this attribute of ZeRO-3 parameters."""
+        """The same as `full_shape`. PEFT reads this attribute of ZeRO-3 parameters."""
         return self.full_shape
 
     @property
@@ -162,9 +162,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         self.buffer.update.wait()
 
     def autograd_leaves(self) -> list[torch.nn.Parameter]:
-        """Return the leaves of autograd's graph that stand for this parameter.
+        """Return the leaves of autograd's graph that represent this parameter.
 
-        For a parameter of a block, it is the full parameter. For a root parameter, there is one Parameter for each
+        For a parameter of a block, this is the full parameter. For a root parameter, there is one Parameter for each
         module that has read it.
         """
         return [self.full] if self.on_demand is None else self.on_demand.full_params(self.index)
@@ -179,9 +179,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             return self.full.detach().clone()
 
     def gather(self) -> torch.Tensor:
-        """Return the full parameter, a new tensor of `full_shape` on this rank's device. Collective.
+        """Return the full parameter, a new tensor of `full_shape` on this rank's device.
 
-        If gradients are enabled, the result is differentiable: its gradient is averaged over the ranks into `.grad`.
+        Collective: every rank must call it. If gradients are enabled, the result is differentiable. Its gradient is
+        averaged over the ranks into `.grad`.
         """
         return self.read_full()
 
@@ -204,17 +205,20 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         full.init_method, full.group, full.storage_kind = self.init_method, self.group, self.storage_kind
 
     def gather_gradient(self) -> torch.Tensor | None:
-        """Return the full gradient, a new tensor of `full_shape`; None if `.grad` is None. Collective."""
+        """Return the full gradient as a new tensor of `full_shape`, or None if `.grad` is None.
+
+        Collective: every rank must call it.
+        """
         return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
 
     def take(self, full: torch.Tensor) -> ShardTensor:
         """Return this rank's elements of a full tensor. Not collective.
 
         Args:
-            full: a tensor of `full_shape`, any dtype and device.
+            full: a tensor of `full_shape`, of any dtype and device.
 
         Returns:
-            A 1-D view of `full` (of a contiguous copy, if `full` is not contiguous), possibly empty.
+            A 1-D view of `full`, or of a contiguous copy if `full` is not contiguous. It may be empty.
 
         Raises:
             ValueError: `full` has another shape.
@@ -240,7 +244,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.take(self.buffer.storage.own(self.index, whole))
 
     def register_post_accumulate_grad_hook(self, hook):
-        """Register a hook that is called after the gradient, averaged over all ranks, was added to `.grad`.
+        """Register a hook that is called after the gradient, averaged over all ranks, has been added to `.grad`.
 
         Args:
             hook: a function that takes this parameter.
@@ -262,10 +266,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     # -- refused ------------------------------------------------------------------------------------------------
 
     def register_hook(self, hook):
-        """Refuse a tensor hook, which would never be called.
+        """Raise RuntimeError, because a tensor hook would never be called.
 
         Raises:
-            RuntimeError: always. `register_post_accumulate_grad_hook` sees the averaged gradient.
+            RuntimeError: always. Use `register_post_accumulate_grad_hook`, which sees the averaged gradient.
         """
         raise RuntimeError(
             "A tensor hook on a sharded parameter would never be called, because its gradient comes from the reduction "
@@ -275,23 +279,26 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol):
         raise RuntimeError(
-            f"A sharded parameter of shape {tuple(self.full_shape)} cannot be pickled: this rank stores only "
+            f"A sharded parameter of shape {tuple(self.full_shape)} cannot be pickled, because this rank stores only "
             f"{self.placement.range.length} of its elements. Call bmt.save(model, file) on all ranks, or pickle the "
             "result of model.state_dict() or parameter.gather(), which all ranks must call."
         )
 
     def __deepcopy__(self, memo):
-        """Return a full Parameter in new memory, as a deep copy of the module does. Collective."""
+        """Return a full Parameter in new memory, as in a deep copy of its module.
+
+        Collective: every rank must call it.
+        """
         self.refuse_copy()
         full: Any = torch.nn.Parameter(self.gather().detach(), self.requires_grad)
         self.mark(full)
         return memo.setdefault(id(self), full)
 
     def refuse_copy(self) -> None:
-        """Check that a deep copy of the parameter is possible.
+        """Raise an error if the parameter cannot be deep-copied.
 
         Raises:
-            RuntimeError: it is quantized.
+            RuntimeError: the parameter is quantized.
         """
         if self.buffer.storage.read_only is not None:
             raise RuntimeError(
@@ -306,12 +313,12 @@ def is_part(parameter: object) -> bool:
 
 
 def is_read_only(parameter: object) -> bool:
-    """Return whether `parameter` is a DistributedParameter whose storage can be neither written nor trained."""
+    """Return whether `parameter` is a DistributedParameter that can be neither written nor trained."""
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.read_only is not None
 
 
 class _ReadWhole(torch.autograd.Function):
-    """Copy a full parameter; in backward, average the copy's gradient over the ranks into the parameter's `.grad`."""
+    """Copy a full parameter. In backward, average the copy's gradient over the ranks into the parameter's `.grad`."""
 
     @staticmethod
     def forward(ctx, parameter: DistributedParameter) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Slots: the places in modules that hold sharded parameters."""
+"""Slots: the entries of modules that hold sharded parameters."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .storage import PLAIN, StorageKind
 
 
 class Slot(NamedTuple):
-    """An entry of a module's `_parameters`, set to either the local or the full parameter.
+    """An entry of a module's `_parameters`, which is set to either the local or the full parameter.
 
     A tied parameter has several slots.
 
     Attributes:
         parameters: the module's `_parameters`.
-        name: the key in it.
+        name: the key of the entry.
         full: the full parameter.
         sharded: the local parameter.
     """
 
-    parameters: dict[str, Any]  # not the module, which may refer to the slot: a reference cycle
+    parameters: dict[str, Any]  # not the module, because it may refer to the slot, which would be a reference cycle
     name: str
     full: torch.nn.Parameter
     sharded: DistributedParameter
@@ -67,7 +67,7 @@ def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
 def tensor_facts(model: torch.nn.Module) -> dict[str, str]:
     """Return the facts about the parameters and buffers of `model` that must be equal on all ranks.
 
-    They are strings by name, for `World.check_same_on_all_ranks`.
+    The result maps names to strings, for `World.check_same_on_all_ranks`.
     """
     facts: dict[str, str] = {"class": type(model).__qualname__}
     first: dict[int, str] = {}
@@ -92,11 +92,12 @@ def shard_places(
     kind_of: Callable[[torch.nn.Parameter], StorageKind | None] = lambda parameter: None,
     separate: Set[int] = frozenset(),
 ) -> tuple[list[ShardedBuffer], list[Slot]]:
-    """Move the parameters of `places` into flat buffers, and put local parameters into their slots. Collective.
+    """Move parameters into flat buffers, and replace them in their modules by local parameters.
 
-    Parameters share a buffer if they agree in dtype, `requires_grad`, storage kind and membership of `separate`. Tied
-    parameters are stored once. At most one buffer's full parameters are in device memory at a time. The old parameters
-    are marked `sharded_elsewhere`, so that an optimizer that refers to them is refused: its steps would do nothing.
+    Collective: every rank must call it. Parameters share a buffer if they have the same dtype, `requires_grad`, storage
+    kind and membership of `separate`. Tied parameters are stored once. At most one buffer's full parameters are in
+    device memory at a time. The old parameters are marked `sharded_elsewhere`, so that an optimizer that still refers
+    to them raises an error instead of updating them without effect.
 
     Args:
         world: the ranks that share the buffers.
@@ -104,7 +105,7 @@ def shard_places(
         reduction: averages the gradients over the ranks.
         kind_of: returns a parameter's storage kind. If it returns None, the parameter's own `storage_kind` is used, or
             PLAIN if it has none.
-        separate: ids of parameters that share no buffer with parameters outside this set.
+        separate: ids of parameters that must not share a buffer with parameters outside this set.
 
     Returns:
         The buffers, and the slots in the order of `places`.
@@ -142,7 +143,7 @@ class _Group(NamedTuple):
 
 
 def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
-    """Move the plain parameters that match group `key` to its start if its kind admits them; return their number."""
+    """Move the plain parameters that match group `key` to its start, if its kind accepts them. Return their number."""
     plain = key._replace(kind=PLAIN)
     others = groups.get(plain, {})
     if not others or not key.kind.takes([*others.values()], [*groups[key].values()]):
@@ -162,7 +163,7 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 @contextmanager
 def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
-    """Set the slots to None inside the context, so that `module._apply(convert)` does not convert local parameters.
+    """Set the slots to None inside the context, so that `module._apply(convert)` does not convert the local parameters.
 
     Raises RuntimeError at the start if `convert` would move local parameters to another device or cast them.
     """
@@ -172,8 +173,8 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
         if converted.dtype != probe.dtype or converted.device != probe.device:
             raise RuntimeError(
                 f"A sharded model cannot be moved or cast ({probe.dtype} on {probe.device} to {converted.dtype} on "
-                f"{converted.device}): its parameters are views of flat buffers. Cast the model before auto_wrap, "
-                "which moves it to the rank's device."
+                f"{converted.device}), because its parameters are views of flat buffers. Cast the model before "
+                "auto_wrap, which moves it to the rank's device."
             )
     for slot in slots:
         slot.show(None)

@@ -1,4 +1,4 @@
-"""SourcedParameter: a loaded parameter whose values stay in a file, or divided among the ranks, until it is sharded."""
+"""SourcedParameter: a loaded parameter whose values stay in a file, or divided among ranks, until it is sharded."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GATHERED_NUMEL = 1 << 20
 class SourcedParameter(torch.nn.Parameter):
     """A parameter of the full shape on the meta device, whose values are in a file or divided equally among the ranks.
 
-    It takes a loaded parameter's place in the model until auto_wrap shards it: only when the model is complete is it
-    known which elements are in which rank's shard.
+    It takes the place of a loaded parameter in the model until auto_wrap shards the model. Only when the model is
+    complete is it known which elements belong to which rank's shard.
 
     Attributes:
-        values: 1-D, None once they were moved to a shard. If `mapped`, all elements. Otherwise this rank's share in
-            host memory, of the same length on every rank, padded with zeros.
-        mapped: whether `values` is memory of a file that this process has mapped, so that it costs no memory.
-        fingerprint: the `fingerprint` of the full values, for comparison between the ranks.
+        values: 1-D, or None after the values were moved to a shard. If `mapped`, all elements. Otherwise this rank's
+            share in host memory, which has the same length on every rank and is padded with zeros.
+        mapped: whether `values` is the memory of a file that this process has mapped, and so costs no memory.
+        fingerprint: the `fingerprint` of the full values, by which ranks compare them.
     """
 
     values: torch.Tensor | None
@@ -37,10 +37,9 @@ class SourcedParameter(torch.nn.Parameter):
 
     @classmethod
     def scatter(cls, full: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> SourcedParameter:
-        """Return a SourcedParameter with the values of `full`.
+        """Return a SourcedParameter with the values of `full`. Not collective.
 
-        Not collective. It refers to the memory of `full` if that is a mapped file, and copies this rank's share
-        otherwise.
+        If the memory of `full` is a mapped file, the result refers to it. Otherwise this rank's share is copied.
 
         Args:
             full: a tensor on the CPU with the same values on all `size` ranks.
@@ -57,14 +56,14 @@ class SourcedParameter(torch.nn.Parameter):
         return made
 
     def divide(self, rank: int, size: int) -> None:
-        """Replace `values`, which must be all elements, by a copy of the share of `rank` in host memory."""
+        """Replace `values`, which must contain all elements, by a copy of the share of `rank` in host memory."""
         assert self.values is not None
         values = _share_of(self.values, rank, size)
         self.values, self.mapped = _allocate(-(-len(self.values) // size), self.dtype), False
         self.values[: len(values)] = values
 
     def has_share_of(self, other: SourcedParameter, rank: int, size: int) -> bool:
-        """Return whether `other` has the same shape, and the same values in this rank's share. Not collective."""
+        """Return whether `other` has the same shape and, in this rank's share, the same values. Not collective."""
         shares = [
             _share_of(each.values, rank, size) if each.mapped else each.values
             for each in (self, other)
@@ -72,17 +71,19 @@ class SourcedParameter(torch.nn.Parameter):
         ]
         if len(shares) < 2 or self.shape != other.shape:
             return False
-        count = min(map(len, shares))  # a divided share may be padded with zeros at its end
+        count = min(map(len, shares))  # a share that was divided may be padded with zeros at its end
         return torch.equal(shares[0][:count], shares[1][:count])
 
     @torch.no_grad()
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
-        """Fill `part` with the parameter's elements start:start+len(part), and drop `values`. Collective.
+        """Fill `part` with the parameter's elements start:start+len(part), and drop `values`.
+
+        Collective: every rank must call it.
 
         Args:
             part: 1-D, this rank's elements in its shard.
             start: the index of its first element in the flattened parameter.
-            communicator: of the ranks among which the values are divided. `mapped` must be the same on all of them.
+            communicator: the ranks among which the values are divided. `mapped` must be the same on all of them.
         """
         if self.values is None:
             raise RuntimeError(
@@ -106,9 +107,11 @@ class SourcedParameter(torch.nn.Parameter):
 
 
 def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
-    """Divide each parameter's values among the ranks unless every rank has mapped their file. Collective.
+    """Divide each parameter's values among the ranks, unless every rank has mapped the file.
 
-    parameters: by name; all ranks pass the same names.
+    Collective: every rank must call it.
+
+    parameters: the parameters by name. All ranks must pass the same names.
     """
     mapped = world.gather_objects({name for name, parameter in parameters.items() if parameter.mapped})
     for name, parameter in parameters.items():
@@ -122,7 +125,7 @@ def _share_of(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of `tensor` is a mapped file; False without /proc/self/maps, which tells it."""
+    """Return whether the memory of `tensor` is a mapped file. False if there is no /proc/self/maps to tell."""
     maps = Path("/proc/self/maps")
     if not tensor.is_contiguous() or not maps.exists():
         return False
@@ -136,7 +139,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros (numel,) in an anonymous mapping, whose memory the system gets back when they are freed.
+    """Return zeros (numel,) in an anonymous memory mapping, which is returned to the system as soon as it is freed.
 
     In malloc's heap, the full tensors that are freed during loading would leave unusable holes between the shares.
     """

@@ -1,4 +1,4 @@
-"""The state dict of a sharded model: save full tensors, load this rank's elements of them."""
+"""The state dict of a sharded model: it contains full tensors, and loading it keeps this rank's elements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .slots import Slot, find_slots
 
 
 class StateDict(OrderedDict):
-    """The state dict that the ranks are building together.
+    """A state dict that all ranks build together.
 
     keep: whether this rank keeps the values. If not, it takes part in the collectives and gets empty tensors.
     """
@@ -27,9 +27,9 @@ class StateDict(OrderedDict):
         self.copies: dict[Hashable, torch.Tensor] = {}
 
     def copy_to_cpu(self, source: Hashable, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `value` on the CPU; the same tensor for the same `source`, so that tied weights stay tied.
+        """Return a copy of `value` on the CPU. For the same `source` it is the same tensor.
 
-        The tensor is empty if this rank does not keep values.
+        Tied weights therefore stay tied. The copy is empty if this rank does not keep values.
         """
         if source not in self.copies:
             self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0, device="cpu")
@@ -51,13 +51,13 @@ class StateDict(OrderedDict):
 
 
 def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
-    """Fill `destination` by calling `collect`, then replace full parameters in it by CPU copies. Collective.
+    """Fill `destination` by calling `collect`, then replace full parameters in it by CPU copies.
 
-    While `collect` runs, the slots are set to the full parameters.
+    Collective: every rank must call it. While `collect` runs, the slots are set to the full parameters.
 
     Args:
-        destination: a StateDict, or torch's own dict if `state_dict` was called on a plain module around the slots'
-            modules.
+        destination: a StateDict; or torch's own dict, if `state_dict` was called on a plain module that contains the
+            slots' modules.
         slots: the slots whose parameters `collect` saves.
         collect: fills `destination` from the slots' modules.
     """
@@ -79,7 +79,9 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
 
 
 def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
-    """Return the full state dict of `model`, copied to the CPU; tied weights share memory. Collective.
+    """Return the full state dict of `model`, copied to the CPU; tied weights share memory.
+
+    Collective: every rank must call it.
 
     keep: whether this rank keeps the values. If not, it takes part in the collectives and gets empty tensors.
     """
@@ -89,12 +91,12 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
 
 
 def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> None:
-    """Raise RuntimeError unless all ranks are about to load the same parameters. Collective.
+    """Raise RuntimeError unless all ranks are about to load the same parameters. Collective: every rank must call it.
 
-    The modules' own buffers are not compared: a forward may write different values to them on each rank.
+    The modules' own buffers are not compared, because a forward may write different values to them on each rank.
     """
     world = current_world()
-    if world.size == 1 or not isinstance(state, dict):  # DistributedStateDictWrapper: every rank gets rank 0's tensors
+    if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper gives all ranks rank 0's tensors
         return
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     facts = {
@@ -115,10 +117,10 @@ def shard_on_load(
     unexpected,
     errors: list[str],
 ) -> None:
-    """Replace the full tensors for the module's slots in `state_dict` by this rank's elements, which torch then copies.
+    """Replace the full tensors of the module's slots in `state_dict` by this rank's elements, which torch then copies.
 
-    A load_state_dict pre-hook. It may run twice for a module (a DistributedModule inside a block); the second run
-    leaves the entries alone.
+    This is a load_state_dict pre-hook. It may run twice for a module (a DistributedModule inside a block). The second
+    run does nothing.
     """
     slots = find_slots([module])
     for buffer in dict.fromkeys(slot.sharded.buffer for slot in slots):
@@ -135,12 +137,12 @@ def shard_on_load(
         try:
             state_dict[key] = slot.sharded.take_whole(state_dict[key])
         except ValueError as error:
-            errors.append(f"{key}: {error}. Is this the state dict of another model?")
+            errors.append(f"{key}: {error}. Check whether this state dict is of another model.")
             state_dict[key] = slot.sharded.detach()
 
 
 def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
-    """Make each module of `layer` with one of these slots save full tensors and load this rank's elements of them."""
+    """Make each module with one of these slots save full tensors, and load this rank's elements from full tensors."""
     filled = {id(slot.parameters) for slot in slots}
     for module in layer.modules():
         if id(module._parameters) in filled:
@@ -149,10 +151,10 @@ def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
 
 
 def _gather_on_save(module, state_dict, prefix, metadata) -> None:
-    """Replace local parameters in `state_dict` by full tensors on the CPU. Collective.
+    """Replace local parameters in `state_dict` by full tensors on the CPU. Collective: every rank must call it.
 
-    A state_dict post-hook of the modules inside a block, for a direct call of their own `state_dict`. When the block's
-    or the model's `state_dict` runs, the slots are set to full parameters, and this does nothing.
+    This is a state_dict post-hook of the modules inside a block. It acts if the user calls a module's own `state_dict`.
+    If the `state_dict` of the block or the model runs, the slots are set to full parameters, and the hook does nothing.
     """
     slots = find_slots([module])
     if slots:

@@ -1,7 +1,7 @@
-"""How a flat buffer keeps this rank's shard, and what its all-gather sends.
+"""Storage: how a flat buffer keeps this rank's shard, and which memory its all-gather sends.
 
-`Storage` itself keeps plain elements. To keep or send them in another form, subclass it, and return the subclass from
-a `StorageKind`; `shard_places` asks for the kind of each parameter.
+`Storage` itself keeps plain elements. A subclass may keep or send them in another form; a `StorageKind` creates it, and
+`shard_places` chooses the kind of each parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Memory(NamedTuple):
     Attributes:
         stored: the tensors that this rank always keeps.
         gathered: views of all memory that an all-gather may fill.
-        nbytes: bytes that an all-gather allocates; 0 if the shard is the full buffer.
+        nbytes: the number of bytes that an all-gather allocates; 0 if the shard is the full buffer.
     """
 
     stored: list[torch.Tensor]
@@ -40,15 +40,16 @@ class Memory(NamedTuple):
 
 
 class Storage:
-    """Keep plain elements: the all-gather sends the shard itself and fills the memory of the full parameters.
+    """Keeps plain elements. The all-gather sends the shard itself and fills the memory of the full parameters.
 
-    With one rank the shard is the full buffer: nothing is gathered or freed.
+    With one rank, the shard is the full buffer, and nothing is gathered or freed.
 
     Attributes:
-        buffer: the buffer that owns this storage, referred to weakly; set before any method is called.
+        buffer: the buffer that owns this storage, referred to weakly. It is set before any method is called.
         prepares: whether `before_gather` does anything.
         unpacks: whether `after_gather` does anything.
-        read_only: if the parameters can be neither written nor trained, the reason and the way out, for messages.
+        read_only: the reason why the parameters can be neither written nor trained, and the way out, for messages; None
+            if they can.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
         is_part: whether the full parameters are parts of whole tensors, see `whole_shape`.
         kind: the kind that makes this storage again if the parameters are moved to another buffer; None for the plain
@@ -78,7 +79,10 @@ class Storage:
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
-        """Allocate the buffer's `shard` and full buffer (which `fill` frees), and call `buffer.route`. Collective."""
+        """Allocate the buffer's `shard` and full buffer (which `fill` frees), and call `buffer.route`.
+
+        Collective: every rank must call it.
+        """
         buffer, layout = self.buffer, self.buffer.layout
         buffer.shard = world.shards.allocate(layout.shard_numel, dtype, world.device, buffer.update.wait)
         if layout.world_size > 1:
@@ -86,21 +90,24 @@ class Storage:
         buffer.route(buffer.shard, self.full)
 
     def view(self, index: int, shape: torch.Size) -> torch.Tensor:
-        """Return a view in `shape` of the full parameter `index`, readable while the buffer is unsharded.
+        """Return a view of the full parameter `index`, in `shape`. It is readable while the buffer is unsharded.
 
-        It is a view of the shard if that contains the whole parameter, and of the full buffer otherwise.
+        It is a view of the shard if the shard contains the whole parameter, and of the full buffer otherwise.
         """
         buffer = self.buffer
         local_range = buffer.local_ranges[index]
         if self.full is not None and local_range.length < shape.numel():
             return self.full.view(buffer.layout.offsets[index], shape)
-        # Through `.data`, which has its own version, writes to the shard do not count as writes to the full parameter.
+        # `.data` has a version counter of its own, so writes to the shard do not count as writes to the full parameter.
         shard = buffer.shard if self.full is None else buffer.shard.data
         return shard[local_range.shard_start : local_range.shard_stop].view(shape)
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Store rank 0's values on all ranks, whose randomly initialized weights may differ. Collective."""
+        """Store rank 0's values on all ranks, because randomly initialized weights may differ.
+
+        Collective: every rank must call it.
+        """
         buffer = self.buffer
         if any(isinstance(parameter, SourcedParameter) for parameter in parameters):
             self._fill_singly(parameters)
@@ -118,7 +125,10 @@ class Storage:
         self.full.free()
 
     def _fill_singly(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Store the parameters one at a time, without the full buffer: each from its source or rank 0. Collective."""
+        """Store the parameters one at a time, without the full buffer, from their files or from rank 0.
+
+        Collective: every rank must call it.
+        """
         buffer = self.buffer
         if self.full is not None:
             self.full.free()
@@ -133,19 +143,22 @@ class Storage:
             part.copy_(values[local_range.tensor_start : local_range.tensor_stop])
 
     def before_gather(self) -> None:
-        """Prepare what the all-gather sends, from the present shard. May be collective."""
+        """Prepare the memory that the all-gather sends, from the present shard. May be collective."""
 
     def after_gather(self) -> None:
-        """Compute the full parameters from what the all-gather received, on the current stream."""
+        """Compute the full parameters from the result of the all-gather, on the current stream."""
 
     def reshard(self) -> None:
-        """Free what the all-gather and `after_gather` allocated. `after_gather` may not have been called."""
+        """Free the memory that the all-gather and `after_gather` allocated. `after_gather` may not have been called."""
         if self.full is not None:
             self.full.free()
 
     @contextmanager
     def full_values(self) -> Iterator[None]:
-        """Inside the context, make the full parameters readable with the shards' exact values. Collective."""
+        """Make the full parameters readable inside the context, with exactly the shards' values.
+
+        Collective: every rank must call it.
+        """
         buffer = self.buffer
         was_unsharded = buffer.is_unsharded
         buffer.gather()
@@ -157,7 +170,7 @@ class Storage:
                 buffer.reshard()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a full parameter. The same on every rank."""
+        """Return whether `tensor` is a view of a full parameter. The result is the same on every rank."""
         return self.full is not None and (self.full.holds(tensor) or shares_storage(tensor, self.buffer.shard))
 
     # A full parameter may be one part of a tensor whose other parts are full parameters of other ranks. That tensor is
@@ -187,19 +200,19 @@ class Storage:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """Makes the storage of a flat buffer, here of plain elements. Parameters of equal kinds share buffers."""
+    """Creates the storage of a flat buffer, here of plain elements. Parameters of equal kinds share buffers."""
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         """Return the storage of a buffer of `parameters`.
 
         Args:
             parameters: the full parameters, in the order of the buffer.
-            small: the number of parameters at the start that are of the plain kind and were admitted by `takes`.
+            small: the number of parameters at the start that are of the plain kind and that `takes` accepted.
         """
         return Storage()
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether parameters of the plain kind join a buffer of this kind, before the buffer's own parameters.
+        """Return whether parameters of the plain kind may join a buffer of this kind, at its start.
 
         Args:
             small: parameters of the plain kind, of the same dtype and `requires_grad` as `own`.
@@ -218,7 +231,7 @@ class StorageKind:
 
     @property
     def parameter_class(self) -> type[DistributedParameter] | None:
-        """The class of the local parameters; None for DistributedParameter itself."""
+        """The class of the local parameters, or None for DistributedParameter itself."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""How ranks find the parameters that no rank used in a backward."""
+"""UnusedParameters: find the parameters that no rank used in a backward."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..comm.object_comm import ObjectComm
 class UnusedParameters:
     """Finds the parameters of one flat buffer that no rank used in a backward.
 
-    A rank that used all parameters does nothing. A rank that did not writes the unused ones to the ranks' key-value
-    store (a post) before it starts the reduction of the buffer's gradient. When its host has waited for the mean, it
-    reads all ranks' posts: every rank has started the reduction by then, so a rank without a post used all parameters.
-    The posts of one reduction are deleted when the host has waited for the mean of a later reduction, because every
-    rank has read them by then.
+    A rank that used all parameters does nothing. Any other rank writes the unused ones to the ranks' key-value store (a
+    post) before it starts the reduction of the buffer's gradient. After its host has waited for the mean, it reads the
+    posts of all ranks. Every rank has started the reduction by then, so a rank without a post used all parameters. The
+    posts of one reduction are deleted after the host has waited for the mean of a later one, because every rank has
+    read them by then.
 
     Attributes:
-        sent: the number of reductions started so far. The owner increments it.
+        sent: the number of reductions that were started so far. The owner increments it.
     """
 
     def __init__(self, control: ObjectComm, number: int) -> None:
@@ -32,13 +32,13 @@ class UnusedParameters:
         self._read: str | None = None
 
     def post(self, indices: Sequence[int]) -> None:
-        """Tell the other ranks, before the reduction starts, that this rank did not use these parameters."""
+        """Tell the other ranks, before the reduction starts, which parameters this rank did not use."""
         self._control.post(self._key, ",".join(map(str, indices)))
 
     def agree(self, indices: Sequence[int]) -> set[int]:
         """Return the parameters that no rank used. The host must have waited for the mean of the gradient.
 
-        indices: the parameters that this rank did not use, as it has posted them.
+        indices: the parameters that this rank did not use, as it posted them.
         """
         if self._control.size == 1:
             return set(indices)

@@ -1,4 +1,4 @@
-"""Backward with respect to given tensors: supports `loss.backward(inputs=...)`, refuses `torch.autograd.grad`."""
+"""Support `loss.backward(inputs=...)` for sharded parameters, and refuse `torch.autograd.grad` for them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..base.torch_internals import WithoutTorchFunction
 
 
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
-    """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters. Collective.
+    """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters.
 
-    A sharded parameter among `inputs` gets its gradient's mean over the ranks as `.grad`. The `.grad` of other
-    parameters does not change.
+    Collective: every rank must call it. The `.grad` of a sharded parameter in `inputs` is set to its gradient, averaged
+    over the ranks. The `.grad` of other parameters does not change.
 
     Args:
         tensors: the tensors to differentiate.
@@ -31,7 +31,7 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
 
 
 def refuse_grad(*args: Any, **kwargs: Any) -> None:
-    """Raise RuntimeError. Called instead of `torch.autograd.grad`, which would find no gradient."""
+    """Raise RuntimeError, instead of running `torch.autograd.grad`, which would find no gradient."""
     raise RuntimeError(
         "torch.autograd.grad with respect to parameters of a sharded model would find no gradient, since gradients are "
         "averaged over the ranks before they are stored in `.grad`. Call loss.backward(inputs=parameters) on every "
@@ -42,8 +42,8 @@ def refuse_grad(*args: Any, **kwargs: Any) -> None:
 def double_backward() -> RuntimeError:
     """Return the error to raise for a backward with `create_graph=True`."""
     return RuntimeError(
-        "A backward of a backward (create_graph=True) through a sharded model is not supported, since the full weights "
-        "are freed after the first backward. Compute gradient penalties on a model that is not wrapped."
+        "A sharded model does not support double backward (create_graph=True), because the full weights are freed "
+        "after the first backward. Compute gradient penalties on a model that is not wrapped."
     )
 
 

@@ -1,4 +1,4 @@
-"""Make functions of torch.distributed call `__torch_function__` for this package's tensors, as torch 2.12 does."""
+"""Make functions of torch.distributed call `__torch_function__` of sharded tensors, as they do in torch 2.12."""
 
 from __future__ import annotations
 

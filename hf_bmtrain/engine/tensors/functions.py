@@ -1,4 +1,4 @@
-"""Tables of torch's functions by how they act on elements, which decide how to apply them to sharded tensors."""
+"""Tables that sort torch's functions by what they do with elements. They decide how a sharded tensor is treated."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ELEMENT_WISE = frozenset(
     where masked_fill copy fill zero clone contiguous conj real imag
     """.split()
 )
-"""Element-wise functions: all tensor arguments are broadcast against each other. Their in-place variants, with a
+"""Element-wise functions, whose tensor arguments are all broadcast against each other. Their in-place variants, with a
 trailing `_`, write to the first argument."""
 
 CONVERSIONS = frozenset("to float double half bfloat16 int long short bool cpu cuda type type_as pin_memory".split())
-"""Element-wise functions of which only the first tensor is an operand."""
+"""Element-wise functions of the first tensor only: other arguments only say to which dtype or device to convert."""
 
 LIKE = frozenset("detach alias zeros_like ones_like empty_like full_like".split())
-"""Functions that autograd never records. Given a sharded tensor they always return a sharded tensor."""
+"""Functions that autograd never records. For a sharded tensor they always return a sharded tensor."""
 
 RANDOM = frozenset(
     """
@@ -45,7 +45,7 @@ RANDOM = frozenset(
     normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_
     """.split()
 )
-"""Functions that draw each element from the same distribution, whatever its value is."""
+"""Functions that draw every element from the same distribution and ignore the present values."""
 
 VIEWS = frozenset("view reshape flatten ravel squeeze unsqueeze unflatten view_as reshape_as".split())
 """Functions that change the shape of a contiguous tensor and keep the order of its elements."""
@@ -66,23 +66,23 @@ _TENSORS_BEHIND_ATTRIBUTES = frozenset("T mT H mH real imag".split())
 SHAPES = frozenset(
     "dim ndim ndimension shape size numel nelement nbytes stride is_contiguous is_same_size __len__".split()
 )
-"""Functions that return something about the full shape. Training scripts use them, for example to count parameters or
+"""Functions that return a property of the full shape. Training scripts call them, for example to count parameters or
 to exclude vectors from weight decay."""
 
 
 def name_of(function: Any) -> str:
     """Return the name under which the tables list `function`.
 
-    An operator such as `__add__` is listed as "add", and so is `_foreach_add`.
+    The name is "add" for an operator such as `__add__`, and also for `_foreach_add`.
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return function.__self__.__name__  # the getter of an attribute
+        return function.__self__.__name__  # `function` is the getter of an attribute
     return _OPERATORS.get(name, name).removeprefix("_foreach_")
 
 
 def _find_attributes() -> Iterator[Any]:
-    """Yield the getters and setters of those attributes of tensors that do not read elements, such as `.grad`."""
+    """Yield the getters and setters of all attributes of tensors that do not read elements, such as `.grad`."""
     for base in torch.Tensor.__mro__:
         for name, value in vars(base).items():
             if inspect.isgetsetdescriptor(value) and name not in _TENSORS_BEHIND_ATTRIBUTES | SHAPES:
@@ -102,7 +102,7 @@ METADATA = frozenset(
         ),
     ]
 )
-"""Functions that do not use the elements of a tensor, but only read or set its properties. They run unchanged."""
+"""Functions that only read or set properties of a tensor, and not its elements. They run unchanged."""
 
 
 # -- nested arguments and results -----------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
     """Return a copy of nested tuples, lists and dicts in which each tensor and NumPy array is replaced.
 
     Args:
-        function: takes a tensor or array and returns what to replace it by.
+        function: takes a tensor or array and returns its replacement.
         values: the nested containers, or a single value.
     """
     if isinstance(values, torch.Tensor) or is_array(values):
@@ -130,7 +130,7 @@ def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
         return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, tuple) and hasattr(values, "_fields"):
         return type(values)(*[replace_tensors(function, each) for each in values])
-    if isinstance(values, tuple):  # one of torch.return_types, whose constructors take one sequence
+    if isinstance(values, tuple):  # a type of torch.return_types, whose constructor takes one sequence
         return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, dict):
         return {key: replace_tensors(function, each) for key, each in values.items()}

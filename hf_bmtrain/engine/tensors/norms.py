@@ -12,22 +12,23 @@ from ..comm.communicator import Communicator
 from ..ops.grad_norm import Segments, segmented_squared_norm
 
 _CALLERS = 12
-"""How many callers to search for `torch.nn.utils.clip_grad_norm_`."""
+"""Maximum number of callers to search for `torch.nn.utils.clip_grad_norm_`."""
 
 
 class SegmentNorms:
     """Computes the 2-norms of all tensors of a flat buffer over all ranks, in one pass and one all-reduce.
 
-    A segment is the part of this rank's shard that belongs to one tensor, with the padding after it. The norms are
-    cached until the shard's version counter changes (kernels that write through raw pointers increment it). All ranks
-    write to the buffer at the same points of the program, so either all of them compute the norms again or none does.
+    A segment is the part of this rank's shard that belongs to one tensor, together with the padding after it. The
+    norms are cached until the shard's version counter changes; kernels that write through raw pointers increment it
+    as well. All ranks write to the buffer at the same points of the program, so they all compute new norms or none
+    does.
 
     Args:
         shard: (n,) float32, float16 or bfloat16, this rank's shard.
         segments: the segments of the shard. They may include padding, which must be zero.
-        communicator: for the all-reduce.
-        squares: (k,) float64, the squared norms of the k segments, if they have already been measured for the present
-            contents of the shard; otherwise None.
+        communicator: does the all-reduce.
+        squares: (k,) float64, the squared norms of the k segments, if they are known for the present contents of the
+            shard; otherwise None.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class SegmentNorms:
 
 
 def measure(norms: Iterable[SegmentNorms]) -> None:
-    """Compute and cache the norms of each buffer whose norms are not cached, in one all-reduce for all. Collective."""
+    """Compute the norms of each buffer that has none cached, with one all-reduce for all buffers.
+
+    Collective: every rank must call it.
+    """
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return
@@ -69,10 +73,11 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
 
 
 def note_clipping(collective_log: CollectiveLog) -> None:
-    """Add the maximum norm and the order of the norm to the log if `torch.nn.utils.clip_grad_norm_` is the caller.
+    """Record the arguments of `torch.nn.utils.clip_grad_norm_` in the collective log, if it is one of the callers.
 
-    The ranks then notice if they clip to different values. The values are read from the local variables of
-    `clip_grad_norm_`, because it does not pass them to the functions that it calls.
+    The ranks compare their logs, and so notice if they clip to different norms. The values are read from the local
+    variables of `clip_grad_norm_`, because it does not pass them to the functions that it calls.
+
     """
     frame = sys._getframe(1)
     for _ in range(_CALLERS):

@@ -1,4 +1,4 @@
-"""Which elements of a sharded tensor each rank stores, and how to gather the full tensor."""
+"""Placement: the elements of a sharded tensor that each rank stores. It also gathers the full tensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..comm.layout import Layout, Range
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which elements of one sharded tensor each rank stores: those of tensor `index` that `layout` puts in its shard.
+    """The elements of one sharded tensor that each rank stores: `layout` divides them among the ranks' shards.
 
     A view of a sharded tensor has the same placement, except for `shape`.
 
     Attributes:
-        layout: the layout of a flat buffer with this tensor.
+        layout: the layout of a flat buffer that contains this tensor.
         index: the tensor's index in the layout.
         shape: the shape of the full tensor.
         communicator: the communicator of the ranks that the tensor is divided between; gathers and reduces it.
@@ -55,7 +55,7 @@ class Placement:
         return mine == theirs
 
     def with_shape(self, shape: torch.Size) -> Placement:
-        """Return the placement of a view that has another shape and the same order of elements."""
+        """Return the placement of a view with another shape, whose elements are in the same order."""
         return replace(self, shape=shape)
 
     def as_real(self) -> Placement:
@@ -74,7 +74,10 @@ class Placement:
         return full.reshape(-1)[self.range.tensor_start : self.range.tensor_stop]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor, in new memory. part: (n,), this rank's elements. Collective."""
+        """Return the full tensor, in new memory. Collective: every rank must call it.
+
+        part: (n,), this rank's elements.
+        """
         local_ranges = [self.layout.range_of(self.index, rank) for rank in range(self.layout.world_size)]
         longest = max(local_range.length for local_range in local_ranges)
         mine = part.new_zeros(longest)

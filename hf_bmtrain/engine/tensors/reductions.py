@@ -1,7 +1,8 @@
 """Reductions of sharded tensors to one number over all ranks, such as norms and sums, without gathering the elements.
 
-Each function takes the arguments of the torch function that it replaces. It returns NotImplemented if the full tensors
-are needed, for example for a sum over one dimension. All of them are collective.
+Each function takes the arguments of the torch function that it replaces, and returns NotImplemented if it needs the
+full tensors, for example for a sum over one dimension. All of these functions are collective: every rank must call
+them.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ def _is_local(value: Any) -> bool:
 
 
 def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
-    """Return the `order`-norm over all ranks of each sharded tensor. Collective.
+    """Return the `order`-norm of each sharded tensor over all ranks. Collective: every rank must call it.
 
-    2-norms of gradients that have not been replaced since the backward come from `SegmentNorms`, which may have them
-    cached. All other norms together take one all-reduce.
+    `SegmentNorms` computes the 2-norms of gradients that have not been replaced since the backward, and caches them.
+    All other norms are computed with one all-reduce.
     """
     order = float(order)
     if order <= 0:
-        raise ValueError(f"the norm of a sharded tensor needs an order above 0 or inf, not {order}")
+        raise ValueError(f"The norm of a sharded tensor needs an order above 0, or inf. The order is {order}.")
     segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
     measured = dict.fromkeys(segment[0] for segment in segments if segment is not None)
-    measure(measured)  # in one all-reduce; `all` then reads the cache
+    measure(measured)  # with one all-reduce, whose results `all` then finds in the cache
     norms = {each: each.all() for each in measured}
     others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))
     return [next(others) if segment is None else norms[segment[0]][segment[1]] for segment in segments]
@@ -66,7 +67,7 @@ def _vector_norm(x: Any, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p
 
 def _linalg_norm(x: Any, ord: Any = None, dim=None, keepdim=False, *, out=None, dtype=None):
     if ord is not None and len(x.full_shape) != 1:
-        return NotImplemented  # for tensors of several dimensions, `ord` is that of a matrix norm
+        return NotImplemented  # `ord` is the order of a matrix norm if the tensor has several dimensions
     return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
 
 
@@ -102,9 +103,10 @@ def _dot(x: Any, y: Any):
 
 
 def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of all elements of `part` over all ranks, in `dtype`. Collective.
+    """Return the sum of all elements of `part` over all ranks, in `dtype`. Collective: every rank must call it.
 
-    Floating-point numbers are added in float32 or wider. x: the sharded tensor whose communicator is used.
+    Floating-point numbers are added in float32 or wider. The communicator of the sharded tensor `x` does the
+    all-reduce.
     """
     x.settle()
     total = part.sum(dtype=torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)

@@ -1,15 +1,15 @@
 """Sharded tensors: each rank stores some elements of a full tensor, and torch's functions act on them as follows.
 
-* Where autograd records, a function of a sharded parameter acts on the full parameter, which is gathered. The gradient
-  is averaged over the ranks like any other.
-* Under `no_grad`, element-wise functions act on this rank's elements, and the result is a sharded tensor again. For
-  gradients, `.data` and optimizer state this holds in any mode. Of other operands, which have the full shape or
-  broadcast to it, only the elements at the same positions are used.
+* While autograd records, a function of a sharded parameter acts on the full parameter, which is gathered first. The
+  parameter's gradient is averaged over the ranks as usual.
+* Under `no_grad`, element-wise functions act on this rank's elements and return a sharded tensor. Functions of
+  gradients, `.data` and optimizer state always do so. If another operand has the full shape, or can be broadcast to
+  it, its elements at the same positions are used.
 * Sums, means, norms and similar reductions compute one number over all ranks.
-* Any other function acts on full tensors, which are gathered on every rank. Its results are full tensors, and what it
-  writes to its arguments is written back to the sharded tensors.
+* Any other function acts on full tensors, which are gathered on every rank, and returns full tensors. If it writes to
+  its arguments, the changes are copied back to the sharded tensors.
 
-All functions except the element-wise ones are collective.
+Except for the element-wise functions, all of them are collective: every rank must call them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .reductions import REDUCTIONS
 
 
 class ShardBase:
-    """The base class of sharded tensors: of tensors that store only this rank's elements of a full tensor.
+    """Base class of sharded tensors, which store only this rank's elements of a full tensor.
 
     `shape`, `stride()` and `numel()` are those of the full tensor. The memory is 1-D and has only the elements of
     `part`.
@@ -54,14 +54,14 @@ class ShardBase:
         placement: which elements of the full tensor each rank stores.
         is_parameter: whether autograd records functions of the tensor.
         in_memory: whether the elements are in the tensor's memory. If False, the class computes them when a function
-            reads them, so its `__torch_function__` must run before those of other sharded tensors.
+            reads them. Its `__torch_function__` must then run before those of other sharded tensors.
         grad_now: the value of `.grad`.
     """
 
     placement: Placement
     is_parameter: ClassVar[bool] = False
     in_memory: ClassVar[bool] = True
-    is_sparse: ClassVar[bool] = False  # read by optimizers for each gradient: faster than torch's own attribute
+    is_sparse: ClassVar[bool] = False  # optimizers read it for each gradient: this is faster than torch's attribute
     grad_now: torch.Tensor | None = None
 
     @property
@@ -71,7 +71,7 @@ class ShardBase:
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's elements (n,), as a plain tensor that shares memory and version counter with this one."""
+        """This rank's elements (n,), as a plain tensor that shares its memory and version counter with this tensor."""
         self.settle()
         with WithoutTorchFunction():
             return self.detach().as_subclass(torch.Tensor)  # pyright: ignore[reportAttributeAccessIssue]
@@ -83,7 +83,7 @@ class ShardBase:
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Copy `values` into this tensor. They may be the full tensor, a sharded one, or this rank's elements (n,).
+        """Copy `values` into this tensor. They may be a full tensor, a sharded one, or this rank's elements (n,).
 
         Raises RuntimeError if the shape, dtype or device does not match.
         """
@@ -101,11 +101,11 @@ class ShardBase:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient: a sharded tensor with the placement of this one, or None.
+        """The gradient: a sharded tensor with the same placement, or None.
 
-        It is stored in a Python attribute in addition to torch's own `.grad`. In each step gradient clipping reads it
-        four times and an optimizer three times; reading torch's own goes through `__torch_function__` and takes 15
-        times as long.
+        Besides torch's own `.grad`, a Python attribute stores it. In each step, gradient clipping reads the gradient
+        four times and the optimizer three times, and reading torch's own `.grad` takes 15 times as long, because it
+        goes through `__torch_function__`.
         """
         return self.grad_now
 
@@ -126,7 +126,10 @@ class ShardBase:
         """Make the current stream wait for any asynchronous operation that is still writing this rank's elements."""
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor in new memory. If this is a parameter, autograd records the function. Collective."""
+        """Return the full tensor in new memory; autograd records this function of a parameter.
+
+        Collective: every rank must call it.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -166,7 +169,7 @@ class ShardBase:
 
     @staticmethod
     def reads_elements(func: Callable) -> bool:
-        """Return whether a function of torch may read or write elements: neither METADATA nor SHAPES lists it."""
+        """Return whether a function of torch may read or write elements. METADATA and SHAPES list those that do not."""
         return func not in METADATA and name_of(func) not in SHAPES
 
 
@@ -175,12 +178,12 @@ class ShardTensor(ShardBase, torch.Tensor):
 
     Element-wise operations act on this rank's elements and return a ShardTensor; the docstring of this module describes
     all other operations. Norms are those of the full tensor, and `torch.amp.GradScaler` skips a step on all ranks if
-    any rank finds inf or NaN. So gradient clipping and loss scaling by torch's own functions give correct results.
-    Pickling stores a plain tensor, the `part`.
+    any rank finds inf or NaN. Torch's own gradient clipping and loss scaling therefore give correct results. Pickling
+    stores the `part`, as a plain tensor.
 
     Attributes:
-        segment: (norms of a flat gradient buffer, index of this gradient in it), for a gradient as the backward left
-            it; otherwise None.
+        segment: (norms of a flat gradient buffer, index of this gradient in the buffer). It is set by the backward, and
+            None for all other tensors.
     """
 
     segment: tuple[SegmentNorms, int] | None = None
@@ -198,7 +201,7 @@ class ShardTensor(ShardBase, torch.Tensor):
         return made
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor. Collective.
+        """Return the full tensor. Collective: every rank must call it.
 
         Raises:
             RuntimeError: this tensor requires a gradient of its own.
@@ -212,7 +215,7 @@ class ShardTensor(ShardBase, torch.Tensor):
             return self.placement.gather(self.as_subclass(torch.Tensor))
 
     def detach_(self) -> ShardTensor:
-        return self  # it has no history
+        return self  # a ShardTensor has no autograd history to be detached from
 
     def __deepcopy__(self, memo) -> ShardTensor:
         return memo.setdefault(id(self), self.detach().clone())
@@ -226,11 +229,11 @@ class ShardTensor(ShardBase, torch.Tensor):
 
 
 class WholeCopy(torch.Tensor):
-    """A view of a full copy of a sharded tensor. What is written to it is written to the sharded tensor as well.
+    """A view of a temporary full copy of a sharded tensor. Writes to the view are copied to the sharded tensor.
 
     Attributes:
-        source: the sharded tensor and its copy; None if autograd recorded the call that made the view: a write to the
-            view then raises RuntimeError, because it cannot be passed on.
+        source: the sharded tensor and its copy. None if autograd recorded the function that returned the view. A write
+            to such a view raises RuntimeError, because it cannot be copied back.
     """
 
     source: CopySource | None = None
@@ -238,7 +241,7 @@ class WholeCopy(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if any(issubclass(kind, ShardBase) for kind in types):
-            return NotImplemented  # `ShardBase.__torch_function__` treats a WholeCopy as a plain tensor
+            return NotImplemented  # `ShardBase.__torch_function__` runs instead, and treats a WholeCopy as plain tensor
         kwargs = kwargs or {}
         with WithoutTorchFunction():
             copies = [each for each in find_tensors((args, kwargs)) if isinstance(each, WholeCopy)]
@@ -255,10 +258,10 @@ class WholeCopy(torch.Tensor):
                     problem = _pass_on(list(dict.fromkeys(changed)), target if overwrites else None)
                 if problem is not None:
                     raise RuntimeError(
-                        f"{name_of(func)} writes to a view, of shape {tuple(written[0].shape)}, of a sharded "
-                        "parameter. The view is of a temporary copy, and the change would be lost: "
-                        f"{problem}. Write to the parameter itself (parameter[rows] = values), under torch.no_grad(), "
-                        "or do it within `with bmt.gathered(model, modify=True):`."
+                        f"{name_of(func)} writes to a view of shape {tuple(written[0].shape)} of a sharded "
+                        "parameter. The view is part of a temporary copy, and the change would be lost, because "
+                        f"{problem}. Write to the parameter itself (parameter[rows] = values) under torch.no_grad(), "
+                        "or write inside `with bmt.gathered(model, modify=True):`."
                     )
             return replace_tensors(lambda each: _read_only(each, copies, sources), result)
 
@@ -272,7 +275,7 @@ _OVERWRITES = frozenset(
 class CopySource:
     """A sharded tensor and a full copy of it, whose views are WholeCopies.
 
-    Every rank makes the same writes to its copy, so no communication is needed to pass them on.
+    Every rank makes the same writes to its copy, so no communication is needed to write them to the sharded tensor.
     """
 
     def __init__(self, sharded: Any, copy: torch.Tensor) -> None:
@@ -282,10 +285,10 @@ class CopySource:
         return shares_storage(view, self._copy)
 
     def pass_on(self, view: torch.Tensor | None) -> str | None:
-        """Write this rank's elements of the copy to the sharded tensor. Returns why this is impossible, or None.
+        """Write this rank's elements of the copy to the sharded tensor. Return the reason if this fails, or None.
 
-        view: the view of the copy that was written, if all its elements were, whatever they were before. Otherwise
-            None: then the sharded tensor must not have changed since the copy was made.
+        view: the view of the copy that was written, if the function overwrote all elements of the view without reading
+            them. Otherwise None. With None, the sharded tensor must not have changed since the copy was made.
         """
         sharded, part = self._sharded, self._sharded.placement.cut(self._copy)
         sharded.settle()
@@ -302,9 +305,9 @@ class CopySource:
 
 
 def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
-    """Call `pass_on` of each source in turn, with `view` if the source's copy contains it and otherwise with None.
+    """Call `pass_on` of each source in turn, and return the first reason for a failure, or None if there was none.
 
-    Stop at the first problem and return it; return None if there is none.
+    view: passed to the source whose copy contains it; the other sources get None.
     """
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)
@@ -314,7 +317,7 @@ def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | 
 
 
 def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[CopySource] = ()) -> Any:
-    """Return `value` as a WholeCopy, with its source, if it is a view of one of `copies`. Make an array read-only."""
+    """Return `value` as a WholeCopy with its source, if it is a view of one of `copies`. Make arrays read-only."""
     if is_array(value):
         value.setflags(write=False)
     elif isinstance(value, torch.Tensor) and any(shares_storage(value, copy) for copy in copies):
@@ -325,17 +328,17 @@ def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[Cop
 
 
 class _Call:
-    """One call of a torch function that has sharded tensors among its arguments.
+    """One call of a torch function with sharded tensors among its arguments.
 
     Attributes:
         func: the function.
         name: its name in the tables of functions.py.
-        base: the name without the trailing `_` of an in-place function.
-        in_place: whether it is an in-place function.
-        many: whether it takes lists of tensors, as `torch._foreach_add_` does.
+        base: the name without the trailing `_` of in-place functions.
+        in_place: whether the function writes to its first argument.
+        many: whether the function takes lists of tensors, as `torch._foreach_add_` does.
         tensors: all tensors among the arguments.
         slices: the sharded tensors among them.
-        full: whether autograd records the call, so that the function must act on full tensors.
+        full: whether autograd records the call. If so, the function must act on full tensors.
     """
 
     def __init__(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -344,14 +347,14 @@ class _Call:
             self.tensors = list(find_tensors((args, kwargs)))
             self.slices: list[Any] = [each for each in self.tensors if isinstance(each, ShardBase)]
             recorded = any(getattr(each, "is_parameter", each.requires_grad) for each in self.tensors)
-            initializes = getattr(func, "__module__", "") == "torch.nn.init"  # writes under no_grad
+            initializes = getattr(func, "__module__", "") == "torch.nn.init"  # these functions write under no_grad
             self.full = recorded and torch.is_grad_enabled() and not initializes
             self.in_place = name.endswith("_") and not name.startswith("__")
             self.base = name[:-1] if self.in_place else name
         self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
 
     def run(self) -> Any:
-        """Choose how to apply the function by the rules of this module, and return its result."""
+        """Apply the function by the rules in the docstring of this module, and return its result."""
         if getattr(self.func, "__module__", "").startswith("torch.distributed"):
             return self._communicate()
         collective = REDUCTIONS.get(self.func)
@@ -405,7 +408,7 @@ class _Call:
         """Draw random elements for the full tensor, as a single process would, and keep this rank's elements."""
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
-                return self.func(*self.args, **self.kwargs)  # raises torch's error for in-place writes to a leaf
+                return self.func(*self.args, **self.kwargs)  # torch raises its error for in-place writes to a leaf
             full = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
             part = first.placement.cut(self.func(full, *self.args[1:], **self.kwargs))
             if not self.in_place:
@@ -438,10 +441,10 @@ class _Call:
             return ShardTensor.of(result, placement)
 
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Apply an in-place function to this rank's elements, without autograd recording it.
+        """Apply an in-place function to this rank's elements, without recording it for autograd.
 
         If autograd records and `written` is a leaf that requires a gradient, gradients stay enabled, so that torch
-        refuses the write.
+        raises its error for such writes.
         """
         leaf = any(written is each and each.requires_grad for each in self.slices)
         with torch.set_grad_enabled(self.full and leaf):
@@ -449,15 +452,15 @@ class _Call:
         return written
 
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
-        """Apply an in-place function to a plain tensor of the full shape, or of this rank's number of elements.
+        """Apply an in-place function to a plain tensor of the full shape or of this rank's number of elements.
 
-        If one rank stores all elements of a vector, these two shapes are equal on it and different on other ranks.
-        Vectors are therefore gathered in both cases, so that all ranks issue the same collectives.
+        If one rank stores all elements of a vector, these two shapes are equal on that rank and different on the
+        others. Vectors are therefore gathered in both cases, so that all ranks issue the same collectives.
 
         Args:
-            target: the plain tensor, which the function writes.
+            target: the plain tensor, to which the function writes.
             like: a sharded tensor among the arguments.
-            operands: what replaces each tensor argument when the function acts on this rank's elements, by the
+            operands: the replacement of each tensor argument when the function acts on this rank's elements, by the
                 argument's id.
         """
         if target.shape != like.shape or target.shape == like.full_shape:
@@ -472,7 +475,8 @@ class _Call:
     def _on_many(self) -> Any:
         """Apply a function of lists of tensors, such as `torch._foreach_add_`, to this rank's elements.
 
-        If the operands at some position do not match, or the function is not element-wise, it acts on full tensors.
+        The function acts on full tensors instead if the operands at some position do not match, or if the function is
+        not element-wise.
         """
         if self.full and not self.in_place:
             return self._on_full()
@@ -493,7 +497,7 @@ class _Call:
         return self._on_full()
 
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
-        """Return what replaces `members`, the tensors at one position of the lists; None if full tensors are needed."""
+        """Return the replacements of `members`, the tensors at one position; None if full tensors are needed."""
         like: Any = next((each for each in members if isinstance(each, ShardBase)), None)
         if like is None:
             return members
@@ -505,7 +509,7 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
-        """Do what `_aligned` does for members of which the first, a plain tensor, is written: see `_write_ordinary`."""
+        """Do the work of `_aligned` where the first member is a plain tensor that is written. See `_write_ordinary`."""
         target = members[0]
         if target.shape not in (like.shape, like.full_shape):
             _refuse_full_target(self.name, target, like)
@@ -522,7 +526,7 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
-        """Return the results of a function of lists; each is a sharded tensor if an operand at its position is one."""
+        """Return the results of a function of lists. A result is sharded if an operand at its position is sharded."""
         if not isinstance(result, (list, tuple)):
             return result
         if self.in_place:
@@ -532,7 +536,7 @@ class _Call:
 
     def _communicate(self) -> Any:
         """Run a collective of torch.distributed on the full tensors."""
-        if current_world().size == 1:  # this rank's elements are the full tensor: no copy is needed
+        if current_world().size == 1:  # no copy is needed, because this rank's elements are the full tensor
             own = lambda each: each.part.view(each.full_shape) if isinstance(each, ShardBase) else each  # noqa: E731
             return self.func(*replace_tensors(own, self.args), **replace_tensors(own, self.kwargs))
         given = inspect.signature(self.func).bind(*self.args, **self.kwargs).arguments
@@ -540,7 +544,7 @@ class _Call:
         if some or given.get("async_op") or self.name in ("send", "recv", "isend", "irecv"):
             raise RuntimeError(
                 f"torch.distributed.{self.name} of sharded tensors gathers them first, so all ranks must call it and "
-                "wait for it: subgroups, async_op=True and point-to-point operations are not possible. Call "
+                "wait for it. Subgroups, async_op=True and point-to-point operations are not possible. Call "
                 "parameter.gather() on all ranks, and communicate the copy."
             )
         self.full = False
@@ -549,9 +553,10 @@ class _Call:
     # -- functions of full tensors --------------------------------------------------------------------------------
 
     def _on_full(self, counted: bool = True) -> Any:
-        """Run the function on full copies on every rank, and write back those that it has modified. Collective.
+        """Run the function on full copies on every rank, and copy modified arguments back.
 
-        For an operator of torch.ops, the schema declares which arguments it modifies.
+        Collective: every rank must call it. For an operator of torch.ops, the schema declares which arguments it
+        modifies.
 
         Args:
             counted: whether the function increments the version counters of the tensors that it modifies. If not, the
@@ -583,10 +588,10 @@ class _Call:
         return replace_tensors(lambda each: written.get(id(each), _read_only(each, copies, sources)), result)
 
     def _declared_writes(self) -> set[int] | None:
-        """Return the ids of the arguments that an operator of torch.ops declares to write; None for other functions.
+        """Return the ids of the arguments that an operator of torch.ops declares to modify; None for other functions.
 
-        Operators of other libraries may write by their own kernels or through `.data`, which version counters do not
-        show.
+        Operators of other libraries may modify tensors with their own kernels or through `.data`. Version counters do
+        not show such writes.
         """
         schema = schema_of(self.func)
         if schema is None:
@@ -596,7 +601,7 @@ class _Call:
         return {id(each) for each in find_tensors(written)}
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise a clearer error than `error` if the cause may be a plain tensor with this rank's number of elements.
+        """Raise a clearer error than `error`, if a plain tensor with this rank's number of elements may be the cause.
 
         The function was called with full tensors, whose shapes do not match such a tensor.
         """
@@ -605,7 +610,7 @@ class _Call:
                 for each in self.tensors:
                     if not isinstance(each, ShardBase) and each.dim() == 1 and each.shape == piece.shape:
                         raise RuntimeError(
-                            f"{self.name}: a tensor of {len(each)} elements, as many as this rank stores, is combined "
+                            f"{self.name} combines a tensor of {len(each)} elements, as many as this rank stores, "
                             f"with the full parameter of shape {tuple(piece.full_shape)}. Create the "
                             f"former tensor with shape `parameter.full_shape`. ({error})"
                         ) from error
@@ -615,13 +620,13 @@ class _Call:
         with WithoutTorchFunction():
             if self.full and target.requires_grad:
                 raise RuntimeError(
-                    f"{self.name}: a sharded parameter that requires grad is being written in place while autograd "
-                    "records. Use torch.no_grad()."
+                    f"{self.name} writes to a sharded parameter that requires grad, in place, while autograd records. "
+                    "Use torch.no_grad()."
                 )
             if full.shape != target.full_shape or full.dtype != target.dtype:
                 raise RuntimeError(
-                    f"{self.name} of a sharded tensor changes its shape {tuple(target.full_shape)} or its dtype "
-                    f"{target.dtype}, which cannot change after auto_wrap. Resize and cast before auto_wrap."
+                    f"{self.name} changes the shape {tuple(target.full_shape)} or the dtype {target.dtype} of a "
+                    "sharded tensor, which is impossible after auto_wrap. Resize and cast before auto_wrap."
                 )
             target.settle()
             with torch.no_grad():
@@ -629,9 +634,9 @@ class _Call:
 
 
 def barrier_outside(occasion: str) -> None:
-    """Wait for every rank, unless a forward or backward is running. Collective.
+    """Wait for every rank, unless a forward or backward is running. Collective: every rank must call it.
 
-    If ranks do not come, the error names them and the occasion.
+    If a rank does not arrive in time, the error names the rank and the occasion.
     """
     world = current_world()
     if world.size > 1 and not (world.schedule.in_forward or world.schedule.in_backward):
@@ -643,10 +648,11 @@ SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # 
 
 
 class Address:
-    """The address of a sharded tensor with several ranks: it can be compared and hashed, and is no number.
+    """The address of a sharded tensor with several ranks. It can be compared and hashed, but is not a number.
 
-    Code that finds tied tensors compares addresses. Code that uses the address together with `numel()`, which is that
-    of the full tensor, would access memory beyond it.
+    Code that looks for tied tensors compares addresses, which works. Arithmetic with an Address raises RuntimeError,
+    because code that combines the address with `numel()`, the number of elements of the full tensor, would access
+    memory beyond this rank's elements.
     """
 
     __slots__ = ("_key", "_told")
@@ -667,8 +673,8 @@ class Address:
 
     def _refuse(self, *args: object) -> NoReturn:
         raise RuntimeError(
-            f"data_ptr() of a sharded tensor of {self._told} of its elements. Pass `tensor.part` to kernels that are "
-            "element-wise."
+            f"data_ptr() of a sharded tensor of {self._told} of its elements. Pass `tensor.part` to element-wise "
+            "kernels."
         )
 
     __index__ = __int__ = __float__ = __add__ = __radd__ = __sub__ = __rsub__ = __mod__ = __and__ = __lt__ = _refuse
@@ -676,16 +682,16 @@ class Address:
 
 
 def _data_ptr(tensor: Any) -> int | Address:
-    """Return the address of a sharded tensor: an int with one rank, an `Address` with several."""
+    """Return the address of a sharded tensor: an int if there is one rank, otherwise an `Address`."""
     with WithoutTorchFunction():
         return tensor.data_ptr() if tensor.placement.communicator.size == 1 else Address(tensor)
 
 
 def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Apply an element-wise function of lists to this rank's elements: a fast path for the calls of optimizers.
+    """Apply an element-wise function of lists to this rank's elements. This is a fast path for optimizers.
 
-    The sharded tensors at each position of the lists must have the same placement object, and plain tensors among the
-    arguments must have one element. Returns NotImplemented if this is not so; then the general rule of `_Call` applies.
+    All sharded tensors at one position of the lists must have the same placement object, and plain tensors among the
+    arguments must have one element. Otherwise returns NotImplemented, and the general rules of `_Call` apply.
     """
     if is_tracing():
         return NotImplemented
@@ -721,15 +727,16 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         if name.endswith("_"):
             return args[0]
         for each, placement in zip(result, placements):
-            each.__class__ = ShardTensor  # in place, since nothing else refers to it: `of` would create another tensor
+            each.__class__ = ShardTensor  # set the class in place, because `of` would create another tensor
             each.placement = placement
         return result
 
 
 def _count_writes(name: str, args: Sequence[Any]) -> None:
-    """Increment the versions of the parameters that a fused optimizer function of torch wrote, which it does not do.
+    """Increment the version counters of parameters that a fused optimizer function of torch has written.
 
-    Without this, a block that is unsharded during the step would not be all-gathered again with the new weights.
+    Torch does not do this. Without it, a block that is unsharded during the step would not be all-gathered again, and
+    would compute with the old weights.
     """
     if name.startswith("_fused_"):
         torch.autograd.graph.increment_version(args[0])
@@ -743,7 +750,7 @@ _PLACEMENT = operator.attrgetter("placement")
 
 
 def _on_meta(value: Any) -> Any:
-    """Return a meta tensor with the shape and dtype of `value`; with the full shape if it is a sharded tensor."""
+    """Return a meta tensor with the shape and dtype of `value`. If `value` is sharded, the shape is the full shape."""
     shape = getattr(value, "full_shape", value.shape)
     return torch.empty(shape, dtype=value.dtype, device="meta")
 
@@ -751,9 +758,9 @@ def _on_meta(value: Any) -> Any:
 def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     """Return the elements of `value` that an element-wise function combines with this rank's elements of `like`.
 
-    A plain tensor that broadcasts with the full shape is taken as full. Otherwise, if it has as many elements as this
-    rank stores, they are taken as this rank's. Raises ValueError if it may be either. Returns None if the function must
-    act on full tensors.
+    A plain tensor that broadcasts with the full shape is treated as a full tensor. Otherwise, if it has as many
+    elements as this rank stores, it is treated as this rank's elements. Raises ValueError if both are possible. Returns
+    None if the function must act on full tensors.
     """
     if isinstance(value, ShardBase):
         alike = value.placement is like.placement or value.placement.matches(like.placement)
@@ -768,15 +775,15 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     if value.shape == like.shape and value.shape != shape:
         raise ValueError(
             f"A tensor of shape {tuple(value.shape)} is ambiguous in an operation with a sharded parameter of shape "
-            f"{tuple(shape)}: it may be this rank's {value.numel()} elements, or a full tensor to be broadcast. For "
-            "the former, create it with torch.zeros_like(parameter) or parameter.take(full); for the latter, "
+            f"{tuple(shape)}. It may be this rank's {value.numel()} elements, or a full tensor to be broadcast. For "
+            "the former, create it with torch.zeros_like(parameter) or parameter.take(full). For the latter, "
             ".expand() it to the full shape."
         )
     return like.placement.cut(value.expand(shape)) if result == shape else None
 
 
 def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
-    """Raise RuntimeError for a function of lists that would write this rank's elements of `like` to a plain tensor."""
+    """Raise RuntimeError, because a function of lists would write this rank's elements of `like` to a plain tensor."""
     raise RuntimeError(
         f"{name} would write this rank's {like.numel()} elements of a sharded tensor of shape "
         f"{tuple(like.full_shape)} to a plain tensor of shape {tuple(target.shape)}. Use parameter.gather() to get the "
@@ -784,5 +791,5 @@ def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
     )
 
 
-if torch.__version__ < "2.12":  # older versions have functions of torch.distributed without `__torch_function__`
+if torch.__version__ < "2.12":  # in older versions some functions of torch.distributed do not call it
     override_collectives((ShardBase, WholeCopy))

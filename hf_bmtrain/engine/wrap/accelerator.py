@@ -1,4 +1,4 @@
-"""Make a wrapped model follow this process's Accelerator, if there is one: mixed precision and number of ranks.
+"""Apply the mixed precision of this process's Accelerator, if there is one, to a wrapped model, and check its ranks.
 
 Accelerate is not imported here. Its state is read from `sys.modules`, if the program has imported it.
 """
@@ -22,18 +22,18 @@ _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def accelerator_is_running() -> bool:
-    """Return whether an Accelerator exists in this process; libraries that build on Accelerate create one, too."""
+    """Return whether an Accelerator exists in this process. Libraries that build on Accelerate also create one."""
     return _state() is not None
 
 
 def mixed_precision() -> str:
-    """Return the Accelerator's mixed precision: 'no', 'fp16' or 'bf16'; 'no' without an Accelerator."""
+    """Return the Accelerator's mixed precision ('no', 'fp16' or 'bf16'), or 'no' if there is no Accelerator."""
     state = _state()
     return "no" if state is None else str(state.mixed_precision)
 
 
 def check_accelerator(size: int) -> None:
-    """Raise RuntimeError if the Accelerator shards models itself, or has another number of ranks than `size`."""
+    """Raise RuntimeError if the Accelerator shards models itself, or if its number of ranks is not `size`."""
     state = _state()
     if state is None:
         return
@@ -45,8 +45,8 @@ def check_accelerator(size: int) -> None:
         )
     if state.num_processes != size:
         raise RuntimeError(
-            f"Accelerate sees {state.num_processes} process(es), but hf_bmtrain has {size} ranks: every rank would "
-            "train on the same rows. Start the script with torchrun or accelerate launch; on CPU also set "
+            f"Accelerate sees {state.num_processes} process(es), but hf_bmtrain has {size} ranks, so every rank would "
+            "train on the same rows. Start the script with torchrun or accelerate launch. On CPU, also set "
             "ACCELERATE_USE_CPU=true (or TrainingArguments(use_cpu=True), Accelerator(cpu=True))."
         )
 
@@ -57,11 +57,11 @@ def _state() -> Any:
 
 
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
-    """Make `model.forward` use the mixed precision of the Accelerator that exists when the forward is called, if any.
+    """Run `model.forward` in the Accelerator's mixed precision, if an Accelerator exists when the forward is called.
 
-    Accelerate itself does this only for models that it prepares, and skips a sharded model, which is marked as
-    prepared. As in Accelerate, half-precision outputs are converted to float32. If `device` is the CPU, for which
-    Accelerate has no loss scale, fp16 is replaced by float32, with a warning.
+    Accelerate itself does this only for models that it prepares. It skips a sharded model, which is marked as prepared.
+    As in Accelerate, half-precision outputs are converted to float32. On the CPU, where Accelerate has no loss scale,
+    fp16 is replaced by float32, with a warning.
     """
     forward = weak_method(model.forward)
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -72,22 +72,23 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
         if precision == "fp16" and device.type == "cpu":
             _log_once(
                 logging.WARNING,
-                "mixed_precision='fp16' is ignored on the CPU, as in Accelerate: the model computes in float32. Use "
-                "'bf16' instead.",
+                "mixed_precision='fp16' is ignored on the CPU, as in Accelerate, and the model computes in float32. "
+                "Use 'bf16' instead.",
             )
             precision = "no"
         if precision == "no":
             return forward(*args, **kwargs)
         if precision not in _HALF:
             raise RuntimeError(
-                f"mixed_precision='{precision}' is not supported by a sharded model: use 'bf16', 'fp16' or 'no'."
+                f"A sharded model does not support mixed_precision='{precision}'. Use 'bf16', 'fp16' or 'no'."
             )
         if weights == {_HALF[precision]}:
             _log_once(
                 logging.INFO,
-                "mixed_precision='%s', but all weights are %s already: autocast only makes norms and losses compute in "
-                "float32, which takes time and memory. Turn it off (bf16=False in TrainingArguments) to compute as "
-                "FSDP2 does. hf_bmtrain's optimizers keep float32 masters in both cases.", precision, precision,
+                "mixed_precision='%s' is set, but all weights are %s already. Autocast then "
+                "only makes norms and losses compute in float32, which takes time and memory. "
+                "Turn it off (bf16=False in TrainingArguments) to compute as FSDP2 does. "
+                "hf_bmtrain's optimizers keep float32 masters in both cases.", precision, precision,
             )  # fmt: skip
         with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
             outputs = forward(*args, **kwargs)

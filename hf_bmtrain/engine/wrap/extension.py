@@ -1,4 +1,4 @@
-"""Extensions: they take part in wrapping a model, at fixed points."""
+"""Base class of extensions, which change how a model is wrapped: `wrap` calls their methods at fixed points."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class WrapPlan(NamedTuple):
         model: the outermost module.
         world: the ranks that share the parameters.
         layers: the modules that become blocks.
-        root: all modules that are neither in `layers` nor inside one of them.
-        shared: ids of parameters that are used by several of `layers`, or by one of them and by `root`. They are root
-            parameters.
+        root: all other modules that are not inside one of `layers`.
+        shared: ids of parameters that are used by several of `layers`, or by one of them and by `root`. They are
+            sharded as root parameters, that is, outside the blocks.
         compiled: whether the blocks are compiled.
-        late: whether the model was wrapped before, so that only parameters that were added since are sharded.
+        late: whether the model was wrapped before. If so, only the parameters that were added since are sharded.
     """
 
     model: torch.nn.Module
@@ -37,16 +37,16 @@ class WrapPlan(NamedTuple):
 class Extension:
     """Base class of extensions, whose methods do nothing by default.
 
-    `wrap` calls the methods in the order in which they are defined here: the first method of every extension, then the
-    second of every extension, and so on. If the model is wrapped already and only has new parameters, `wrap` does not
+    `wrap` calls the methods in the order of their definition here: the first method of every extension, then the second
+    method of every extension, and so on. If the model is wrapped already and only has new parameters, `wrap` does not
     call `choose`, `prepare`, `separate` and `kind`.
     """
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
-        """Raise ValueError, with the reason, if the model cannot be wrapped. late: see `WrapPlan`."""
+        """Raise ValueError, with the reason, if the model cannot be wrapped. `late` is described in `WrapPlan`."""
 
     def recognizes(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether this extension can shard `parameter`, which is not of torch's own Parameter class."""
+        """Return whether this extension can shard `parameter`, whose class is not torch's own Parameter."""
         return False
 
     def facts(self, model: torch.nn.Module) -> dict[str, str]:
@@ -60,18 +60,18 @@ class Extension:
         """Change modules and parameters before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
-        """Return the ids of those parameters in blocks that may share flat buffers only with each other."""
+        """Return the ids of parameters in blocks that must not share a flat buffer with parameters outside this set."""
         return set()
 
     def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
-        """Return the storage kind that this extension wants for a block's parameter, None if it wants none."""
+        """Return the storage kind of a block's parameter, or None to leave the choice to others."""
 
     def connect(self, plan: WrapPlan) -> None:
-        """Called when everything is sharded, for example to add observers."""
+        """Run after everything is sharded, for example to add observers."""
 
 
 def kind_of(extensions: list[Extension]) -> Any:
-    """Return a function that returns the first storage kind that an extension gives for a parameter, or None."""
+    """Return a function that takes a parameter and returns the first storage kind that an extension gives, or None."""
 
     def ask(parameter: torch.nn.Parameter) -> StorageKind | None:
         return next((kind for each in extensions if (kind := each.kind(parameter)) is not None), None)

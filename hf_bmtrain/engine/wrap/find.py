@@ -12,10 +12,10 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """Return the outermost ModuleLists whose items have parameters; for a list of ModuleLists, its inner lists.
+    """Return the outermost ModuleLists whose items have parameters. For a list of ModuleLists, return the inner lists.
 
-    Lists that contain None (optional modules between layers) or embeddings are skipped. Models read the weights of
-    such embeddings without calling the module (SAM's points, tied heads), so no block would all-gather them.
+    Lists that contain None (an optional module between layers) or embeddings are skipped. Models such as SAM, or models
+    with tied heads, read the weights of these embeddings without calling the module, so no block would all-gather them.
     """
     if isinstance(model, torch.nn.ModuleList) and all(_may_be_block(item) for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]
@@ -35,7 +35,7 @@ def choose_chains(
 
     Args:
         model: the model.
-        blocks: the modules that the user passed, or None for the result of `find_block_lists`. The items of a
+        blocks: the modules that the user passed, or None to use the result of `find_block_lists`. The items of each
             ModuleList or Sequential form a chain; all other modules together form one more chain.
 
     Raises:
@@ -60,19 +60,19 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
     for block in blocks:
         if not isinstance(block, torch.nn.Module) or not names.get(block):
             raise ValueError(
-                f"blocks= names a {type(block).__name__} that is not part of this {type(model).__name__}: pass "
+                f"blocks= contains a {type(block).__name__} that is not part of this {type(model).__name__}. Pass "
                 "modules of the model itself, such as model.encoder.layers (a ModuleList stands for its items)."
             )
         for inner in block.modules():
             if inner is not block and inner in blocks:
                 raise ValueError(
-                    f"blocks= names '{names[inner]}' and also '{names[block]}', which contains it, but a parameter "
+                    f"blocks= contains '{names[inner]}' and also '{names[block]}', which contains it, but a parameter "
                     "can belong to one block only. Pass one of the two."
                 )
 
 
 def adapter_parameters(model: torch.nn.Module) -> set[int]:
-    """Return the ids of all adapters' parameters, frozen or not.
+    """Return the ids of the parameters of all adapters, frozen or not.
 
     A layer of PEFT has an attribute `adapter_layer_names`, which lists its submodules that belong to adapters.
     """

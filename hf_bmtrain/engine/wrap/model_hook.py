@@ -36,25 +36,26 @@ def _tell_observers(world: World, model: torch.nn.Module, args: tuple, kwargs: d
 
 
 class ModelHook:
-    """The forward pre-hook of a wrapped model: checks the model, then calls the observers' `before_forward`.
+    """The forward pre-hook of a wrapped model, which checks the model and then calls the observers' `before_forward`.
 
-    It runs after hooks that were registered before the model was wrapped, which may change the arguments. The checks
-    come before the observers, which may communicate with other ranks.
+    Hooks that were registered before the model was wrapped, and may change the arguments, run first. The checks precede
+    the observers, because observers may communicate with other ranks.
 
-    The hook raises RuntimeError if the model is traced or exported and, in a training forward, if the model is called
-    inside a torch.func transform or DistributedDataParallel, if Accelerate shards it or sees another number of ranks,
-    if it has a parameter that is not sharded, or if a block's parameter was renamed. Parameters and modules can be
-    replaced without a call that could be intercepted (FSDP writes into the dicts of modules), so every training
-    forward checks all of them. `_walk` visits every module, in the first forward and whenever modules or names of
-    parameters have changed. In the other forwards, only the dicts that the last walk found are examined.
+    The hook raises RuntimeError if the model is traced or exported. In a training forward it also raises RuntimeError
+    if the model is called inside a torch.func transform or DistributedDataParallel, if Accelerate shards it or sees
+    another number of ranks, if a parameter is not sharded, or if a block's parameter was renamed.
+
+    Parameters and modules can be replaced without any call that could be intercepted (FSDP writes to the modules'
+    dicts), so every training forward checks all of them. `_walk` visits every module, in the first forward and whenever
+    modules or names of parameters have changed. All other forwards only examine the dicts that the last walk found.
     """
 
     def __init__(self) -> None:
-        self._parameters: list[dict[str, Any]] = []  # every module's `_parameters`
-        self._modules: list[dict[str, Any]] = []  # every module's `_modules`
-        self._tree: list[torch.nn.Module | None] | None = None  # all modules' children at the last walk
-        self._names: list[str] = []  # parameter names at the last walk
-        self._kinds: set[type] = set()  # classes of the parameters (and of None) at the last walk
+        self._parameters: list[dict[str, Any]] = []  # `_parameters` of every module
+        self._modules: list[dict[str, Any]] = []  # `_modules` of every module
+        self._tree: list[torch.nn.Module | None] | None = None  # the children of all modules at the last walk
+        self._names: list[str] = []  # the parameters' names at the last walk
+        self._kinds: set[type] = set()  # the classes of the parameters (and of None) at the last walk
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
@@ -93,13 +94,13 @@ class ModelHook:
     def _walk(self, model: torch.nn.Module) -> None:
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
-                # If a wrapped model is itself inside a block, its modules hold full parameters (marked `is_unsharded`)
-                # while that block's forward runs.
+                # If a wrapped model is inside a block, its modules have full parameters (marked `is_unsharded`) while
+                # that block's forward runs.
                 known = _is_sharded(type(parameter)) or hasattr(parameter, "is_unsharded")
                 if parameter is not None and not known:
                     raise RuntimeError(
                         f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that was "
-                        "added to the model after auto_wrap: it is not sharded, and its gradient is not averaged over "
+                        "added to the model after auto_wrap. It is not sharded, and its gradient is not averaged over "
                         "the ranks. Add or replace parameters (adapters, resized embeddings, a new head) before "
                         "auto_wrap, and do not apply FSDP, which replaces all parameters."
                     )
@@ -114,12 +115,12 @@ class ModelHook:
 
 
 def _is_sharded(kind: type) -> bool:
-    """Return whether a wrapped module's `_parameters` may have values of class `kind`: DistributedParameter or None."""
+    """Return whether a slot of a wrapped module may have a value of class `kind`: DistributedParameter or None."""
     return issubclass(kind, (DistributedParameter, type(None)))
 
 
 def _check_places(block: CheckpointBlock) -> None:
-    """Raise RuntimeError if a parameter of `block` was registered under another name after it was sharded."""
+    """Raise RuntimeError if a parameter of `block` was registered under another name after `block` was sharded."""
     known = {(id(slot.parameters), slot.name) for slot in block._slots()}
     for name, module in block.named_modules():
         for key, parameter in module._parameters.items():
@@ -133,10 +134,10 @@ def _values(dicts: list[dict[str, Any]]) -> list[Any]:
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
-    """Make training forwards of `modules` run with use_cache=False while one of `blocks` recomputes or is compiled.
+    """Run training forwards of `modules` with use_cache=False while one of `blocks` recomputes or is compiled.
 
     A recomputed forward would append to the key-value cache twice, and a compiled layer would need a second graph for
-    forwards with a cache. Modules without a `use_cache` argument are left alone.
+    forwards with a cache. Modules without a `use_cache` argument are not changed.
     """
     states = weakref.WeakSet(block._bmt for block in blocks)
 

@@ -1,4 +1,4 @@
-"""Replaced methods and attributes of wrapped models: gradient checkpointing, layer-drop, generation, resizing."""
+"""Replace methods and attributes of wrapped models, for checkpointing, layer-drop, generation and resizing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPTIONS = {"every_n_layers": 1, "offload": False}
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
-    """Turn off the model's own gradient checkpointing; the blocks recompute instead.
+    """Turn off the model's own gradient checkpointing, because the blocks recompute instead.
 
     Later calls of `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch the blocks'
     recomputation on and off.
@@ -75,13 +75,13 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-    """Make generation go on until every rank has finished, since all ranks take part in the all-gathers of every block.
+    """Make generation go on until every rank has finished, because every rank takes part in all all-gathers.
 
-    The mark `_is_fsdp_managed_module`, and synced_gpus=True in `generate`, do that. Modules that drop layers at random
-    are not marked: transformers would call every layer of theirs. Generation with continuous batching, which cannot be
-    kept together, raises an error on several ranks.
+    The attribute `_is_fsdp_managed_module` and the argument synced_gpus=True of `generate` have this effect. Modules
+    that drop layers at random are not marked, because transformers would then call all of their layers. Continuous
+    batching cannot keep the ranks together, so it raises an error if there are several ranks.
     """
-    # Not marked are modules in blocks and compiled ones: torch.compile would compile marked ones as modules of FSDP.
+    # Modules in blocks and compiled modules are not marked, because torch.compile would treat them as modules of FSDP.
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     unmarked = {module for each in (*blocks, *compiled) for module in each.modules()}
     for module in model.modules():
@@ -99,7 +99,7 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
 def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
     raise RuntimeError(
         "Continuous batching (generate_batch, init_continuous_batching) does not work with a model that is sharded "
-        "over several ranks: each rank would run the layers as often as its own requests need, and wait for the others "
+        "over several ranks. Each rank would run the layers as often as its own requests need, and wait for the others "
         "in between. Use generate(), which keeps the ranks together."
     )
 
@@ -107,7 +107,8 @@ def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
 def drops_layers(module: torch.nn.Module) -> bool:
     """Return whether `module` drops layers at random.
 
-    It does if its attribute `layerdrop` is not 0, or if its forward reads such a rate, other than 0, from its `config`.
+    This is so if its attribute `layerdrop` is not 0, or if its forward reads such a rate from its `config` and the rate
+    is not 0.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     rates = [name for name in code.co_names if name.endswith("layerdrop")] if code is not None else []
@@ -125,5 +126,5 @@ def refuse_resizing(model: torch.nn.Module) -> None:
 
 def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
     raise RuntimeError(
-        f"{name} cannot change the shape of sharded weights, which are views of flat buffers: call it before auto_wrap."
+        f"{name} cannot change the shape of sharded weights, which are views of flat buffers. Call it before auto_wrap."
     )

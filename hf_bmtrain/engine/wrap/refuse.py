@@ -1,4 +1,4 @@
-"""Refuse models that cannot be sharded, before anything is changed."""
+"""Raise errors for models that cannot be sharded, before anything is changed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def admit(model: torch.nn.Module) -> None:
     """Raise ValueError, with the reason, if `model` cannot be wrapped."""
     kind = type(model).__name__
     if next(model.parameters(), None) is None:
-        raise ValueError(f"auto_wrap: {kind} has no parameters to shard: pass the module that has the parameters.")
+        raise ValueError(f"auto_wrap: {kind} has no parameters to shard. Pass the module that has the parameters.")
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise ValueError(
-            f"auto_wrap: the model is wrapped in {kind}, and both would reduce its gradients: pass its `.module`."
+            f"auto_wrap: the model is wrapped in {kind}, and both would reduce its gradients. Pass its `.module`."
         )
     if hasattr(model, "_orig_mod"):
         _refuse_compiled(kind)
@@ -31,18 +31,18 @@ def admit(model: torch.nn.Module) -> None:
         type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "_get_fsdp_state")
         for module in model.modules()
     ):
-        raise ValueError(f"auto_wrap: {kind} is sharded by FSDP already: use either FSDP or auto_wrap.")
+        raise ValueError(f"auto_wrap: {kind} is sharded by FSDP already. Use either FSDP or auto_wrap.")
     _admit_modules(model)
     if any(isinstance(module, CheckpointBlock) for module in model.modules()) or isinstance(model, DistributedModule):
         raise ValueError(
-            "auto_wrap: this model is wrapped already, and no parameter was added to it since: call auto_wrap once."
+            "auto_wrap: this model is wrapped already, and no parameter was added to it since. Call auto_wrap once."
         )
 
 
 def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
-    """Raise ValueError if one of `blocks`, or a module that contains some, is compiled with its `__call__`.
+    """Raise ValueError if one of `blocks`, or a module that contains one, is compiled as a whole (`module.compile()`).
 
-    The all-gathers of a block would be compiled with it. Modules inside blocks, and those beside them, may be compiled.
+    The all-gathers of a block would be compiled with it. Modules inside or beside the blocks may be compiled.
     """
     blocks = {*blocks}
     for name, module in model.named_modules():
@@ -52,13 +52,13 @@ def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) ->
 
 def _refuse_compiled(name: str) -> NoReturn:
     raise ValueError(
-        f"auto_wrap: {name} is compiled already: pass the model that is not compiled (torch.compile keeps it "
-        "in `._orig_mod`), and compile its blocks by auto_wrap(compile=True)."
+        f"auto_wrap: {name} is compiled already. Pass the model that is not compiled (torch.compile keeps it "
+        "in `._orig_mod`), and compile its blocks with auto_wrap(compile=True)."
     )
 
 
 def _admit_modules(model: torch.nn.Module) -> None:
-    """Raise ValueError for the first module that uses its weights where no block all-gathers them."""
+    """Raise ValueError for the first module that uses its weights outside its forward, where they are not gathered."""
     for name, module in model.named_modules():
         if callable(getattr(module, "backward_pass", None)):
             raise ValueError(
@@ -71,24 +71,24 @@ def _admit_modules(model: torch.nn.Module) -> None:
 def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Parameter], bool]) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded. The error names the first such parameter.
 
-    recognized: returns whether an extension can shard a parameter that is not of torch's own Parameter class.
+    recognized: returns whether an extension can shard a parameter whose class is not torch's own Parameter.
     """
     simulating = current_world().device.type == "meta"
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"auto_wrap: '{name}' is a scripted module, whose parameters cannot be replaced from Python: use the "
+                f"auto_wrap: '{name}' is a scripted module, whose parameters cannot be replaced from Python. Use the "
                 "module that was passed to torch.jit.script."
             )
         if isinstance(module, _EMBEDDINGS) and module.sparse and module.weight.requires_grad:
             raise ValueError(
-                f"auto_wrap: '{name}' makes sparse gradients (sparse=True), which cannot be averaged in flat buffers: "
-                "set its attribute `sparse` to False. The gradient then is dense, as large as the weight."
+                f"auto_wrap: '{name}' has sparse gradients (sparse=True), which cannot be averaged in flat buffers. "
+                "Set its attribute `sparse` to False. The gradient is then dense, and as large as the weight."
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, torch.nn.UninitializedParameter):
             raise ValueError(
-                f"auto_wrap: '{name}' has no shape yet (it belongs to a lazy module): run one forward before wrapping."
+                f"auto_wrap: '{name}' has no shape yet (it belongs to a lazy module). Run one forward before wrapping."
             )
         if parameter.is_meta and not isinstance(parameter, SourcedParameter) and not simulating:
             raise ValueError(
@@ -106,17 +106,18 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
             continue
         if type(parameter.data) is not torch.Tensor:
             raise ValueError(
-                f"auto_wrap: '{name}' is a {type(parameter.data).__name__}, whose elements cannot be copied into a "
-                "flat buffer (DTensors, quantized weights): load the model in an ordinary dtype, without parallelism."
+                f"auto_wrap: '{name}' is a {type(parameter.data).__name__} (a DTensor or a quantized weight), whose "
+                "elements cannot be copied into a flat buffer. Load the model in an ordinary dtype, without "
+                "parallelism."
             )
         if type(parameter) not in (torch.nn.Parameter, SourcedParameter):
             raise ValueError(
                 f"auto_wrap: '{name}' is a {type(parameter).__name__}, a subclass of Parameter whose behaviour would "
-                "be lost (it may be a quantized weight): load the model in an ordinary dtype."
+                "be lost (it may be a quantized weight). Load the model in an ordinary dtype."
             )
 
 
 def holds_additions(model: torch.nn.Module) -> bool:
-    """Return whether `model` was wrapped (it is a DistributedModule or has blocks) but has unsharded parameters."""
+    """Return whether `model` was wrapped (it is a DistributedModule or has blocks) and has unsharded parameters."""
     wrapped = isinstance(model, DistributedModule) or any(isinstance(m, CheckpointBlock) for m in model.modules())
     return wrapped and any(not isinstance(parameter, DistributedParameter) for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""Shard a model's root parameters, and move its module buffers to the rank's device."""
+"""Shard a model's root parameters, which are outside all blocks, and move module buffers to the rank's device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..sharding.parameter import DistributedParameter, Origin
 from ..sharding.slots import Place, find_places, shard_places
 
 OWN_BUFFER_NUMEL = 1 << 20
-"""Root parameters with at least this many elements each get their own flat buffer, so that each is gathered alone."""
+"""A root parameter with at least this many elements gets a flat buffer of its own, so that it is gathered alone."""
 
 
 def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module]) -> set[int]:
@@ -31,25 +31,25 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
 
 
 def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]) -> list[Place]:
-    """Return (module, name, parameter) of every slot of a root parameter.
+    """Return (module, name, parameter) for every entry of a module's `_parameters` that is a root parameter.
 
-    First come the slots directly in the modules `outside`, then those inside `blocks` whose parameter's id is in
-    `shared`.
+    Entries of the modules `outside` come first. Entries inside `blocks` follow; they are root parameters if their id is
+    in `shared`.
     """
     inside = find_places(module for block in blocks for module in block.modules())
     return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
 
 
 def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
-    """Shard the root parameters. Collective.
+    """Shard the root parameters. Collective: every rank must call it.
 
     Args:
         world: the ranks that share the parameters.
-        places: (module, name, parameter) of each slot of a root parameter.
+        places: (module, name, parameter) of each root parameter, as `root_places` returns them.
         outside: the modules outside blocks. They and the modules of `places` become DistributedModules, except
-            ModuleLists without parameters of their own.
+            ModuleLists that have no parameters of their own.
     """
-    groups: dict[int, list[Place]] = {0: []}  # key 0: all small parameters, which share buffers and come first
+    groups: dict[int, list[Place]] = {0: []}  # key 0 has all small parameters, which share buffers and come first
     for place in places:
         large = place[2].numel() >= OWN_BUFFER_NUMEL
         groups.setdefault(id(place[2]) if large else 0, []).append(place)
@@ -61,7 +61,7 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
 
 
 def name_buffers(model: torch.nn.Module, world: World) -> None:
-    """Name every flat buffer, for messages, and set the `origin` (block and name) of every sharded parameter."""
+    """Give every flat buffer a name for messages, and set the `origin` (block and name) of every sharded parameter."""
     names: dict[int, list[str]] = {}
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, CheckpointBlock)]
     holders = {key: block for block in blocks for key in _keys(model.get_submodule(block[:-1]))}
@@ -84,9 +84,9 @@ def _keys(block: torch.nn.Module) -> list[int]:
 
 @torch.no_grad()
 def place_buffers(model: torch.nn.Module, world: World) -> None:
-    """Move the module buffers (running means, masks, rotary tables) to this rank's device. Collective.
+    """Move the module buffers (running means, masks, rotary tables) to this rank's device.
 
-    All ranks get rank 0's values.
+    Collective: every rank must call it. All ranks get rank 0's values.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():

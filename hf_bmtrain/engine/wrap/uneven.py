@@ -1,4 +1,4 @@
-"""Uneven models: in one step, ranks may enter different blocks of them, or read different root parameters."""
+"""Models whose ranks may enter different blocks, or read different root parameters, in the same step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
-    """Make the ranks agree on each collective of the model, if it may be uneven and there are several ranks.
+    """Make the ranks agree before each collective of the model, if they may enter different parts of it.
 
     chains: the blocks of a model that is wrapped for the first time, as chains in execution order.
     """
@@ -28,20 +28,20 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
         return
     _register(plan)
     _log.info(
-        "rank %d: ranks may enter different parts of %s, because %s: they agree before each collective of its forward "
-        "and backward",
+        "rank %d: the ranks may enter different parts of %s, because %s. They agree before each collective of its "
+        "forward and backward.",
         plan.world.rank, type(plan.model).__name__, reason,
     )  # fmt: skip
 
 
 def follow_additions(plan: WrapPlan) -> None:
-    """Add what was added to an uneven model after it was wrapped."""
+    """Register the parameters that were added to such a model after it was wrapped."""
     if any(getattr(module, "_uneven", False) for module in plan.root):
         _register(plan)
 
 
 def _register(plan: WrapPlan) -> None:
-    """Mark the model, and give its buffers and blocks to the negotiation."""
+    """Mark the model, and register its buffers and blocks with the negotiation."""
     for module in plan.root:
         if isinstance(module, DistributedModule):
             module.__dict__["_uneven"] = True
@@ -59,11 +59,11 @@ def _numel(states: Sequence[BlockState]) -> int:
 
 
 def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
-    """Return why ranks may enter different parts of the model, in words; None if they are expected not to."""
+    """Return a phrase that says why ranks may enter different parts of the model; None if they should not."""
     dropping = [type(module).__name__ for module in plan.root if drops_layers(module)]
     if dropping:
         return f"{dropping[0]} drops layers at random"
-    # PEFT gives a model without a configuration a dict.
+    # PEFT sets the `config` of a model without one to a dict.
     found = (each for module in plan.root if not isinstance(each := getattr(module, "config", None), dict))
     configs = dict.fromkeys(type(config).__name__ for config in found if config is not None)
     if len(configs) > 1:

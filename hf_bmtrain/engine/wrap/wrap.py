@@ -1,4 +1,4 @@
-"""Shard a model in place, in named phases."""
+"""Shard a model in place, in several phases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def wrap(
     blocks: Iterable[torch.nn.Module] | None,
     extensions: Sequence[Extension],
 ) -> None:
-    """Shard `model` or, if it is wrapped already, the parameters that were added to it since. Collective.
+    """Shard `model` or, if it is wrapped already, the parameters that were added to it since.
+
+    Collective: every rank must call it.
 
     Args:
         model: the model.
@@ -46,7 +48,7 @@ def wrap(
         extensions: called at each phase.
 
     Raises:
-        ValueError: on every rank, if the model cannot be sharded.
+        ValueError: the model cannot be sharded. Every rank raises it.
         RuntimeError: the ranks have different models.
     """
     late = holds_additions(model)
@@ -83,9 +85,9 @@ def _choose_chains(
     late: bool,
     extensions: Sequence[Extension],
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """Check the model on all ranks, and return the result of `choose_chains`. Collective.
+    """Check the model on all ranks, and return the result of `choose_chains`. Collective: every rank must call it.
 
-    If `late`, no blocks are chosen and both lists are empty.
+    If `late`, no blocks are chosen, and both lists are empty.
     """
     chains: list[Chain] = []
     lists: list[torch.nn.ModuleList] = []
@@ -118,7 +120,10 @@ def _choose_chains(
 
 
 def _refuse_together(world: World, check: Callable[[], object]) -> None:
-    """Call `check`, and let its ValueError pass; raise RuntimeError instead if the ranks' errors differ. Collective."""
+    """Call `check`, which may raise ValueError. Raise RuntimeError if the ranks' errors differ.
+
+    Collective: every rank must call it.
+    """
     refusal = None
     try:
         check()
@@ -136,7 +141,10 @@ def _root(model: torch.nn.Module, blocks: Chain) -> Chain:
 
 
 def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, extensions: Sequence[Extension]) -> None:
-    """Make each layer a CheckpointBlock of all its parameters except the shared ones. Collective."""
+    """Make each layer a CheckpointBlock of all its parameters except the shared ones.
+
+    Collective: every rank must call it.
+    """
     separate = {key for each in extensions for key in each.separate(plan)}
     kind = kind_of([*extensions])
     for layer in plan.layers:
@@ -146,12 +154,12 @@ def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, exten
 
 
 def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList], compile: bool | str) -> None:
-    """Link the blocks of each chain, make block lists of `lists`, and compile the blocks if `compile` is set.
+    """Link the blocks of each chain, turn `lists` into block lists, and compile the blocks if `compile` is set.
 
-    Also turns off the model's own gradient checkpointing, because blocks recompute by themselves.
+    Also turns off the model's own gradient checkpointing, because the blocks recompute instead.
     """
     for module_list in lists:
-        if type(module_list) is torch.nn.ModuleList:  # not a subclass, whose own methods would be lost
+        if type(module_list) is torch.nn.ModuleList:  # a subclass would lose its own methods
             module_list.__class__ = TransformerBlockList
     for chain in chains:
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
@@ -163,7 +171,10 @@ def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList],
 
 
 def _shard_additions(plan: WrapPlan) -> None:
-    """Shard the parameters that were added after the model was wrapped, such as adapters or a new head. Collective."""
+    """Shard the parameters that were added after the model was wrapped, such as adapters or a new head.
+
+    Collective: every rank must call it.
+    """
     world, count, layers = plan.world, 0, plan.layers
     for block in layers:
         own = [place for place in find_places(block.modules()) if id(place[2]) not in plan.shared and _is_new(place)]
@@ -183,7 +194,9 @@ def _is_new(place: Place) -> bool:
 
 
 def _patch(plan: WrapPlan, fresh: Iterable[torch.nn.Module]) -> None:
-    """Move the module buffers to the device, patch the model's methods and install its hooks. Collective.
+    """Move the module buffers to the device, patch the model's methods and install its hooks.
+
+    Collective: every rank must call it.
 
     fresh: the model's modules that were not wrapped before.
     """
@@ -200,7 +213,7 @@ def _report(plan: WrapPlan, sharded: str, level: int) -> None:
     _log.info("rank %d: sharded %s: %s, zero_level %d", plan.world.rank, kind, sharded, level)
     if not plan.layers:
         _log.warning(
-            "%s has no nn.ModuleList with parameters, so no blocks were found: all of its parameters are unsharded "
+            "%s has no nn.ModuleList with parameters, so no blocks were found, and all of its parameters are unsharded "
             "together during forward and backward. To save memory, pass its layers: auto_wrap(model, blocks=[...]).",
             kind,
         )  # fmt: skip

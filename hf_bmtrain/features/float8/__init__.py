@@ -1,12 +1,13 @@
 """Float8 linear layers in blocks: their three matrix products, and the all-gathers of their weights, use float8.
 
-Float8 pays off for layers that get thousands of tokens, on GPUs with float8 matrix products (Ada, Hopper, Blackwell); a
-CPU emulates them slowly. Embeddings, head, norms, attention, routers and adapters compute in their own dtype. The first
-training step measures the rounding noise of each layer, and layers with too much noise stop using float8. `auto_wrap`
-refuses a model with no layer that can use float8, and a model that was wrapped before without float8.
+Float8 pays off for layers that process thousands of tokens on GPUs with float8 matrix products (Ada, Hopper,
+Blackwell). On a CPU it is emulated, which is slow. Embeddings, the head, norms, attention, routers and adapters compute
+in their own dtype. The first training step measures the rounding noise of each layer, and layers with too much noise
+stop using float8. `auto_wrap(float8=True)` refuses a model in which no layer can use float8, and a model that was
+wrapped without float8 before.
 
-`arithmetic` rounds and multiplies; `linear` is the layer; `choose` selects layers; `calibrate` measures their noise;
-`storage` stores and sends weights in float8; `gather` selects those weights.
+Files: `arithmetic` rounds and multiplies; `linear` is the layer; `choose` selects the layers; `calibrate` measures
+their noise; `storage` stores and sends weights in float8; `gather` selects those weights.
 """
 
 from __future__ import annotations

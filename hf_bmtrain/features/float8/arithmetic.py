@@ -1,15 +1,16 @@
-"""Matrix products of float8 factors: e4m3 values with float32 scales, one per row, or one for a whole weight.
+"""Matrix products of float8 factors: e4m3 values with float32 scales, one per row or one per weight.
 
-An element is value x scale. A scale is absmax / 448, where absmax is the largest magnitude among the elements that
-share the scale, at least 1e-30. A value is the element times 448 / absmax, in float32, rounded to float8_e4m3fn. If
-absmax is inf or NaN, all these elements become NaN, so that overflows are detected as in other dtypes.
+An element is its value times its scale. A scale is absmax / 448, where absmax is the largest magnitude among the
+elements that share the scale, but at least 1e-30. A value is the element times 448 / absmax, computed in float32 and
+rounded to float8_e4m3fn. If absmax is inf or NaN, all these elements become NaN, so that overflows are detected as in
+other dtypes.
 
-A product multiplies values, sums in float32, and multiplies the sums by both scales. Both factors of `product` have the
-summed dimension last. On a GPU all elements of a sum must share one scale, so a matrix that is summed over its columns
-in one product and over its rows in another is rounded twice: `quantize_both` rounds it by rows and, transposed, by
-columns. A weight has a single scale, so it is rounded once for both products; and once the ranks know its absmax, each
-rank can round its own part (`measure_pieces`, `round_pieces`). On a GPU kernels/float8.cu rounds; its bits equal those
-of the reference in torch, except for the sign of NaN.
+A product multiplies the values, sums in float32, and multiplies the sums by both scales. Both factors of `product` have
+the summed dimension last. On a GPU all terms of a sum must share one scale. So a matrix that is summed over its columns
+in one product and over its rows in another is rounded twice: `quantize_both` rounds it by rows, and its transpose by
+rows. A weight has a single scale, so one rounding serves both products. Once the ranks know a weight's absmax, each can
+round its own part (`measure_pieces`, `round_pieces`). On a GPU the kernels in kernels/float8.cu round; their bits equal
+those of the reference in torch, except for the sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
@@ -44,8 +45,8 @@ def check_device(device: torch.device) -> None:
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise ValueError(
-            f"{name} has no float8 products: its compute capability is {found[0]}.{found[1]}, they need 8.9. Leave out "
-            "float8, or use a GPU of the generations Ada, Hopper or Blackwell."
+            f"{name} has no float8 products: its compute capability is {found[0]}.{found[1]}, and they need 8.9. Leave "
+            "out float8, or use a GPU of the generations Ada, Hopper or Blackwell."
         )
     if device.type == "cuda":
         ones = torch.ones(ALIGNMENT, 1, dtype=torch.float32, device=device)
@@ -117,9 +118,9 @@ def quantize_transposed(weight: Tensor) -> Float8:
 
 
 class Pieces:
-    """The ranges of a flat tensor that contain this rank's part of each weight.
+    """This rank's part of each weight, as ranges of a flat tensor.
 
-    Build it once per layout, since it copies a table of the ranges to the device.
+    Construct it once per layout, because it copies a table of the ranges to the device.
 
     Args:
         ranges: (start, stop) of this rank's part of each weight, in ascending order, possibly with gaps; a range may be
@@ -169,7 +170,7 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
     Args:
         x: (n,), a flat tensor.
         pieces: the k ranges of x, one per weight.
-        bits: (k,) int32, for each weight the maximum over the ranks of what `measure_pieces` wrote.
+        bits: (k,) int32, the maximum over all ranks of the `bits` that `measure_pieces` wrote.
         out: (n,) uint8, the output. Elements outside the ranges are not written.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
@@ -185,9 +186,9 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 
 
 def scales_of(bits: Tensor) -> Tensor:
-    """Return the scales (n,) float32 of weights, given the absmax of each as float32 `bits` (n,) int32."""
+    """Return the scales (n,) float32 of weights. bits: (n,) int32, each absmax as the bit pattern of a float32."""
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
-    return absmax / torch.full_like(absmax, MOST)  # for `absmax / MOST`, a GPU multiplies by the rounded 1 / MOST
+    return absmax / torch.full_like(absmax, MOST)  # a GPU computes `absmax / MOST` as absmax times the rounded 1 / MOST
 
 
 def transpose(values: Tensor) -> Tensor:
@@ -227,16 +228,16 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     else:
         with torch.autocast(autocast_type(a.values.device), enabled=False):
             y = torch.mm(a.values.float(), b.values.float().t()) * a.scales * b.scales.t()
-    # The gradient is lost when torch 2.11 compiles an autograd.Function that returns a `to` which changes nothing.
+    # If this function returned a `to` that changes nothing, torch 2.11 would lose the gradient in compiled code.
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether own kernels round x: on GPUs and the meta device (it stands for a GPU), but not in compiled code.
+    """Return whether our own kernels round x: on GPUs and on the meta device, which stands for one.
 
-    Compiled code rounds with kernels that Inductor generates. An exception is `quantize_both`, which is a custom
-    operator, because Inductor would fuse the column-wise absmax with the computation of the elements: that took 1.3 ms,
-    and separate passes take 0.6 ms (H200, SwiGLU of 8192 x 14336, backward).
+    Compiled code does not use them: it rounds with kernels that Inductor generates. The exception is `quantize_both`,
+    a custom operator: Inductor would fuse the column-wise absmax with the computation of the elements, which took 1.3
+    ms, while separate passes take 0.6 ms (H200, backward of a SwiGLU of 8192 x 14336).
     """
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
@@ -244,7 +245,7 @@ def _by_kernels(x: Tensor) -> bool:
 def _rounded(x: Tensor, absmax: Tensor) -> Float8:
     """Quantize x in torch, given an absmax that broadcasts to it."""
     absmax = absmax.float().clamp(min=_LEAST)
-    factor = torch.full_like(absmax, MOST) / absmax  # MOST / absmax would be rounded twice: 1 / absmax, times MOST
+    factor = torch.full_like(absmax, MOST) / absmax  # `MOST / absmax` rounds twice: 1 / absmax, then times MOST
     values = (x.float() * factor).clamp(-MOST, MOST)
     return Float8(values.to(torch.float8_e4m3fn), absmax / MOST)
 
@@ -260,12 +261,12 @@ def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def _tiles(x: Tensor, parts: int) -> int:
-    """Return how many tiles of _TILE rows and `parts` * 16 bytes cover x."""
+    """Return the number of tiles, of _TILE rows by `parts` * 16 bytes, that cover x."""
     return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
 
 
 def _blocks(numel: int, itemsize: int) -> int:
-    """Return how many CUDA thread blocks cover `numel` elements of `itemsize` bytes; a thread has _PARTS * 16 bytes."""
+    """Return the number of CUDA thread blocks for `numel` elements of `itemsize` bytes; a thread has _PARTS * 16 B."""
     return -(-numel * itemsize // (_THREADS * _PARTS * 16))
 
 
@@ -288,7 +289,8 @@ def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligne
 def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
     """Launch the kernel `name` over x, with `grid` thread blocks of `threads` threads.
 
-    values: the kernel's arguments after x. aligned: whether the length of every row is a multiple of ALIGNMENT.
+    values: the kernel's arguments after x.
+    aligned: whether the length of every row is a multiple of ALIGNMENT.
     """
     if x.is_meta:
         return
@@ -310,7 +312,7 @@ def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:
     return tuple(tensor for factor in factors for tensor in factor)
 
 
-# Operators that stand for `quantize_both` and `transpose` in compiled code.
+# Custom operators, which are used for `quantize_both` and `transpose` in compiled code.
 _library = torch.library.Library("hf_bmtrain", "DEF")
 _library.define("quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)", tags=torch.Tag.needs_fixed_stride_order)
 _library.define("transpose_codes(Tensor values) -> Tensor", tags=torch.Tag.needs_fixed_stride_order)

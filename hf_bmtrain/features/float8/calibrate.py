@@ -1,7 +1,7 @@
-"""Calibration of float8: measures each layer's rounding noise once, and switches noisy layers back to their dtype.
+"""Calibration of float8: measures each layer's rounding noise once, and takes noisy layers out of float8.
 
-Layers measure in the first training step. For compiled blocks they measure in a separate forward before it, which is
-not compiled, so that no graph contains the measurement or is recompiled when a layer stops using float8.
+Layers measure their noise in the first training step. Compiled blocks measure it in a separate, uncompiled forward
+before that step, so that no graph contains the measurement or is recompiled when a layer stops using float8.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from .linear import Float8Linear, Float8State
 
 _log = logging.getLogger("hf_bmtrain")
 LEAST_DECIBELS = 20.0
-"""A layer whose output has a lower signal-to-noise ratio stops using float8: at 20 dB rounding adds 10 %."""
+"""The least signal-to-noise ratio, in dB, of a layer that stays in float8: at 20 dB the error is 10 % of the output."""
 
 
 def install_signal_guard(
     model: torch.nn.Module, layers: Mapping[str, Any], blocks: Sequence[Any], world: World, compiled: bool
 ) -> None:
-    """Measure the noise of float8 layers in the first training step, and then gather their weights in float8.
+    """Install the observer that measures float8 layers in the first training step.
 
-    On the meta device nothing is measured, and weights are gathered in float8 immediately.
+    After its decision, weights are gathered in float8. On the meta device nothing is measured, and weights are gathered
+    in float8 immediately.
 
     Args:
         model: the model.
@@ -51,14 +52,14 @@ def install_signal_guard(
     calibration = (CalibrationAhead if compiled else CalibrationInStep)(world, model, states, blocks)
     calibration.handle = world.schedule.observe(calibration, model)
     for state in states.values():
-        state.guard = weakref.ref(calibration)  # the schedule holds the strong reference
+        state.guard = weakref.ref(calibration)  # a weak reference, because the schedule owns the calibration
 
 
 class Calibration(Observer):
     """Decides before a forward which float8 layers of a model have too much noise, and then removes itself.
 
-    A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on, on
-    every rank. A subclass determines when layers measure, and when the ranks decide.
+    A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS stops computing in float8, on every rank.
+    Subclasses determine when layers measure and when the ranks decide.
 
     Attributes:
         handle: removes this observer from the schedule.
@@ -79,11 +80,11 @@ class Calibration(Observer):
         raise NotImplementedError
 
     def decide(self) -> None:
-        """Compare the measurements of all ranks, and switch off float8 for layers below LEAST_DECIBELS. Collective.
+        """Compare the measurements of all ranks, and switch off float8 for layers below LEAST_DECIBELS.
 
-        From then on weights are gathered in float8, except in layers that were switched off or that no rank called, and
-        in models with adapters. Does nothing while the backward of a block is pending on some rank, because the block
-        would be recomputed in another dtype.
+        Collective: every rank must call it. From then on weights are gathered in float8, except in layers that were
+        switched off or that no rank called, and except in models with adapters. Does nothing while the backward of a
+        block is pending on some rank, because that block would be recomputed in another dtype.
         """
         nothing = torch.zeros(2, device=self._world.device)
         mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])
@@ -110,7 +111,10 @@ class Calibration(Observer):
         self.finish()
 
     def finish(self) -> None:
-        """Remove this observer, and from now on gather each layer's weight as its state says. Collective."""
+        """Remove this observer, and from now on gather each weight as its layer's state says.
+
+        Collective: every rank must call it.
+        """
         self.handle.remove()
         for state in self.states.values():
             state.measures, state.powers, state.guard = False, None, None
@@ -120,10 +124,10 @@ class Calibration(Observer):
 class CalibrationInStep(Calibration):
     """Measures layers in the first training forward, and decides before a later one.
 
-    It decides once the backward of the measured forward has ended on every rank.
+    The decision is made once the backward of the measured forward has ended on every rank.
     """
 
-    _begun: int | None = None  # the number of backwards before the measured forward
+    _begun: int | None = None  # how many backwards had ended before the measured forward
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model is not self._model():
@@ -144,10 +148,10 @@ class CalibrationInStep(Calibration):
 
 
 class CalibrationAhead(Calibration):
-    """Measures layers in a separate forward, and decides, just before the first training forward begins.
+    """Measures layers in a separate forward just before the first training forward, and decides at once.
 
-    The separate forward gets the arguments of the training forward, and is neither compiled nor differentiated. Random
-    generators, buffers, attributes and containers are restored afterwards, also if the separate forward raises.
+    The separate forward gets the arguments of the training forward; it is neither compiled nor differentiated. Random
+    generators, buffers, attributes and containers are restored afterwards, even if the separate forward raises.
     """
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -162,7 +166,7 @@ class CalibrationAhead(Calibration):
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         before = Snapshot.of(model, self._world.device, (*args, *kwargs.values()))
-        # The forward may modify tensors in place, including those inside lists and dictionaries: so it gets clones.
+        # The forward may modify tensors in place, including tensors in lists and dictionaries, so it gets clones.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
         for state in self.states.values():
             state.measures, state.powers = True, None
@@ -180,13 +184,13 @@ class CalibrationAhead(Calibration):
 
 
 Decision = dict[str, tuple[bool, str | None]]
-"""For each float8 layer, by path: whether it computes in float8, and why its weight is gathered in its own dtype."""
+"""Maps the path of each float8 layer to (whether it computes in float8, why its weight is not gathered in float8)."""
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
-    """Return the decision for those float8 layers of `model` that have one. Collective.
+    """Return the decisions about the float8 layers of `model` that have been decided.
 
-    Calibrations whose measurements are done on every rank decide first.
+    Collective: every rank must call it. A calibration whose measurements are done on every rank decides first.
     """
     states = _states_of(model)
     for guard in _guards_of(states):
@@ -196,11 +200,12 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
 
 
 def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -> None:
-    """Apply a saved decision to the float8 layers of `model`, which are then not measured. Collective.
+    """Apply a saved decision to the float8 layers of `model`, which then skip the measurement.
 
-    Layers that are decided already are not changed; a warning is logged if the saved decision differs. If the saved
+    Collective: every rank must call it.
+
+    A layer that is decided already is not changed; a warning is logged if the saved decision differs. If the saved
     decision lacks a layer of a calibration, all layers of that calibration are measured as usual.
-
     Args:
         world: the world of the model.
         model: the model, or a module that contains it.
@@ -210,8 +215,8 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
     differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
     if differing and world.rank == 0:
         _log.warning(
-            "float8: for %d of this model's %d float8 layers, such as '%s', the model had decided whether to use "
-            "float8 before the checkpoint was loaded, and the checkpoint says otherwise. They are not changed, and "
+            "float8: the checkpoint and this model disagree on whether %d of its %d float8 layers, such as '%s', use "
+            "float8. The model had decided before the checkpoint was loaded, so these layers are not changed, and "
             "training will not continue bit for bit. Load the checkpoint before the first training step.",
             len(differing), len(states), differing[0],
         )  # fmt: skip
@@ -225,21 +230,22 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
             guard.finish()
         elif known and world.rank == 0:
             _log.warning(
-                "float8: of %d float8 layers, the checkpoint has the calibration of only %d. All are measured again, "
-                "and training will not continue bit for bit.", len(found), len(known),
+                "float8: this model has %d float8 layers, and the checkpoint has the "
+                "calibration of only %d of them. All are measured again, and training will "
+                "not continue bit for bit.", len(found), len(known),
             )  # fmt: skip
 
 
 def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
-    """Return whether a layer is undecided, or computes as its saved decision says.
+    """Return whether a layer's decision agrees with its saved decision `found`.
 
-    found: the layer's saved decision. None, for a layer that was not saved, counts as agreement.
+    A layer without a decision, or without a saved one (None), agrees.
     """
     return state.guard is not None or found is None or found[0] == state.active
 
 
 def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
-    """Return the calibrations that have still to decide about a layer of `states`, each once."""
+    """Return the calibrations, without duplicates, that have yet to decide about a layer of `states`."""
     found = [state.guard() for state in states.values() if state.guard is not None]
     return [guard for guard in dict.fromkeys(found) if guard is not None]
 
@@ -252,19 +258,19 @@ def _tell(ratios: dict[str, float]) -> None:
     for path, ratio in ratios.items():
         if ratio < LEAST_DECIBELS:
             _log.warning(
-                "float8: the signal-to-noise ratio of '%s' is %.1f dB, below %.0f: from now on it computes in its own "
-                "dtype. Pass keep=[%r] to auto_wrap to leave such layers out from the start.",
+                "float8: the signal-to-noise ratio of '%s' is %.1f dB, below %.0f. From now on this layer computes in "
+                "its own dtype. To leave such layers out from the start, pass keep=[%r] to auto_wrap.",
                 path, ratio, LEAST_DECIBELS, path.rpartition(".")[2],
             )  # fmt: skip
     _log.info(
-        "float8: signal-to-noise ratio of each layer's output in dB (below %.0f a layer leaves float8; inf: no noise "
-        "was measured): %s",
+        "float8: signal-to-noise ratio of each layer's output in dB (a layer below %.0f stops using float8; inf means "
+        "that no noise was measured): %s",
         LEAST_DECIBELS, ", ".join(f"{path} {ratio:.1f}" for path, ratio in ratios.items()),
     )  # fmt: skip
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return signal / noise in decibels; inf if one of them is zero or not finite. Both are sums of squares."""
+    """Return 10 log10(signal / noise), or inf if an argument is zero or not finite. Both are sums of squares."""
     if not math.isfinite(signal) or not math.isfinite(noise):
-        return math.inf  # the output overflowed: a matter of the loss scale, not of rounding
+        return math.inf  # the output overflowed. Rounding does not cause this, and the loss scale handles it
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

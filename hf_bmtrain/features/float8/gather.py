@@ -1,7 +1,7 @@
-"""Selects the weights of float8 layers that are all-gathered in float8, and switches their buffers to it.
+"""Select the weights of float8 layers that are all-gathered in float8, and switch their buffers to it.
 
-A buffer is gathered in float8 once it is known that all its layers compute in float8 and are called; see `Calibration`.
-The rounded copy of the shard takes one more byte per element.
+A buffer is gathered in float8 once `Calibration` has found that all its layers compute in float8 and are called. The
+rounded copy of the shard takes one additional byte per element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
 
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Set `storage` and `index` in the state of each of `layers` whose weight is in a Float8Storage."""
+    """Store in each layer's float8 state where its weight is: a Float8Storage, and the weight's index in it."""
     for layer in layers:
         sharded: Any = layer._parameters.get("weight")
         storage = sharded.buffer.storage if isinstance(sharded, DistributedParameter) else None
@@ -47,9 +47,10 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
-    """Gather the weights of float8 layers in float8 from now on, and log the number of buffers. Collective.
+    """Gather the weights of float8 layers in float8 from now on, and log the number of buffers.
 
-    A buffer is still gathered in its own dtype if a layer with a weight in it has a `reason`.
+    Collective: every rank must call it. A buffer that contains the weight of a layer whose state has a `reason` is
+    still gathered in its own dtype.
 
     Args:
         world: the world of the layers.
@@ -71,6 +72,6 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
         count = sum(left.values())
         reasons = f": {', '.join(f'{number} ({reason})' for reason, number in left.items())}" if left else ""
         _log.info(
-            "float8: weights are gathered in float8 in %d buffers, in their own dtype in %d%s",
+            "float8: %d buffers are gathered in float8, %d in their own dtype%s",
             len(layers) - count, count, reasons,
         )  # fmt: skip

@@ -1,9 +1,9 @@
 """Float8Linear: a linear layer in a block whose three matrix products have float8 factors.
 
-The forward computes y = x Wᵀ from x quantized by rows; the backward computes dx = dy W from dy by rows, and dW = dyᵀ x
-from both by columns (see `arithmetic`). For backward, autograd saves x quantized by columns, 8 bits per element,
-instead of x. The weight is either the block's full parameter in its own dtype, which is quantized at each use, or was
-all-gathered in float8 (`Float8Storage`). The bias is added in the dtype of the activations.
+The forward computes y = x Wᵀ from x quantized by rows. The backward computes dx = dy W from dy quantized by rows, and
+dW = dyᵀ x from both quantized by columns (see `arithmetic`). Autograd saves x quantized by columns (8 bits per element)
+instead of x. The weight is either the block's full parameter in its own dtype, which is quantized at each use, or it
+was all-gathered in float8 (`Float8Storage`). The bias is added in the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from .arithmetic import Float8, product, quantize_both, quantize_full, quantize_
 from .storage import Float8Storage, GatheredFactor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CHUNK = 1024  # rows that are measured at a time
+_CHUNK = 1024  # number of rows that are measured at a time
 
 
 class Float8Inputs:
     """Caches the quantized input that several layers share, such as the query, key and value projections.
 
-    The cache has one entry, which is dropped when the input tensor is garbage-collected or a layer gets another input.
+    The cache has one entry. The entry is dropped when the input tensor is garbage-collected or a layer gets another
+    input.
     """
 
     def __init__(self) -> None:
@@ -42,13 +43,14 @@ class Float8Inputs:
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
         """Return x, converted to `dtype` and quantized by rows and, if `both`, also by columns.
 
-        Returns values and scales by rows, then values and scales by columns (None twice unless `both`).
+        Returns the values and scales by rows, then those by columns, which are None unless `both`.
         """
         # torch.compile removes repeated computations itself, and cannot trace `_is_view`.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _flattened(*_round(x, dtype, both))
-        # Two kinds of tensors may get new values unnoticed, so they are not cached: those of torch.inference_mode have
-        # no version, and the version of a full parameter does not change when it is all-gathered again.
+        # Two kinds of tensors are not cached, because their values can change unnoticed: a tensor of
+        # torch.inference_mode has no version, and the version of a full parameter stays the same when it is gathered
+        # again.
         owner = x._base if x._is_view() else x
         if x.is_inference() or isinstance(owner, torch.nn.Parameter):
             return _flattened(*_round(x, dtype, both))
@@ -93,13 +95,13 @@ class Float8State:
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
         """Return the weight as it was all-gathered in float8.
 
-        None if it was gathered in its own dtype, or if `weight` is not the full parameter that the storage fills.
+        None if it was gathered in its own dtype, or if `weight` is not the full parameter of the storage.
         """
         storage = self.storage
         if storage is None or not storage.in_float8:
             return None
-        # Compiled code does not compare: the block always gets its own full parameters, and the comparison would become
-        # part of the graph.
+        # Compiled code does not compare: it always gets the block's own full parameters, and the comparison would
+        # become a part of the graph.
         shown = torch.compiler.is_compiling() or weight is storage.buffer.full_params[self.index]
         return storage.factors[self.index] if shown else None
 
@@ -166,11 +168,13 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx, x, weight, rows, row_scales, columns, column_scales, values, of_rows, of_columns, transposed: bool
     ):
-        """Return x Wᵀ in the dtype of x. Nothing else is read of x, because its values come quantized.
+        """Return x Wᵀ in the dtype of x. Of x itself only the dtype is read, because its values come quantized.
 
         rows, row_scales, columns, column_scales: x quantized by rows and by columns; the last two are None if the
-        weight needs no gradient. values, of_rows, of_columns: the fields of a GatheredFactor, or all None to quantize
-        `weight` here. transposed: whether `weight` is (K, N).
+        weight needs no gradient. values, of_rows, of_columns: the fields of a GatheredFactor, or None, in which case
+        `weight` is quantized here.
+
+        transposed: whether `weight` is (K, N).
         """
         ctx.transposed, ctx.dtype, ctx.weight_dtype = transposed, x.dtype, weight.dtype
         weight = (weight,) if values is None else (values, of_rows, of_columns)
@@ -199,7 +203,7 @@ class _Product(torch.autograd.Function):
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
     """Return a weight, or its transpose if `turned`, as a factor.
 
-    weight: one tensor, the full weight in its own dtype; or three, the fields of a GatheredFactor.
+    weight: either one tensor, the full weight in its own dtype, or the three fields of a GatheredFactor.
     """
     if len(weight) > 1:
         return GatheredFactor(*weight).factor(turned)
@@ -210,7 +214,8 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
     """Return (2,): the sum of squares of the output without rounding, and of the error that rounding added in y.
 
-    y: what the layer computed in float8 for the input x, without the bias. transposed: whether `weight` is (K, N).
+    y: the layer's float8 output for the input x, without the bias.
+    transposed: whether `weight` is (K, N).
     """
     weight, powers = (weight.t() if transposed else weight).to(x.dtype), torch.zeros(2, device=x.device)
     for some, rounded in zip(x.split(_CHUNK), y.split(_CHUNK)):

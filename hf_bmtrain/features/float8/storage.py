@@ -1,4 +1,4 @@
-"""Weights of float8 layers that are all-gathered in float8, which takes half the bytes of bfloat16."""
+"""Storage of weights of float8 layers that are all-gathered in float8, in half the bytes of bfloat16."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ LEAST_WEIGHTS = 32
 class GatheredFactor(NamedTuple):
     """A weight (R, C) in float8 with one scale. It is readable while its buffer is unsharded.
 
-    values: (R, C) float8_e4m3fn, contiguous. row_scales: (R, 1) float32, all equal. column_scales: (C, 1), likewise.
+    values: (R, C) float8_e4m3fn, contiguous.
+    row_scales: (R, 1) float32, all equal.
+    column_scales: (C, 1) float32, all equal.
     """
 
     values: torch.Tensor
@@ -33,19 +35,19 @@ class GatheredFactor(NamedTuple):
     column_scales: torch.Tensor
 
     def factor(self, turned: bool) -> Float8:
-        """Return the weight as a factor of a product. turned: return its transpose, in new memory."""
+        """Return the weight as a factor of a product; if `turned`, its transpose, in new memory."""
         if turned:
             return Float8(transpose(self.values), self.column_scales)
         return Float8(self.values, self.row_scales)
 
 
 class Float8Requantizer:
-    """Rounds all Float8Storage shards that have changed, with one all-reduce for the absmax of all their weights.
+    """Rounds the changed shards of all Float8Storages, with one all-reduce for the absmax of all their weights.
 
-    Shards that an optimizer updates asynchronously are rounded one buffer at a time instead, each after its own update.
+    A shard that an optimizer updates asynchronously is rounded by itself instead, after its own update.
 
-    It refers weakly to the storages and their owners, and skips a storage whose owners no longer exist: an optimizer
-    may keep the storages of a deleted model alive, longer on one rank than on another.
+    The storages and their owners are referred to weakly, and a storage whose owners no longer exist is skipped: an
+    optimizer may keep the storages of a deleted model alive, on one rank longer than on another.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -57,7 +59,10 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round `gathered`, which is about to be all-gathered, and all others whose shards have changed. Collective."""
+        """Round `gathered`, which is about to be all-gathered, and all other changed shards.
+
+        Collective: every rank must call it.
+        """
         changed: list[Float8Storage] = []
         for reference, owners in self._storages:
             storage = reference()
@@ -94,18 +99,18 @@ class Float8Kind(StorageKind):
 
 
 class Float8Storage(Storage):
-    """Weights (matrices) of float8 layers: gathered in their own dtype at first, and in float8 after `switch`.
+    """Weight matrices of float8 layers: gathered in their own dtype at first, and in float8 after `switch`.
 
-    After `switch`, an all-gather sends the weights rounded to float8, one byte per element. Each rank rounds its own
-    part before the all-gather, if its shard has changed since the last rounding, and the result is bit for bit that of
-    `quantize_full` of the full weight. The layers compute with `factors`. The full weights then have no memory, and
-    read as NaN in every element, so that an unexpected read is noticed; within `full_values` they have the shards'
-    values in their own dtype.
+    After `switch`, an all-gather sends the weights rounded to float8, one byte per element. Before the all-gather, each
+    rank rounds its own part if its shard has changed since the last rounding. The result equals `quantize_full` of the
+    full weight, bit for bit, and is in `factors`, with which the layers compute. The full weights themselves then have
+    no memory: every element reads as NaN, so that an unexpected read is noticed. Only within `full_values` do they have
+    their values, in their own dtype.
 
-    The block's other parameters (norms, biases), the small ones, share this buffer, because a buffer of their own would
-    need its own all-gather and reduction. They come first, and rank 0 stores them all, since they are few. They are
-    sent unrounded. What is sent has one byte per element of the buffer, so the layout reserves for a small parameter as
-    many elements as it has bytes.
+    The block's other parameters (norms, biases), called small ones, share this buffer, because a buffer of their own
+    would need its own all-gather and reduction. They come first, rank 0 stores all of them, and they are sent
+    unrounded. The sent buffer has one byte for each element of the layout, so the layout reserves as many elements for
+    a small parameter as that parameter has bytes.
 
     Args:
         small: the number of small parameters.
@@ -122,10 +127,10 @@ class Float8Storage(Storage):
 
     def __init__(self, small: int = 0) -> None:
         self._small = small
-        self._shown: list[torch.Tensor] = []  # a view of each small parameter, see `_show_small`
+        self._shown: list[torch.Tensor] = []  # views of the small parameters, made by `_show_small`
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
-        grain = ALIGNMENT_BYTES  # in elements: the rounded copy has one byte per element, and must be aligned as well
+        grain = ALIGNMENT_BYTES  # in elements, because the float8 copy, of one byte per element, must be aligned, too
         return Layout.build(numels, world_size, grain, spread=(self._small, dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
@@ -155,14 +160,15 @@ class Float8Storage(Storage):
 
     @torch.no_grad()
     def switch(self, requantizer: Float8Requantizer, owners: Iterable[object]) -> None:
-        """All-gather float8 codes from now on. Call it while no forward is waiting for its backward. Collective.
+        """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
-        A resident buffer is gathered again right away: later perhaps only some ranks run its frozen block, and a
-        collective all-gather would wait for the others.
+        Call it while no forward is waiting for its backward. A resident buffer (one that stays unsharded between steps)
+        is gathered again right away: later only some ranks may run its frozen block, and an all-gather would wait for
+        the others.
 
         Args:
             requantizer: rounds this storage together with others.
-            owners: objects that live as long as the layers of this storage do; once none of them exists, `requantizer`
+            owners: objects that live as long as the layers of this storage. Once none of them exists, `requantizer`
                 skips this storage.
 
         Raises:
@@ -171,8 +177,8 @@ class Float8Storage(Storage):
         buffer, layout = self.buffer, self.buffer.layout
         device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident
         buffer.drop()
-        # Zeros. `round` writes only parameters and, between small ones, the shard's zero padding. So the padding that
-        # is sent stays zero.
+        # The memory is zero at first. `round` writes only the parameters and, between small ones, the shard's zero
+        # padding, so that the padding that is sent stays zero.
         self._rounded = self._shards.allocate(layout.shard_numel, torch.uint8, device, buffer.update.wait)
         self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
         ranges = [
@@ -197,9 +203,10 @@ class Float8Storage(Storage):
             buffer.reshard()
 
     def _check(self) -> None:
-        """Raise RuntimeError if this rank did not receive the small parameters and the rounded weights. Collective.
+        """Raise RuntimeError if this rank did not receive the small parameters and the rounded weights.
 
-        The expected values are all-gathered in the parameters' own dtype.
+        Collective: every rank must call it. The received values are compared with the parameters all-gathered in their
+        own dtype.
         """
         full_params = self.buffer.full_params
         shown = [small.clone() for small in self._shown]
@@ -215,13 +222,13 @@ class Float8Storage(Storage):
         for full, is_same in zip(full_params, same):
             if not is_same:
                 raise RuntimeError(
-                    f"rank {self.buffer.rank}: a parameter of shape {tuple(full.shape)} was gathered in float8, and "
+                    f"rank {self.buffer.rank}: a parameter of shape {tuple(full.shape)} that was gathered in float8 "
                     "differs from the full parameter rounded to float8. Leave out float8 on this machine, and report "
                     "this error."
                 )
 
     def _make_factors(self) -> None:
-        """Set `factors` to views of the codes and of the scales, which `round` and the all-gather fill."""
+        """Set `factors` to views of the memory for codes and scales, which the all-gather and `round` fill."""
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]
         sides = [max(shape) for shape in shapes]
@@ -237,9 +244,10 @@ class Float8Storage(Storage):
         self.factors = (*[None] * first, *factors)
 
     def _codes(self, index: int) -> torch.Tensor:
-        """Return a view of the codes of the weight with this index.
+        """Return a view of the float8 codes of the weight with this index.
 
-        It is of this rank's rounded shard if that contains the full weight, else of the full buffer of codes.
+        If this rank's shard contains the full weight, the view is of the rounded shard, otherwise of the gathered
+        codes.
         """
         local_range, shape = self.buffer.local_ranges[index], self.buffer.full_params[index].shape
         if local_range.length < shape.numel():
@@ -249,8 +257,8 @@ class Float8Storage(Storage):
     def _show_small(self, index: int) -> torch.Tensor:
         """Return a view, in its own dtype and shape, of the small parameter (a norm or bias) with this index.
 
-        On rank 0, which stores all small parameters, the view is of the shard. On other ranks it is of the full buffer
-        of bytes, and has its values while the buffer is unsharded.
+        Rank 0 stores all small parameters, so its view is of the shard. On other ranks the view is of the gathered
+        bytes, and is readable while the buffer is unsharded.
         """
         buffer = self.buffer
         full, dtype, offset = buffer.full_params[index], buffer.shard.dtype, buffer.layout.offsets[index]
@@ -260,7 +268,7 @@ class Float8Storage(Storage):
         return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(full.shape).data
 
     def _show(self) -> None:
-        """Set `.data` of every full parameter to the view of the memory that it can be read from now."""
+        """Point `.data` of every full parameter at the memory from which it can be read now."""
         for index, full in enumerate(self.buffer.full_params):
             full.data = self.view(index, full.shape)
 
@@ -289,15 +297,15 @@ class Float8Storage(Storage):
     def measure(self, bits: torch.Tensor) -> None:
         """Write the absmax of this rank's part of each of the k weights to `bits`, as the bit pattern of a float32.
 
-        bits: (k,) int32, zero before the call.
+        bits: (k,) int32, which must be zero before the call.
         """
         measure_pieces(self.buffer.shard.data, self._pieces_here, bits)
 
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
-        """Round this rank's parts of the k weights, and copy its small parameters, into the shard that is sent.
+        """Round this rank's parts of the k weights into the shard that is sent, and copy its small parameters there.
 
-        bits: (k,) int32, the absmax of each full weight as the bit pattern of a float32. scales: (k, 1) float32, the
-        scale of each.
+        bits: (k,) int32, the absmax of each full weight as the bit pattern of a float32.
+        scales: (k, 1) float32, the scale of each weight.
         """
         shard = self.buffer.shard
         round_pieces(shard.data, self._pieces_here, bits, self._rounded)
@@ -305,8 +313,8 @@ class Float8Storage(Storage):
             small = shard.data[: self._small_numel].view(torch.uint8)
             self._rounded[: len(small)].copy_(small)
         torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
-        # A new version makes the next gather publish the shard, which is collective with peer copies. So it must change
-        # on every rank, also if this rank stores no weights and wrote nothing.
+        # The version must change on every rank, even if this rank stores no weights and wrote nothing: a changed
+        # version makes the next gather publish the shard, and with peer copies publishing is collective.
         torch.autograd.graph.increment_version(self._rounded)
         self._rounded_version = shard._version
 
@@ -335,6 +343,6 @@ class Float8Storage(Storage):
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return float8 values as bytes, with one bit pattern for NaN, of which e4m3 has two."""
+    """Return float8 values as bytes, with the same byte for both bit patterns of NaN in e4m3."""
     codes = values.view(torch.uint8)
     return torch.where(codes & 0x7F == 0x7F, 0x7F, codes)

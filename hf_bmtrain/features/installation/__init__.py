@@ -1,4 +1,4 @@
-"""`python -m hf_bmtrain`: what is installed, what training would use, and what is missing.
+"""`python -m hf_bmtrain`: print what is installed, what training would use, and what is missing.
 
-It imports none of the packages that it looks for, except CuPy on a machine with GPUs.
+The packages are looked up without being imported, except CuPy on a machine with GPUs.
 """

@@ -3,7 +3,7 @@
     python -m hf_bmtrain            one screen
     python -m hf_bmtrain --report   the same as a block of Markdown, with environment variables, for an issue
 
-The exit status is 1 if something is missing without which training does not work here.
+The exit status is 1 if training does not work here because something is missing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TESTED: dict[str, tuple[str, ...]] = {
     "peft": ("0.21",),
     "trl": ("1.16",),
 }
-"""The releases with which the tests are run. Those of torch were each run beside the newest of the others."""
+"""The releases that the tests run with. Each release of torch was tested with the newest releases of the others."""
 PURPOSES = {
     "cupy": "GPUs", "peft": "LoRA and other adapters", "trl": "SFT, DPO, GRPO",
     "bitsandbytes": "bases in its nf4, optimizers in 8 bits",
 }  # fmt: skip
-"""What the packages are for that are not required."""
+"""The purpose of each optional package."""
 
 
 def main() -> None:
@@ -46,17 +46,17 @@ def main() -> None:
 
 
 def report(text: str) -> str:
-    """Return the screen as a block of Markdown, with environment variables and the topology of the GPUs."""
+    """Return the screen in a block of Markdown, with environment variables and the topology of the GPUs."""
     set_ = [f"{name}={value}" for name, value in variables().items()]
     return "\n".join(["```", text, "", "environment: " + (" ".join(set_) or "nothing set"), topology().rstrip(), "```"])
 
 
 def screen(facts: Facts, version: str) -> str:
-    """Return the text of one screen.
+    """Return the text of the screen.
 
     Args:
-        facts: what was found.
-        version: that of hf_bmtrain.
+        facts: the facts about this machine.
+        version: the version of hf_bmtrain.
     """
     missing = obstacles(facts) + advice(facts)
     parts = [
@@ -70,7 +70,7 @@ def screen(facts: Facts, version: str) -> str:
 
 
 def table(facts: Facts) -> list[str]:
-    """Return a line for each package: installed, needed, the tested releases, and what an optional one is for."""
+    """Return a line per package: its installed, needed and tested versions, and the purpose of an optional one."""
     lines = [f"{'package':14}{'installed':14}{'needed':10}tested with"]
     for name, version in facts.packages.items():
         oldest = facts.needed.get(name)
@@ -87,7 +87,7 @@ def is_tested(name: str, version: str) -> bool:
 
 
 def devices(facts: Facts) -> list[str]:
-    """Return what there is of GPUs, NCCL and links."""
+    """Return lines that describe the GPUs, NCCL, and the links between the GPUs."""
     built = f"torch is built for CUDA {facts.cuda}" if facts.cuda else "torch is built without CUDA"
     if not facts.gpus:
         return [f"GPUs: none that torch can use ({built})"]
@@ -107,7 +107,7 @@ def devices(facts: Facts) -> list[str]:
 
 
 def choices(facts: Facts) -> list[str]:
-    """Return what `init_distributed` and `auto_wrap` would choose on this machine."""
+    """Return lines that say what `init_distributed` and `auto_wrap` would choose on this machine."""
     if not facts.gpus:
         return [
             "device          CPU, one process, or N under torchrun --nproc-per-node N",
@@ -128,7 +128,7 @@ def choices(facts: Facts) -> list[str]:
 
 
 def obstacles(facts: Facts) -> list[str]:
-    """Return what must be done before training works here, each with its command."""
+    """Return what must be done before training works here, with the commands."""
     lines = []
     wrong = [name for name, oldest in facts.needed.items() if is_older(facts.packages.get(name), oldest)]
     if wrong:
@@ -139,10 +139,10 @@ def obstacles(facts: Facts) -> list[str]:
 
 
 def advice(facts: Facts) -> list[str]:
-    """Return what would give more than is installed, each with its command."""
+    """Return suggestions that are not required for training, with the commands."""
     lines = []
     if not facts.needed:
-        lines.append("hf_bmtrain is only found, not installed: pip install -e . in its folder checks what it needs")
+        lines.append("hf_bmtrain can be imported but is not installed: run pip install -e . in its folder")
     if facts.unseen and not facts.cuda:
         lines.append("the machine has NVIDIA GPUs: install a torch for CUDA (https://pytorch.org/get-started/locally)")
     elif facts.unseen and "torch" not in facts.trouble:
@@ -154,7 +154,7 @@ def advice(facts: Facts) -> list[str]:
 
 
 def is_older(version: str | None, oldest: str) -> bool:
-    """Return whether `version` is None, or before `oldest` in its first two numbers."""
+    """Return whether `version` is None, or its first two numbers are less than those of `oldest`."""
     if version is None:
         return True
     found, admitted = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, oldest))

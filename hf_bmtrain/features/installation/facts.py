@@ -1,4 +1,4 @@
-"""Find packages, GPUs and their links, without starting anything."""
+"""Find packages, GPUs and their links."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """What this process finds.
+    """The facts about this machine and Python environment.
 
     Attributes:
         packages: the version of each of PACKAGES, None if it is not installed.
-        needed: the oldest version of a package that is admitted, such as "2.6", for the packages that are required.
+        needed: the oldest admitted version of each required package, such as "2.6".
         cuda: the CUDA version that torch is built for, None for a build without CUDA.
         gpus: the GPUs that torch sees.
-        unseen: whether the machine has NVIDIA GPUs, while torch sees none.
-        trouble: why torch, CuPy, NCCL or the CUDA sources cannot be used, by that name.
+        unseen: whether the machine has NVIDIA GPUs but torch sees none.
+        trouble: for torch, CuPy (with NCCL) or the CUDA sources, by name: why it cannot be used.
         nccl: the NCCL version, such as "2.27.5"; None without GPUs.
-        links: how each two GPUs are connected according to nvidia-smi, such as "NV18" or "SYS"; empty if unknown.
+        links: the kinds of links between GPUs according to nvidia-smi, such as "NV18" or "SYS"; empty if unknown.
         blocked: pairs of GPUs that cannot access each other's memory.
-        float8: why GPU 0 has no float8 products, None if it has them or if there is no GPU.
+        float8: why GPU 0 has no float8 products, or None if it has them or there is no GPU.
     """
 
     packages: dict[str, str | None]
@@ -102,7 +102,7 @@ def find_facts() -> Facts:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package; "cupy" stands for the wheels of each CUDA version."""
+    """Return the version of a package; "cupy" also finds the wheels cupy-cuda13x and cupy-cuda12x."""
     for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if package == "cupy" else (package,):
         try:
             return importlib.metadata.version(name)
@@ -112,7 +112,7 @@ def installed(package: str) -> str | None:
 
 
 def needed() -> dict[str, str]:
-    """Return the oldest admitted versions, "" for any, of what hf_bmtrain requires; empty if it is not installed."""
+    """Return {package: oldest admitted version, or ""} for what hf_bmtrain requires; empty if it is not installed."""
     try:
         lines = importlib.metadata.requires("hf_bmtrain") or []
     except importlib.metadata.PackageNotFoundError:
@@ -122,7 +122,7 @@ def needed() -> dict[str, str]:
 
 
 def topology() -> str:
-    """Return what `nvidia-smi topo -m` prints, "" if there is no such command."""
+    """Return the output of `nvidia-smi topo -m`, or "" if the command fails."""
     try:
         command = ["nvidia-smi", "topo", "-m"]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -142,7 +142,7 @@ def links(topology: str, count: int) -> tuple[str, ...]:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables that matter here, by name."""
+    """Return the environment variables for the report (see VARIABLES), by name."""
     return {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
 
 
@@ -159,7 +159,7 @@ def _gpu(number: int) -> Gpu:
 
 
 def _float8(count: int) -> str | None:
-    """Return why GPU 0 has no float8 products, None if it has them or there is no GPU."""
+    """Return why GPU 0 has no float8 products, or None if it has them or there is no GPU."""
     if not count:
         return None
     try:

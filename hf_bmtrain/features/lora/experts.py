@@ -1,15 +1,15 @@
-"""PEFT's adapters on stacks of experts (`target_parameters`), applied as products instead of being added to the stack.
+"""PEFT's adapters on stacks of experts (`target_parameters`), computed as separate products.
 
-A stack has one matrix W of each expert. With the rows x of an expert's tokens, W (N, K), A (r, K), B (N, r) and the
-scaling s, this file computes x Wᵀ + (x Aᵀ)(s B)ᵀ for all experts at once, by grouped products. PEFT forms W + s B A of
-all experts in each forward, and autograd then computes a gradient of the size of the stack. The results are equal up to
-rounding.
+A stack is a 3-D parameter that contains one matrix W per expert. With the rows x of an expert's tokens, W (N, K),
+A (r, K), B (N, r) and the scaling s, this file computes x Wᵀ + (x Aᵀ)(s B)ᵀ for all experts at once, by grouped
+products. PEFT instead forms W + s B A for all experts in each forward, and autograd then computes a gradient as large
+as the stack. The results are equal up to rounding.
 
-PEFT stores A of all E experts as (E r, K), in which the expert changes slowest, and B as (N, r E), in which it changes
-fastest. Stacks may be transposed, (E, K, N) instead of (E, N, K), as in gpt-oss; A and B are the same for both.
+PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
+is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
 
-It takes experts of transformers that can run by `experts_implementation="grouped_mm"`, for any of "eager", "batched_mm"
-and "grouped_mm", and computes what all three compute. All other modules run PEFT's own forward.
+This applies to experts of transformers that support `experts_implementation="grouped_mm"`, when the setting is "eager",
+"batched_mm" or "grouped_mm", which all compute the same. All other modules run PEFT's own forward.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _logged: set[str] = set()
 
 
 class SplitWrapper(torch.nn.Module):
-    """PEFT's wrapper of a stack, extended in place. It passes its adapters to the experts instead of adding them.
+    """PEFT's wrapper of a stack, extended in place: it passes its adapters to the experts instead of adding them.
 
-    A module with several adapted stacks has one wrapper around another. Each adds its adapters to the keyword, or runs
-    PEFT's own forward, for a reason that is logged once.
+    If several stacks of one module have adapters, PEFT nests their wrappers. Each wrapper adds its adapters to the
+    keyword, or it runs PEFT's own forward and the reason is logged once.
     """
 
     base_layer: Any
@@ -54,10 +54,10 @@ class SplitWrapper(torch.nn.Module):
 
 
 def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
-    """Make PEFT's wrappers of stacks of experts among `modules` SplitWrapper modules, in place.
+    """Turn PEFT's wrappers of stacks of experts among `modules` into SplitWrappers, in place.
 
     Args:
-        modules: any modules. Those that are no such wrapper, or are extended already, are left alone.
+        modules: any modules. Modules that are not such wrappers, or are extended already, are left alone.
 
     Returns:
         The number of wrappers that were extended.
@@ -77,7 +77,7 @@ def _extended_class(cls: Any) -> Any:
 
 
 def _is_wrapper(module: Any) -> bool:
-    """Return whether `module` is PEFT's wrapper of a stack of experts that transformers can run by grouped_mm."""
+    """Return whether `module` is PEFT's wrapper of a stack of experts that transformers can run with grouped_mm."""
     cls = type(module)
     if (cls.__module__, cls.__name__) != _WRAPPER or isinstance(module, SplitWrapper):
         return False
@@ -98,9 +98,9 @@ def _factors_of(wrapper: Any) -> Factors | str:
     if implementation not in _IMPLEMENTATIONS:
         return f"experts_implementation is {implementation!r}"
     if getattr(experts, "_is_expert_parallel", False):
-        return "the experts are divided by expert parallelism"
+        return "the experts are sharded by expert parallelism"
     if "forward" in vars(experts):
-        return "the experts have a forward of their own"
+        return "the experts' forward is replaced"
     stack = getattr(experts, wrapper.parameter_name)
     if not stack.is_floating_point() or stack.itemsize < 2:
         return f"the experts are {stack.dtype}"
@@ -110,13 +110,13 @@ def _factors_of(wrapper: Any) -> Factors | str:
     for name in names:
         scaling = wrapper.scaling[name]
         if name in wrapper.lora_variant or not isinstance(scaling, (int, float)):
-            return "the adapter is not A, B and a number"
+            return "the adapter is a variant, or its scaling is not a number"
         factors.append((wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, scaling))
     return factors
 
 
 def _log_once(reason: str, wrapper: Any) -> None:
-    """Log why `wrapper` runs PEFT's own forward, unless another one has logged this reason. On rank 0 alone."""
+    """Log on rank 0 why `wrapper` runs PEFT's own forward. Each reason is logged once."""
     name = getattr(wrapper, "split_name", "")  # set on rank 0 alone
     if name and reason not in _logged:
         _logged.add(reason)

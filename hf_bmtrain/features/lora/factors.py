@@ -1,19 +1,20 @@
-"""Matrix products with A (r, K) and B (N, r) of an adapter with scaling s, in one of two ways (`Adapter.split`).
+"""Matrix products with A (r, K) and B (N, r) of an adapter with scaling s, in one of two modes (`Adapter.split`).
 
-*Rounded*: A and B are converted to the dtype that the layer computes in. u = x Aᵀ has that dtype too, and s is applied
+*Rounded*: A and B are converted to the dtype in which the layer computes. u = x Aᵀ has that dtype too, and s is applied
 in the product with B.
 
-*Split*: A and B are float32, and enter products of bfloat16 matrices, with sums in float32, as sums of two bfloat16
-matrices. For P = A or P = Bᵀ these are hi = bf16(P) and lo = bf16(P - hi); hi + lo differs from P by 2⁻¹⁷ of it. The
-*factor* of P is the stack [hi, lo, hi, hi], with four times the rows of P. The product of x with the first three is
-s x [hi, lo, hi]ᵀ = [p, q, p] in float32, so p + q = s x Pᵀ. With hi(p) = bf16(p) and lo(p) = bf16(p - hi(p)),
+*Split*: A and B are float32. Each is represented as a sum of two bfloat16 matrices, and their products are bfloat16
+products with float32 sums. For P = A or P = Bᵀ the two matrices are hi = bf16(P) and lo = bf16(P - hi); the relative
+error of hi + lo is 2⁻¹⁷. The *factor* of P is the stack [hi, lo, hi, hi], with four times the rows of P. The product of
+s x with the first three parts is s x [hi, lo, hi]ᵀ = [p, q, p] in float32, and p + q = s x Pᵀ. Then, with hi(p) =
+bf16(p) and lo(p) = bf16(p - hi(p)),
 
     u = [lo(p), hi(p), hi(q), hi(p)]        is stored in bfloat16, and
     u [hi, lo, hi, hi]                      with the other matrix's factor, is (p + q) times that matrix up to 2⁻¹⁷.
 
 The first three quarters of u sum to p + q, so a gradient is the sum of the products with these three. y and dx are
-therefore as exact as PEFT's in float32, while dA and dB have an error of 2⁻¹⁷ of their norm (measured: 4.5e-6; PEFT
-4e-7; a single rounding to bfloat16 1.7e-3).
+therefore as exact as PEFT's in float32. dA and dB have an error of 2⁻¹⁷ of their norm (measured: 4.5e-6; PEFT 4e-7;
+a single rounding to bfloat16 1.7e-3).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
 
-_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # `out_dtype=` on CUDA, since torch 2.8
+_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # whether CUDA supports `out_dtype=` (since torch 2.8)
 
 
 class Adapter(NamedTuple):
@@ -53,7 +54,7 @@ class Adapter(NamedTuple):
 def has_wide_products(device: torch.device) -> bool:
     """Return whether `device` can multiply 16-bit matrices with a float32 result.
 
-    For a GPU that means without float32 copies of the matrices. Other devices always can, by such copies.
+    A GPU must do it without float32 copies of the matrices. Other devices always can, by making such copies.
     """
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
@@ -62,8 +63,8 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
     """Return the factors of A and Bᵀ in `dtype`: (r, K) and (r, N), or (4 r, K) and (4 r, N) if split."""
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
-    matrix = torch.cat([a, b.t()], 1)  # to split A and Bᵀ with the same launches
-    if torch.compiler.is_compiling():  # which cannot use `out=` with a view; it fuses these lines
+    matrix = torch.cat([a, b.t()], 1)  # so that the same kernels split A and Bᵀ
+    if torch.compiler.is_compiling():  # compiled code cannot use `out=` with a view
         high, low = _parts(matrix)
         made = torch.stack([high, low, high, high]).to(dtype)
     else:
@@ -74,14 +75,14 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 
 
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
-    """Return the product of x with a transposed factor: u of the forward, or du of the backward.
+    """Return the product of x with a transposed factor: u in the forward, or du in the backward.
 
     Args:
         x: (rows, width): the layer's input for u, the gradient of its output for du.
         factor: a result of `factors_of`, (r, width) or, if split, (4 r, width).
         adapter: the settings of the adapter.
         rank: r.
-        scaled: whether to multiply by the scaling; a split product always includes it.
+        scaled: whether to multiply by the scaling. A split product always includes the scaling.
 
     Returns:
         (rows, r) or, if split, (rows, 4 r).
@@ -102,8 +103,8 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
 def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 `values` rounded to bfloat16, and the remainder, both as float32.
 
-    The rounding is integer arithmetic on the upper 16 bits, because Inductor removes a conversion to bfloat16 and back,
-    and the remainder would be zero.
+    The rounding is done by integer arithmetic on the upper 16 bits: Inductor removes a conversion to bfloat16 and back,
+    which would make the remainder zero.
     """
     low = values - ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     # `values - low` equals the rounded view above, which is not returned because torch 2.6 cannot concatenate it.
@@ -111,17 +112,16 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
-    """Return y plus the sum of scaling · u @ factor over the adapters, in place unless compiled.
+    """Return y plus the sum over the adapters of scaling · u @ factor. The sum is in place, except in compiled code.
 
-    Compiled code is not in place, because an autograd.Function that modifies its output in place gets zero gradients
-    when torch 2.11 compiles it.
+    When torch 2.11 compiles an autograd.Function that modifies its output in place, the gradients become zero.
 
     Args:
         y: (rows, width).
         us: for each adapter, a result of `enter`.
         factors: for each adapter, a result of `factors_of`, (r, width) or, if split, (4 r, width).
-        scalings: for each adapter, the scaling; not used if split, where `us` include it.
-        split: whether the factors are split. Then all products are added as one, so that y is rounded once.
+        scalings: for each adapter, the scaling; not used if split, because `us` then include it.
+        split: whether the factors are split. Split products are added in one matrix product, so that y is rounded once.
     """
     if split and len(us) > 1:
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
@@ -132,9 +132,9 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
 
 
 def draw_mask(x: Tensor, rate: float) -> Tensor:
-    """Return a boolean mask of the elements of x to keep, when dropout drops each with probability `rate`.
+    """Return a boolean mask of the elements of x that dropout keeps; each is dropped with probability `rate`.
 
-    On the CPU, unless compiled, torch.nn.Dropout would keep the same elements.
+    On the CPU, except in compiled code, torch.nn.Dropout keeps the same elements.
     """
     if torch.compiler.is_compiling():
         return torch.rand(x.shape, device=x.device) >= rate
@@ -142,7 +142,7 @@ def draw_mask(x: Tensor, rate: float) -> Tensor:
 
 
 def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
-    """Return y + product · mask, in place unless compiled."""
+    """Return y + product · mask. The sum is in place, except in compiled code."""
     add = torch.addcmul if torch.compiler.is_compiling() else Tensor.addcmul_
     return add(y, product, mask)
 
@@ -155,21 +155,21 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return dB = s dyᵀ u in `dtype`, where s is the adapter's scaling; a split u includes s. rank: r."""
+    """Return dB = s dyᵀ u in `dtype`. s is the adapter's scaling, which a split u already includes. rank: r."""
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
     return _wide_product(dy.t(), u[:, : 3 * rank], 1.0, adapter).view(-1, 3, rank).sum(1)
 
 
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
-    """Return factor · one @ other in `dtype`. A float32 result is not rounded to 16 bits first if `adapter.wide`."""
+    """Return factor · one @ other in `dtype`. With `adapter.wide`, a float32 result is not rounded to 16 bits first."""
     if dtype == torch.float32 != one.dtype and adapter.wide:
         return _wide_product(one, other, factor, adapter)
     return _scaled_product(one, other, factor).to(dtype)
 
 
 def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
-    """Return factor · one @ other, rounded once, after the multiplication: in float16 `one @ other` may overflow."""
+    """Return factor · one @ other, rounded only at the end, because `one @ other` may overflow in float16."""
     if factor == 1:
         return one @ other
     return one.new_empty(one.shape[0], other.shape[1]).addmm_(one, other, beta=0, alpha=factor)
@@ -178,7 +178,7 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
     """Return factor · one @ other in float32, for 16-bit matrices `one` and `other`."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
-    if torch.compiler.is_compiling():  # not in place: see `add_products`
+    if torch.compiler.is_compiling():  # not in place, for the reason that `add_products` gives
         wide = device == "cuda"
         return (torch.mm(one, other, out_dtype=torch.float32) if wide else one.float() @ other.float()) * factor
     total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)

@@ -1,18 +1,17 @@
 """FusedLoraLinear: PEFT's LoRA layer in a block, which adds its adapters to the output of the frozen layer in place.
 
-With s the scaling of the adapter, the forward computes u = x Aᵀ and y = x Wᵀ + b + s u Bᵀ, the backward du = s dy B,
-dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same, but allocates one tensor of the output's size for
-u Bᵀ, one for s u Bᵀ and one for the sum, and two more in backward; here cuBLAS accumulates into y and dx. `factors` has
-the products with A and B, of which there are two kinds:
+With the adapter's scaling s, the forward computes u = x Aᵀ and y = x Wᵀ + b + s u Bᵀ. The backward computes du = s dy
+B, dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same, but in the forward it allocates three tensors
+of the output's size, for u Bᵀ, s u Bᵀ and the sum, and in the backward two more. Here cuBLAS accumulates into y and dx.
+`factors` computes the products with A and B, in one of two modes:
 
 * *rounded*: A and B are converted to the dtype that the layer computes in, as by autocast.
 * *split*: if A and B are float32, and the layer computes in bfloat16 without autocast (PEFT's default), A and B are
   represented as sums of bfloat16 matrices. PEFT instead converts x and dy to float32, and multiplies in float32.
 
-[Note: kernels and bytes]
-Kernels that one layer with M rows, K inputs and N outputs launches, and the memory traffic that it causes, in addition
-to the two products of its frozen layer. Traffic is in units of M elements of 2 bytes, and leaves out matrices with r
-rows or columns.
+[Note: kernels and bytes] The number of kernels that one layer with M rows, K inputs and N outputs launches, and the
+memory traffic that they cause, in addition to the two products of its frozen layer. Traffic is in units of M elements
+of 2 bytes, without matrices that have r rows or columns.
 
                         PEFT, float32    split          PEFT, autocast   rounded
     kernels, forward    7                8              9                5
@@ -20,7 +19,8 @@ rows or columns.
     moved, forward      5 K + 14 N       1 K + 2 N      7 K + 6 N        1 K + 2 N
     moved, backward     10 K + 14 N      3 K + 2 N      11 K + 4 N       3 K + 2 N
 
-DistributedDataParallel runs PEFT's kernels. Of the 17 kernels of *split*, 9 are short: they touch only A, B, u or du.
+DistributedDataParallel runs the same kernels as PEFT. Of the 17 kernels of *split*, 9 are short: they touch only A, B,
+u or du.
 
 Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
@@ -55,20 +55,21 @@ _log = logging.getLogger("hf_bmtrain")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LAYERS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 COMPILES = torch.__version__ >= "2.11"
-"""Whether torch compiles a fused layer without graph breaks. If not (torch 2.6), compiled blocks keep PEFT's layers."""
+"""Whether torch compiles a fused layer without graph breaks. Without it (torch 2.6), compiled blocks keep PEFT's
+layers."""
 _logged: set[str] = set()
 
 
 class FusedLoraLinear(torch.nn.Module):
     """PEFT's LoRA layer, extended in place.
 
-    It still runs PEFT's own forward
+    It runs PEFT's own forward in these cases:
 
-    * if its adapters or its base layer are of a kind that is not fused: `_adapters_of` returns the reason, which is
-      logged once;
-    * if everything is float32, so that results are rounded as by PEFT;
-    * under transforms of torch.func;
-    * in compiled code, unless the adapters are split, because the compiler fuses PEFT's forward as well.
+    * Its adapters or its base layer are of a kind that is not fused: `_adapters_of` returns the reason, which is logged
+      once.
+    * Everything is float32. PEFT's forward then has the same precision.
+    * A transform of torch.func is active.
+    * The code is compiled and the adapters are not split. The compiler fuses PEFT's forward as well.
 
     wide: whether the device can multiply 16-bit matrices with a float32 result.
     """
@@ -89,15 +90,15 @@ class FusedLoraLinear(torch.nn.Module):
         y: Any = LoraProduct.apply(
             flat, base.weight, base.bias, transposed, dtype, flat.requires_grad, adapters, *matrices
         )
-        # Not inside the Function: a view that a Function returns cannot be modified in place.
+        # The view is made outside the Function, because a view that a Function returns cannot be modified in place.
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = None) -> int:
-    """Make PEFT's LoRA layers among `modules` FusedLoraLinear layers, in place.
+    """Turn PEFT's LoRA layers among `modules` into FusedLoraLinear layers, in place.
 
     Args:
-        modules: any modules. Those that are no LoRA layer of PEFT's, or are fused already, are left alone.
+        modules: any modules. Modules that are not PEFT's LoRA layers, or are fused already, are left alone.
         device: the device on which the layers compute; None for the CPU.
 
     Returns:
@@ -112,7 +113,7 @@ def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = 
 
 @functools.cache
 def _extended_class(cls: Any, wide: bool) -> Any:
-    """Return the subclass of PEFT's class `cls` that all its fused layers get, with this attribute `wide`."""
+    """Return the subclass of PEFT's class `cls` for fused layers. wide: its attribute `wide`."""
     return extend_class(FusedLoraLinear, cls, {"wide": wide})
 
 
@@ -128,7 +129,7 @@ Found = tuple[torch.dtype, tuple[Adapter, ...], list[Tensor]]
 
 
 def _adapters_of(layer: Any, x: Tensor) -> Found | str:
-    """Return the dtype to compute in, the active adapters, and a list with A and B of each.
+    """Return the dtype of the computation, the active adapters, and a list with A and B of each adapter.
 
     If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
     """
@@ -143,9 +144,9 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
     if not compiling and functorch_transforms_active():
         return ""
     if not x.is_floating_point() or x.is_nested:
-        return "the input is a nested tensor, or not of a floating-point dtype"
+        return "the input is a nested tensor, or its dtype is not floating-point"
     if has_global_hooks() or _has_hooks(base):
-        return "hooks are registered on the base layer, or on all modules"
+        return "hooks are registered on the base layer, or globally for all modules"
     dtype, rounds = x.dtype, False
     kind = autocast_type(x.device)
     dtypes = [x.dtype, base.weight.dtype]
@@ -154,9 +155,9 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
     if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:  # autocast does not convert float64
         dtype, rounds = torch.get_autocast_dtype(kind), True
     elif x.dtype != base.weight.dtype:
-        return f"the input is {x.dtype}, and the base layer's weight {base.weight.dtype}"
+        return f"the input is {x.dtype}, but the base layer's weight is {base.weight.dtype}"
     if not _returns(base, x.dtype, dtype):
-        return f"the base layer is bitsandbytes' and computes in {base.compute_dtype}, and the input is {x.dtype}"
+        return f"the base layer, a bitsandbytes layer, computes in {base.compute_dtype}, but the input is {x.dtype}"
     adapters, matrices = [], []
     for name in names:
         a, b, dropout, scaling = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]
@@ -175,11 +176,11 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
             return "the adapter has a bias (lora_bias=True)"
         rate = _rate(dropout)
         if rate is None:
-            return f"the dropout is {dropout}"
+            return f"the dropout layer is {dropout}"
         split = not rounds and a.weight.dtype == b.weight.dtype == torch.float32 and dtype == torch.bfloat16
         if not (rounds or split or a.weight.dtype == b.weight.dtype == dtype):
             range_ = ", whose range is too small to split a float32 matrix" if dtype == torch.float16 else ""
-            return f"A is {a.weight.dtype}, B {b.weight.dtype}, and the base layer computes in {dtype}{range_}"
+            return f"A is {a.weight.dtype}, B is {b.weight.dtype}, but the base layer computes in {dtype}{range_}"
         if split and not (layer.wide and getattr(layer, "cast_input_dtype_enabled", True)):
             return (
                 "this torch or GPU cannot multiply bfloat16 matrices with a float32 result, or PEFT's conversion of "
@@ -194,12 +195,12 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
 
 
 def _log_once(reason: str, layer: Any) -> None:
-    """Log why `layer` runs PEFT's own forward, unless another layer has logged this reason. On rank 0 alone."""
+    """Log on rank 0 why `layer` runs PEFT's own forward. Each reason is logged once."""
     if reason not in _logged:
         _logged.add(reason)
         name = getattr(layer, "fused_name", "")  # set on rank 0 alone, so other ranks do not log
         if name:
-            _log.info("LoRA layers, the first of them '%s', run PEFT's own forward: %s", name, reason)
+            _log.info("LoRA layers, such as '%s', run PEFT's own forward: %s", name, reason)
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -207,7 +208,7 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 
 
 def _rate(dropout: torch.nn.Module) -> float | None:
-    """Return the probability with which `dropout` drops an element now; None if this file cannot compute it."""
+    """Return the current dropout probability of `dropout`, or None if this file cannot compute this kind of dropout."""
     if type(dropout) is torch.nn.Dropout:
         rate = dropout.p if dropout.training else 0.0
         return rate if rate < 1 and not dropout.inplace else None
@@ -215,14 +216,14 @@ def _rate(dropout: torch.nn.Module) -> float | None:
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Return whether `module` computes what torch.nn.Linear does."""
+    """Return whether `module` computes the same as torch.nn.Linear."""
     return type(module).forward is torch.nn.Linear.forward and "forward" not in vars(module)
 
 
 def _is_supported(base: torch.nn.Module) -> bool:
-    """Return whether `base` computes what torch.nn.Linear or transformers' Conv1D does.
+    """Return whether `base` computes the same as torch.nn.Linear or transformers' Conv1D.
 
-    bitsandbytes' Linear4bit counts while its weight is unpacked; it may convert its input, see `_returns`.
+    bitsandbytes' Linear4bit is included while its weight is unpacked. It may convert its input; see `_returns`.
     """
     if _is_plain(base):
         return True
@@ -232,12 +233,12 @@ def _is_supported(base: torch.nn.Module) -> bool:
 
 
 def _is_four_bit(base: Any) -> bool:
-    """Return whether `base` is bitsandbytes' Linear4bit with a weight that is unpacked, as in a running block."""
+    """Return whether `base` is bitsandbytes' Linear4bit whose weight is unpacked, as it is in a running block."""
     return type(base).__name__ == "Linear4bit" and hasattr(base, "compute_dtype") and base.weight.is_floating_point()
 
 
 def _returns(base: Any, given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether `base` computes in `dtype`, and returns it, for an input of dtype `given`."""
+    """Return whether `base` computes and returns its output in `dtype` for an input of dtype `given`."""
     return not _is_four_bit(base) or (given == dtype and base.compute_dtype in (None, dtype))
 
 
@@ -248,8 +249,11 @@ def _all_split(adapters: tuple[Adapter, ...]) -> bool:
 class LoraProduct(torch.autograd.Function):
     """y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ, summed over the adapters and computed in `dtype`.
 
-    x: (rows, K). W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D. b, frozen: (N,) or None.
-    matrices: A (r, K) and B (N, r) of each adapter. needs_x: whether x needs a gradient.
+    x: (rows, K).
+    W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D.
+    b, frozen: (N,) or None.
+    matrices: A (r, K) and B (N, r) of each adapter.
+    needs_x: whether x needs a gradient.
     """
 
     @staticmethod

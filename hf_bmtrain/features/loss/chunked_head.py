@@ -1,4 +1,4 @@
-"""fuse_causal_loss: compute the loss of a Hugging Face language model without storing its logits."""
+"""`fuse_causal_loss` computes the loss of a Hugging Face language model without storing its logits."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def fuse_causal_loss(model: torch.nn.Module) -> bool:
-    """Make `model(input_ids, labels=...)` compute its training loss with `linear_cross_entropy`, in chunks of logits.
+    """Compute the training loss of `model(input_ids, labels=...)` with `linear_cross_entropy`, in chunks of logits.
 
-    The returned `loss` equals the model's own, including its shift of the labels and its `num_items_in_batch`, and
-    `logits` is None. Nothing changes in evaluation or without labels. The model's own forward runs, but its head
-    returns an object that records what is done with the logits until the cross entropy is called. Scaling (Cohere,
-    Granite), soft-capping (Gemma), casts, reshaping and slicing of rows are recorded. Any other operation makes the
-    head compute the full logits, and one line of the log names the operation.
+    The returned `loss` equals the model's own, including its shift of the labels and its use of `num_items_in_batch`;
+    `logits` is None. Evaluation, and calls without labels, are not changed. The model's own forward runs, but its head
+    returns an object that stands for the logits and records the operations on them until the cross entropy is called.
+    Scaling (Cohere, Granite), soft-capping (Gemma), casts, reshaping and slicing of rows are recorded. Any other
+    operation makes the head compute the full logits, and the log names that operation once.
 
     Args:
         model: a model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`.
 
     Returns:
-        True if the loss is fused. If it cannot be, the model is unchanged, and one line of the log gives the reason.
+        True if the loss is fused. If it cannot be, the model is unchanged, and the log gives the reason.
     """
     expect_module("model", model)
     find_head = getattr(model, "get_output_embeddings", None)
     head: Any = find_head() if callable(find_head) else None
     reason = _why_not(model, head)
     if reason:
-        _log.warning("fuse_causal_loss leaves %s as it is, with full logits: %s", type(model).__name__, reason)
+        _log.warning("fuse_causal_loss leaves %s unchanged, with full logits: %s", type(model).__name__, reason)
         return False
     if not isinstance(head, ChunkedHead):
         head.__class__ = _chunked_class(type(head))
@@ -51,11 +51,11 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
 
 
 class ChunkedHead:
-    """A model's output layer whose class was replaced by a subclass, so that it can return UnbornLogits.
+    """A model's output layer, extended in place so that it can return UnbornLogits.
 
     Attributes:
         armed: whether a training forward with labels is running, in which the layer returns UnbornLogits.
-        warned: whether the log has said that the full logits were computed.
+        warned: whether the log has already said that full logits are computed.
     """
 
     armed: bool
@@ -78,8 +78,8 @@ def _chunked_class(cls: Any) -> type:
 class UnbornLogits:
     """Stands for logits that are not computed: `head(hidden) * scale`, or `cap * tanh(head(hidden) * scale)`.
 
-    It is not a tensor, but can be passed to torch's functions. Those that this class handles return a loss or another
-    UnbornLogits. For all others the full logits are computed and passed instead.
+    It is not a tensor, but torch's functions accept it. Functions that this class handles return a loss or another
+    UnbornLogits. For every other function the full logits are computed and passed instead.
     """
 
     def __init__(self, head: Any, linear: Any, hidden: torch.Tensor, scale: float = 1.0, cap: float | None = None):
@@ -91,10 +91,10 @@ class UnbornLogits:
         return UnbornLogits(self._head, self._linear, **values)
 
     def _born(self, asked: str) -> torch.Tensor:
-        """Compute the full logits. asked: the operation that needs them, which is logged once per head."""
+        """Compute the full logits. asked: the name of the operation that needs them, logged once per head."""
         if not self._head.warned:
             self._head.warned = True
-            _log.warning("full logits are computed after all, because the model or its loss applies %s to them", asked)
+            _log.warning("full logits are computed, because the model or its loss applies %s to them", asked)
         logits = self._linear(self._hidden)
         logits = logits * self._scale if self._scale != 1 else logits
         return logits if self._cap is None else torch.tanh(logits) * self._cap
@@ -102,13 +102,13 @@ class UnbornLogits:
     def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
         """Return F.cross_entropy of these logits, for the same arguments.
 
-        size_average, reduce: deprecated; always None (see `_is_usual_loss`).
+        size_average, reduce: deprecated arguments, always None here (see `_is_usual_loss`).
         """
-        # cap * tanh(scale * x) = cap * tanh(y / cap) with y = scale * cap * x, which is a softcap of y.
+        # cap * tanh(scale * x) = cap * tanh(y / cap) with y = scale * cap * x: this is a softcap of y.
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
             self._hidden if factor == 1 else self._hidden * factor,
-            self._head._parameters["weight"],  # a local parameter if the head is sharded: gathered for the loss alone
+            self._head._parameters["weight"],  # a local parameter if the head is sharded; only the loss gathers it
             target,
             self._head._parameters["bias"],
             class_weight=weight,
@@ -131,7 +131,7 @@ class UnbornLogits:
         return function(*args, **kwargs)
 
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether F.cross_entropy gets logits (N, V), class indices (N,) and no deprecated arguments."""
+        """Return whether the call has logits (N, V), class indices (N,), and no deprecated arguments."""
         if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
             return False
         target = args[1] if len(args) > 1 else kwargs.get("target")
@@ -158,7 +158,7 @@ class UnbornLogits:
         return self._but(cap=1.0) if self._cap is None else self._born("tanh").tanh()
 
     def float(self):
-        return self  # the loss is computed in float32 anyway
+        return self  # do nothing, because the loss is computed in float32 anyway
 
     def contiguous(self):
         return self
@@ -220,7 +220,7 @@ for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", 
 
 
 def _why_not(model: torch.nn.Module, head: Any) -> str | None:
-    """Return why the loss of `model` cannot be fused, or None. head: its output embeddings, None if it has none."""
+    """Return why the loss of `model` cannot be fused, or None. head: its output embeddings, or None."""
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return "its forward takes no labels"
@@ -239,7 +239,7 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
 
 
 def _arm(model: Any, args: tuple, kwargs: dict) -> None:
-    """Before a forward of `model`: arm its head if this is training and labels are given."""
+    """Arm the head of `model` before a forward, if the model is training and labels are given."""
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
@@ -247,10 +247,10 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-    """After a forward of `model`, also one that raised: disarm its head, and return the output without UnbornLogits."""
+    """Disarm the head of `model` after a forward, even one that raised; remove UnbornLogits from the output."""
     model.get_output_embeddings().armed = False
     if isinstance(output, tuple):
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))
-    if isinstance(output, dict):  # a ModelOutput, whose entries cannot be set to None, only left out
+    if isinstance(output, dict):  # a ModelOutput: its entries cannot be set to None, so they are left out
         return type(output)(**{key: value for key, value in output.items() if not isinstance(value, UnbornLogits)})
     return output

@@ -22,8 +22,9 @@ class Criterion:
     Attributes:
         rows: computes the loss of each row.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
-        num_items: the divisor of the mean, for example the number of targets in all micro-batches and ranks: a number,
-            or a tensor of one element on any device. None to divide by the targets that are not ignored in this call.
+        num_items: the divisor of the mean, for example the number of targets in all micro-batches on all ranks. It is a
+            number, or a tensor of one element on any device. None divides by the number of targets that are not ignored
+            in this call.
     """
 
     rows: CrossEntropy
@@ -37,8 +38,8 @@ class Criterion:
             return
         if self.reduction != "mean":
             raise ValueError(
-                f"num_items_in_batch is what the mean divides by; with reduction={self.reduction!r} nothing is "
-                "divided. Leave it out, or use reduction='mean'."
+                f"num_items_in_batch is the divisor of a mean, but reduction={self.reduction!r} computes no mean. "
+                "Leave it out, or use reduction='mean'."
             )
         if isinstance(self.num_items, Tensor):
             if self.num_items.numel() != 1:
@@ -48,22 +49,22 @@ class Criterion:
             expect_number("num_items_in_batch", self.num_items, wanted, lambda n: 0 <= n < math.inf)
 
     def indices(self, targets: Tensor, classes: int) -> Tensor:
-        """Check the targets, and return them as int64, since uint8 cannot hold -100.
+        """Check the targets, and return them as int64 (a narrower dtype such as uint8 cannot hold -100).
 
         Args:
             targets: a tensor of class indices of any integer dtype.
             classes: the number of classes.
 
         Raises:
-            ValueError: the targets are not integers, or the number of class weights is not `classes`. On CPU, where
-                checking needs no synchronization, also if a target is neither a class nor `ignore_index`.
+            ValueError: the targets are not integers, or the number of class weights is not `classes`. On the CPU, where
+                the check needs no synchronization, also: a target is neither a class nor `ignore_index`.
         """
         if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
             raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")
         targets, weight, ignored = targets.long(), self.rows.class_weight, self.rows.ignore_index
         if weight is not None and weight.numel() != classes:
             raise ValueError(
-                f"the class weights are {weight.numel()} numbers for {classes} classes: pass one for each class"
+                f"{weight.numel()} class weights were given for {classes} classes: pass one for each class"
             )
         if targets.device.type == "cpu":
             wrong = (targets != ignored) & ((targets < 0) | (targets >= classes))
@@ -71,15 +72,15 @@ class Criterion:
                 where = tuple(wrong.nonzero()[0].tolist())
                 raise ValueError(
                     f"target {targets[where].item()} at {list(where)} is neither a class in [0, {classes}) nor "
-                    f"ignore_index {ignored}; this is so for {int(wrong.sum())} of {targets.numel()} targets"
+                    f"ignore_index {ignored}; {int(wrong.sum())} of {targets.numel()} targets are out of range"
                 )
         return targets
 
     def factor(self, targets: Tensor) -> Tensor:
-        """Return the number by which `reduce` multiplies the sum of losses, (1,) float32, without a synchronization.
+        """Return the number, (1,) float32, by which `reduce` multiplies the sum of losses. It does not synchronize.
 
-        For a mean it is 1 / divisor or, if the divisor is 0 (all targets are ignored), 1, so that the mean is 0, where
-        torch returns NaN. For reduction "sum" or "none" it is 1.
+        For a mean it is 1 / divisor. If the divisor is 0 (all targets are ignored), it is 1, so that the mean is 0,
+        where torch returns NaN. For reduction "sum" or "none" it is 1.
         """
         one = torch.ones(1, device=targets.device)
         if self.reduction != "mean":
@@ -94,7 +95,7 @@ class Criterion:
         return torch.where(total == 0, one, one / total)
 
     def reduce(self, losses: Tensor, factor: Tensor) -> Tensor:
-        """Return the sum of `losses` (N,) times `factor` (1,), a scalar, or for reduction "none" `losses` itself."""
+        """Return the scalar `losses.sum() * factor`, or `losses` (N,) itself for reduction "none"."""
         return losses if self.reduction == "none" else losses.sum() * factor[0]
 
 
@@ -115,9 +116,9 @@ def criterion(
 
 
 def refuse_double_backward(function: str) -> None:
-    """Raise RuntimeError if autograd records the running backward. function: the loss function, for the message."""
+    """Raise RuntimeError if the running backward is being recorded. function: its name, for the message."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"A backward of a backward (create_graph=True) through {function} is not supported: its gradient is "
-            "computed by kernels that autograd does not see. Use torch.nn.functional.cross_entropy for that term."
+            f"{function} does not support double backward (create_graph=True): its gradient is computed by kernels "
+            "that autograd does not see. Use torch.nn.functional.cross_entropy for that term."
         )

@@ -1,7 +1,7 @@
-"""Cross-entropy over rows of logits: losses, and the gradient written over the logits, in one launch or two.
+"""Cross-entropy of rows of logits: the losses, and the gradient, which may overwrite the logits.
 
-The methods of `CrossEntropy` use kernels/cross_entropy*.cu for CUDA tensors and float32 torch for others. The caller
-reduces the rows: the factor of each row is an argument.
+The methods of `CrossEntropy` use kernels/cross_entropy*.cu for CUDA tensors, and torch in float32 for others. They do
+not reduce the losses over the rows; the caller does, and passes the factor of each row's loss as `scale`.
 """
 
 import math
@@ -17,7 +17,7 @@ from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
 SCRATCH = 640  # bytes of shared memory besides the staged row: SCRATCH of kernels/cross_entropy.cu is 40 x 16 bytes
 SHARE = 72 << 10  # bytes of a row per thread block: three such blocks fit on an SM with 227 KiB of shared memory
-BYTES_A_THREAD = 256  # sixteen 16-byte vectors, which a thread loads concurrently
+BYTES_A_THREAD = 256  # a thread loads sixteen 16-byte vectors concurrently
 PART_VECTORS = 2048  # 16-byte vectors of a row per thread block, for kernels that stage no row (gradient, rescale)
 
 
@@ -42,7 +42,7 @@ def variants(arch: int) -> list[Variant]:
 
 
 class Plan(NamedTuple):
-    """How a launch divides the rows.
+    """How a kernel launch divides the rows among thread blocks.
 
     Attributes:
         cluster: thread blocks per row.
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
 
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
-    """Return a Plan with the fewest thread blocks per row with which, if possible, three blocks fit on an SM.
+    """Return the Plan with the fewest thread blocks per row that lets three blocks fit on an SM, if possible.
 
     Vectors that do not fit in shared memory are read twice from global memory.
 
@@ -65,7 +65,7 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
         clusters: whether the device has thread block clusters; without them a row has one block.
         shared_limit: the most bytes of shared memory that a block may have.
     """
-    row_bytes += 16  # a row that is not aligned to 16 bytes spans one more vector
+    row_bytes += 16  # a row that is not aligned to 16 bytes spans an additional vector
     cluster = next((c for c in (1, 2, 4, 8) if row_bytes <= c * SHARE), 8) if clusters else 1
     share = -(-row_bytes // (16 * cluster))  # vectors
     stage = min(share, (shared_limit - SCRATCH) // 16)
@@ -75,22 +75,25 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The loss of one row with logits x, target t and class weights w (1 if none are given):
+    """The cross-entropy loss of each row. For a row with logits x, target t and class weights w (1 if none are given):
 
         z = softcap * tanh(x / softcap) if softcap else x,   lse = log(sum(exp(z)))
         loss = (1 - s) w_t (lse - z_t)  +  s / V * sum_j w_j (lse - z_j)  +  z_loss * lse^2
 
-    s is `label_smoothing`, V the number of classes (as torch.nn.functional.cross_entropy before its reduction; z_loss
-    as in PaLM, Chowdhery et al. 2022). A row whose target is `ignore_index` has loss 0 and gradient 0; a target outside
-    0 .. V - 1 has loss NaN and gradient 0. -inf logits are impossible classes; logits below -2e38 count as -inf; a row
-    with a NaN or +inf logit is NaN.
+    s is `label_smoothing`, V the number of classes. This is the loss of torch.nn.functional.cross_entropy without a
+    reduction, with the z_loss of PaLM (Chowdhery et al. 2022).
+
+    A row whose target is `ignore_index` has loss 0 and gradient 0. A target outside 0 .. V - 1 has loss NaN and
+    gradient
+    0. A logit of -inf is an impossible class; logits below -2e38 count as -inf. If a logit is NaN or +inf, the loss and
+    gradient of its row are NaN.
 
     class_weight: (V,) float32, or None. Arguments of all methods:
         logits         (N, V) float32, float16 or bfloat16; rows contiguous, any row stride and alignment
         targets        (N,) int64
         lses           (N,) float32: logsumexp of each row, as `losses` returns it
-        scale          (1,) or (N,) float32: 1 / number of targets for a mean, times the loss scale. For float16 it
-                       must include the loss scale, or the gradient underflows when rounded.
+        scale          (1,) or (N,) float32: the factor of each row's loss. For a mean this is 1 / number of targets,
+                       times the loss scale. For float16 it must include the loss scale, or the gradient underflows.
     """
 
     ignore_index: int = -100
@@ -119,7 +122,7 @@ class CrossEntropy:
         return counted.sum(dtype=torch.float32).view(1)
 
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (losses, lses), each (N,) float32. The arguments are not written."""
+        """Return (losses, lses), each (N,) float32. The arguments are not modified."""
         self._check(logits, targets)
         if logits.is_meta:
             return _empty_losses(logits)
@@ -128,7 +131,10 @@ class CrossEntropy:
         return self._launch_rows("cross_entropy_losses", logits, targets)
 
     def losses_and_gradient_(self, logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (losses, lses); in the same launch overwrite the logits with the gradient of sum(scale * losses)."""
+        """Return (losses, lses), and overwrite the logits with the gradient of sum(scale * losses).
+
+        Both are computed in one launch.
+        """
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
         if logits.is_meta:
@@ -142,9 +148,10 @@ class CrossEntropy:
     def gradient_(
         self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor, out: Tensor | None = None
     ) -> None:
-        """Write the gradient of sum(scale * losses) into `out`; None overwrites the logits.
+        """Write the gradient of sum(scale * losses) into `out`.
 
-        out: (N, V) of the logits' dtype, with the same row stride, and the same alignment to 16 bytes.
+        out: (N, V), with the dtype, the row stride and the alignment to 16 bytes of the logits. None overwrites the
+        logits.
         """
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
@@ -161,9 +168,9 @@ class CrossEntropy:
             launch(logits.shape[0] * parts, 256, *arguments)
 
     def gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
-        """Return what `gradient_` would write, as a new tensor; `logits` are not written."""
+        """Return the gradient that `gradient_` would write, as a new tensor; `logits` are not modified."""
         # `gradient_` needs an `out` with the stride and alignment of the logits. A new tensor is contiguous and aligned
-        # to 16 bytes, so for other logits the gradient is written over a copy of them.
+        # to 16 bytes; if the logits are not, the gradient is written over a copy of them.
         if logits.is_contiguous() and logits.data_ptr() % 16 == 0:
             gradient = torch.empty_like(logits)
             self.gradient_(logits, targets, lses, scale, gradient)
@@ -179,10 +186,10 @@ class CrossEntropy:
 
     @property
     def _kind(self) -> tuple[bool, bool]:
-        """(general, weighted), by which a kernel's variant is chosen.
+        """(general, weighted), which select a kernel's variant.
 
-        general: whether it must support label smoothing, a softcap or class weights. weighted: whether there are class
-        weights.
+        general: whether the variant must support label smoothing, a softcap or class weights.
+        weighted: whether there are class weights.
         """
         weighted = self.class_weight is not None
         return bool(self.label_smoothing or self.softcap or weighted), weighted
@@ -194,7 +201,7 @@ class CrossEntropy:
         return (*rows, self.label_smoothing, self.z_loss, self.softcap, weight, total)
 
     def _launch_rows(self, name: str, logits: Tensor, targets: Tensor, *scale: object) -> tuple[Tensor, Tensor]:
-        """Launch a kernel that computes losses, and return (losses, lses). scale: its further arguments."""
+        """Launch a kernel that computes losses, and return (losses, lses). scale: further arguments of the kernel."""
         out = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
         if logits.shape[0] > 0:
             cluster, threads, stage = self.plan(logits)
@@ -209,10 +216,10 @@ class CrossEntropy:
         if self.class_weight is not None:
             expect("class_weight", self.class_weight, (torch.float32,), (logits.shape[1],), logits.device)
 
-    # -- in float32 torch, on any device ------------------------------------------------------------------------
+    # -- reference in torch, in float32 -------------------------------------------------------------------------
 
     def reference_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `losses` in float32 torch, on any device."""
+        """Compute `losses` with torch in float32, on any device."""
         z, at, weight = self._prepare(logits, targets)
         ignored, outside = targets == self.ignore_index, (targets < 0) | (targets >= len(weight))
         lses = z.logsumexp(1)
@@ -224,7 +231,7 @@ class CrossEntropy:
         return losses, lses.masked_fill(ignored | outside, 0)
 
     def reference_gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
-        """Return the gradient of sum(scale * losses), computed in float32 torch on any device."""
+        """Return the gradient of sum(scale * losses), computed with torch in float32, on any device."""
         z, at, weight = self._prepare(logits, targets)
         nothing = (targets == self.ignore_index) | (targets < 0) | (targets >= len(weight))
         hit, smooth = (1 - self.label_smoothing) * weight[at[:, 0]], self.label_smoothing / len(weight)
@@ -238,7 +245,7 @@ class CrossEntropy:
         return gradient.mul_(scale[:, None]).masked_fill_(nothing[:, None], 0)
 
     def _prepare(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return z (N, V), the targets clamped to [0, V), (N, 1), and the class weights (V,), 1 if there are none."""
+        """Return z (N, V), the targets clamped to [0, V), (N, 1), and the class weights (V,), or ones."""
         z = logits.detach().float()
         z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
         weight = z.new_ones(z.shape[1]) if self.class_weight is None else self.class_weight

@@ -15,24 +15,26 @@ __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 
 
 class FusedCrossEntropy(torch.nn.Module):
-    """Cross entropy between logits and class indices, computed in float32 also for half-precision logits.
+    """Cross entropy between logits and class indices, computed in float32 even for half-precision logits.
 
-    One kernel computes the losses in forward, and another one the gradient in backward, as a new tensor.
+    One kernel computes the losses in forward. Another computes the gradient in backward, as a new tensor.
 
     Args:
-        weight: one weight per class, shape (C,), any floating dtype; the mean divides by the sum of targets' weights.
+        weight: one weight per class, shape (C,), any floating dtype; the mean divides by the sum of the targets'
+        weights.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
-        label_smoothing: weight of the uniform distribution over all classes in each target, in [0, 1].
+        label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         parallel: BMTrain's keyword for logits that are split over ranks; True raises NotImplementedError.
-        inplace: write the gradient over the logits, instead of into a new tensor of their size. For a mean or a sum of
-            bfloat16 or float32 logits the forward does so, in the launch that computes the losses. The caller must not
-            read the logits afterwards (autograd raises if it needs them itself).
-        z_loss: add z_loss * logsumexp(logits)^2 to the loss of every row that is not ignored.
-        softcap: replace the logits by softcap * tanh(logits / softcap); 0 for none.
+        inplace: write the gradient over the logits instead of into a new tensor of their size. For a mean or sum of
+            bfloat16 or float32 logits, the forward writes it, in the launch that computes the losses. Do not read the
+            logits afterwards (autograd raises an error if it needs them itself).
+        z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
+        softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
 
     Raises:
-        ValueError: an unknown reduction, a label smoothing outside [0, 1], a negative z_loss or softcap, or a weight
+        ValueError: the reduction is unknown, label smoothing is outside [0, 1], a negative z_loss or softcap, or a
+        weight
             that is not 1-D.
     """
 
@@ -70,19 +72,20 @@ class FusedCrossEntropy(torch.nn.Module):
         Args:
             input: float16, bfloat16 or float32; its gradient has the same dtype.
             target: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
-            num_items_in_batch: the divisor of the mean, a number or a tensor of one element; None to divide by the
-                targets that are not ignored in this call.
+            num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the
+                number of targets that are not ignored in this call.
 
         Returns:
-            float32: a scalar, or the targets' shape with reduction "none". The mean of no targets at all is 0 with
-            zero gradient, because under data parallelism one rank may have only padding. -inf logits are impossible
-            classes; a row with a NaN or +inf logit has loss and gradient NaN.
+            float32: a scalar, or a tensor of the targets' shape with reduction "none". If all targets are ignored, the
+                mean
+            is 0 with zero gradient (a rank may have only padding). A logit of -inf is an impossible class. If a logit
+            is NaN or +inf, the loss and gradient of its row are NaN.
 
         Raises:
-            ValueError: wrong shapes or dtypes; on CPU also a target out of range. On CUDA, to avoid a synchronization,
-                a target out of range instead makes its row's loss NaN, and with it a mean or a sum; its row's gradient
-                is zero, and the other rows' gradients are unaffected.
-            RuntimeError: in backward, for create_graph=True and, with `inplace`, for a second backward.
+            ValueError: a shape or dtype is wrong; on the CPU also: a target is out of range. On CUDA, where that check
+                would synchronize, a target out of range makes the loss of its row NaN, and with it a mean or sum. The
+                gradient of that row is zero; the gradients of other rows are correct.
+            RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
         """
         if self.parallel:
             return parallel_cross_entropy(
@@ -119,22 +122,23 @@ def cross_entropy(
         weight: (C,), one weight per class, any floating dtype; the mean divides by the sum of the targets' weights.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
-        label_smoothing: weight of the uniform distribution over all classes in each target, in [0, 1].
-        inplace: write the gradient over the logits, instead of into a new tensor of their size. The caller must not
-            read the logits afterwards.
-        z_loss: add z_loss * logsumexp(logits)^2 to the loss of every row that is not ignored.
-        softcap: replace the logits by softcap * tanh(logits / softcap); 0 for none.
-        num_items_in_batch: the divisor of the mean, a number or a tensor of one element; None to divide by the targets
-            that are not ignored in this call.
+        label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
+        inplace: write the gradient over the logits instead of into a new tensor of their size. Do not read the logits
+            afterwards.
+        z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
+        softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
+        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the number
+            of targets that are not ignored in this call.
 
     Returns:
-        float32: a scalar, or the targets' shape with reduction "none". See `FusedCrossEntropy.forward` for special
-        values.
+        float32: a scalar, or a tensor of the targets' shape with reduction "none". `FusedCrossEntropy.forward`
+            documents
+        special values.
 
     Raises:
-        ValueError: wrong shapes, dtypes or settings, or, with `inplace`, logits that are a leaf of autograd; on CPU
-            also a target out of range.
-        RuntimeError: in backward, for create_graph=True and, with `inplace`, for a second backward.
+        ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd; on
+            the CPU also: a target is out of range.
+        RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
     """
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     expect_tensor("logits", logits)
@@ -153,21 +157,21 @@ def cross_entropy(
     wanted = torch.is_grad_enabled() and logits.requires_grad
     if inplace and wanted and logits.is_leaf:
         raise ValueError(
-            "inplace=True writes the gradient over the logits, and these are a leaf whose values would be lost. "
-            "Use inplace=False, or pass the output of a layer."
+            "inplace=True writes the gradient over the logits, but these logits are a leaf tensor, whose values would "
+            "be lost. Use inplace=False, or pass the output of a layer."
         )
     losses = _CrossEntropy.apply(_rows(logits), targets.reshape(-1).contiguous(), how, inplace, wanted)
     return losses.view(targets.shape) if reduction == "none" else losses
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Rows of logits (N, C), targets (N,) → losses (N,) or a scalar, in float32. wanted: compute a gradient too."""
+    """Computes the losses, (N,) or a scalar, float32, of logits (N, C). wanted: whether a gradient will be needed."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):
         factor = how.factor(targets)
-        # early: whether the forward writes the gradient over the logits. Not in float16, where the gradient would
-        # underflow, because the loss scale is only known in backward.
+        # early: whether the forward writes the gradient over the logits. For float16 it does not, because the loss
+        # scale is known only in backward, and without it the gradient would underflow.
         early = wanted and inplace and how.reduction != "none" and logits.dtype != torch.float16
         if early:
             losses, lses = how.rows.losses_and_gradient_(logits, targets, factor)
@@ -183,8 +187,8 @@ class _CrossEntropy(torch.autograd.Function):
         refuse_double_backward("cross_entropy")
         if ctx.spent:
             raise RuntimeError(
-                "A second backward through cross_entropy(…, inplace=True) is not possible: the first one wrote its "
-                "gradient over the logits. Use inplace=False where retain_graph=True is needed."
+                "A second backward through cross_entropy(…, inplace=True) is not possible, because the first one wrote "
+                "its gradient over the logits. Use inplace=False where you need retain_graph=True."
             )
         how, (logits, targets, lses, factor) = ctx.how, ctx.saved_tensors
         ctx.spent = ctx.inplace
@@ -199,7 +203,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """Return logits (N, C, d...) as rows (N * d..., C), each contiguous: a view if possible, else a copy."""
+    """Return logits (N, C, d...) as contiguous rows (N * d..., C): a view if possible, else a copy."""
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).reshape(-1, logits.shape[1])
     count, classes = rows.shape
     if rows.stride(1) == 1 and (count <= 1 or rows.stride(0) >= classes):

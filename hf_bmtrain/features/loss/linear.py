@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's output, computed by chunks of rows, so that all logits never exist at once."""
+"""Cross entropy of a linear layer's output, computed in chunks of rows so that the full logits are never in memory."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute `cross_entropy(hidden @ weight.T + bias, targets)` with at most `chunk_bytes` of logits in memory.
 
-    The gradients are computed in the forward, by chunks, and multiplied by the incoming gradient in backward; the
+    The forward computes the gradients, chunk by chunk; the backward multiplies them by the incoming gradient. The
     weight's gradient is summed over chunks in float32. With reduction "none", where the incoming gradient has a value
-    per row, backward computes the logits again. Only gradients that are needed are computed. Targets are not shifted:
-    `targets[i]` belongs to `hidden[i]`.
+    per row, the backward computes the logits again. Gradients that are not needed are not computed. Targets are not
+    shifted: `targets[i]` belongs to `hidden[i]`.
 
-    `weight` and `bias` may be parameters of a sharded model (`model.lm_head.weight`), inside or outside its forward.
-    Then every rank must call this function: it all-gathers them, frees the full parameters before it returns, and their
-    gradients are reduced when backward reaches the loss.
+    `weight` and `bias` may be parameters of a sharded model (`model.lm_head.weight`), inside or outside the model's
+    forward. The function is then collective: every rank must call it. It all-gathers these parameters and frees them
+    before it returns; their gradients are reduced when backward reaches the loss.
 
     Args:
         hidden: (..., H) float16, bfloat16 or float32.
@@ -61,15 +61,15 @@ def linear_cross_entropy(
         z_loss: as in `FusedCrossEntropy`.
         softcap: as in `FusedCrossEntropy`.
         num_items_in_batch: as in `FusedCrossEntropy.forward`.
-        chunk_bytes: the most bytes of logits that exist at a time. In addition, between forward and backward, the
-            weight's gradient takes 4 bytes per element, and hidden's gradient as much as hidden.
+        chunk_bytes: the most bytes of logits that exist at a time. Between forward and backward, the weight's gradient
+            takes another 4 bytes per element, and the gradient of `hidden` as much memory as `hidden`.
 
     Returns:
         float32: a scalar, or the targets' shape with reduction "none". Targets out of range, no targets at all, and
-        infinite logits are treated as in `FusedCrossEntropy.forward`.
+        infinite logits have the results that `FusedCrossEntropy.forward` documents.
 
     Raises:
-        ValueError: wrong shapes, dtypes or settings; on CPU also a target out of range.
+        ValueError: a shape, dtype or setting is wrong; on the CPU also: a target is out of range.
         RuntimeError: in backward, for create_graph=True, or for a second backward through the same mean or sum.
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
@@ -104,17 +104,17 @@ class _Work:
     def run(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor | None
     ) -> tuple[Tensor, Gradients]:
-        """Return the losses, and the gradients of sum(scale * losses). Every rank must call it if `weight` is sharded.
+        """Return the losses, and the gradients of sum(scale * losses). Collective if `weight` or `bias` is sharded.
 
         Args:
             rows: (N, H), the hidden states.
             weight: (V, H), a tensor or a local parameter.
             bias: (V,), a tensor or a local parameter, or None.
             targets: (N,) int64.
-            scale: (1,) or (N,) float32; None for no gradients.
+            scale: (1,) or (N,) float32, the factor of each row's loss. None computes no gradients.
 
         Returns:
-            The losses, (N,) float32; and the gradients of rows, weight and bias that are wanted, None for the others.
+            The losses, (N,) float32, and the gradients of rows, weight and bias; a gradient that is not wanted is None.
             The gradients of weight and bias are float32.
         """
         with _full(weight) as full, _full(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
@@ -122,7 +122,7 @@ class _Work:
             return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
-        """Do the work of `run`, with full parameters `weight` and `bias`, and with rows, weight and bias in `dtype`."""
+        """Compute the result of `run` from full parameters, with rows, weight and bias in `dtype`."""
         (count, _), classes = rows.shape, weight.shape[0]
         for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
         losses = rows.new_empty(count, dtype=torch.float32)
@@ -130,7 +130,7 @@ class _Work:
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
         space = rows.new_empty(size, -(-classes // 8) * 8)  # rows aligned to 16 bytes for cuBLAS
-        # On CPUs with AMX, torch 2.13 also reads the added columns and multiplies them by 0: none may be inf or NaN.
+        # On CPUs with AMX, torch 2.13 also reads the added columns and multiplies them by 0, so they must be finite.
         space[:, classes:].zero_()
         space = space[:, :classes]
         for start in range(0, count, size):
@@ -157,19 +157,19 @@ class _Work:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Rows (N, H), weight, bias, targets (N,) → losses (N,) or a scalar."""
+    """Computes the losses, (N,) or a scalar, of rows (N, H) and targets (N,)."""
 
     @staticmethod
     def forward(ctx, rows, weight, bias, targets, work: _Work):
         factor = work.how.factor(targets)
-        # Float16 gradients of a mean would underflow, since the loss scale is only known in backward: they are computed
-        # for the factor 1, and backward multiplies them by the factor and the loss scale.
+        # The loss scale is known only in backward, so float16 gradients of a mean would underflow. They are therefore
+        # computed for the factor 1, and backward multiplies them by the factor and the loss scale.
         written = torch.ones_like(factor) if work.dtype == torch.float16 else factor
         at_once = any(work.wants) and work.how.reduction != "none"
         for parameter in (weight, bias):
             if isinstance(parameter, DistributedParameter):
-                # As a block's forward does: free gradients that a failed backward has left, and a shard of gradients
-                # that no .grad refers to.
+                # As in a block's forward: free gradients that are left from a failed backward, and a gradient shard to
+                # which no .grad refers.
                 current_world().schedule.discard_failed_backward()
                 parameter.buffer.gradient.free_if_unused()
         losses, gradients = work.run(rows, weight, bias, targets, written if at_once else None)
@@ -187,8 +187,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.at_once:
             if ctx.gradients is None:
                 raise RuntimeError(
-                    "A second backward through linear_cross_entropy is not possible: the forward computed its "
-                    "gradients, and the first backward used them up. Call linear_cross_entropy again, or reduce the "
+                    "A second backward through linear_cross_entropy is not possible, because the forward computed the "
+                    "gradients and the first backward consumed them. Call linear_cross_entropy again, or reduce the "
                     "result of reduction='none', which computes its gradients in each backward."
                 )
             d_rows, d_weight, d_bias = ctx.gradients
@@ -205,9 +205,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
-    """Return ratio * gradient in the parameter's dtype; None if `gradient` is None.
+    """Return ratio * gradient in the parameter's dtype, or None if `gradient` is None.
 
-    For a local parameter, add the result to the gradients of its flat buffer instead, and return None.
+    The gradient of a local parameter is instead added to the gradients of its flat buffer; then return None.
     """
     if gradient is None:
         return None
@@ -215,7 +215,7 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
         gradient.mul_(ratio)
     else:
         narrow = torch.empty_like(gradient, dtype=parameter.dtype)
-        gradient = torch.mul(gradient, ratio, out=narrow)  # rounded once
+        gradient = torch.mul(gradient, ratio, out=narrow)  # the product is rounded only once
     if not isinstance(parameter, DistributedParameter):
         return gradient
     OnDemandGather.of(parameter, current_world().schedule).collect(parameter.index, gradient)
@@ -224,7 +224,10 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 
 @contextmanager
 def _full(parameter: Tensor | None) -> Iterator[Any]:
-    """Yield the full parameter. A local one is all-gathered, and at the end resharded if it was not full before."""
+    """Yield the full parameter.
+
+    A local parameter is all-gathered, and resharded at the end if it was sharded before.
+    """
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.unsharded():
             yield parameter.buffer.full_params[parameter.index].detach()
@@ -233,12 +236,12 @@ def _full(parameter: Tensor | None) -> Iterator[Any]:
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
-    """Return the number of rows per chunk, such that a chunk has at most `budget` bytes and chunks are about equal.
+    """Return the number of rows per chunk, so that chunks are about equal and have at most `budget` bytes.
 
     Args:
         rows: the number of all rows.
         row_bytes: bytes of a row.
-        budget: the most bytes of a chunk; a chunk has one row at least.
+        budget: the most bytes of a chunk, which has at least one row.
     """
     most = max(1, budget // row_bytes)
     even = -(-rows // max(1, -(-rows // most)))
@@ -246,7 +249,7 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless shapes, dtypes and devices are as `linear_cross_entropy` documents."""
+    """Raise ValueError if a shape, dtype or device is not as `linear_cross_entropy` documents."""
     for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets)):
         expect_tensor(name, tensor)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""Accumulation, in float32, of matrix products of half-precision matrices."""
+"""Products of half-precision matrices, accumulated in float32."""
 
 import logging
 from functools import cache
@@ -22,7 +22,7 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
         return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32) if total is None else total
     if not a.is_cuda:
         return add_product(total, a.float(), b.float())
-    if _wide_output(a.device):  # tensor cores sum in float32, and the result is not rounded to 16 bits
+    if _wide_output(a.device):  # tensor cores sum in float32, and the sum is not rounded to 16 bits
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
@@ -38,9 +38,9 @@ def _wide_output(device: torch.device) -> bool:
     if offered and capability[0] >= 8:
         return True
     log.warning(
-        "linear_cross_entropy rounds the gradient of its weight once per chunk, because torch %s on a GPU of compute "
-        "capability %s cannot multiply half-precision matrices with a float32 result. torch 2.8 with capability 8.0 "
-        "or newer can.",
+        "linear_cross_entropy rounds the weight's gradient once per chunk: torch %s on a GPU of compute capability %s "
+        "cannot multiply half-precision matrices with a float32 result. That needs torch 2.8 and compute capability "
+        "8.0, or newer.",
         torch.__version__,
         ".".join(map(str, capability)),
     )

@@ -36,17 +36,17 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 class MemoryPlanner(Observer):
     """Plans which activations stay in device memory until backward, and which frozen buffers stay unsharded.
 
-    There is at most one planner per world. As an observer it is called before each forward of a wrapped model and after
-    each backward, and it also joins the backwards in which memory is measured.
+    There is at most one planner per world. It is an observer, called before each forward of a wrapped model and after
+    each backward. It also takes part in each backward in which memory is measured.
 
     Attributes:
-        activations: the plan for all blocks with use_checkpoint="auto". It counts resident buffers as taken memory.
-        residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers. These plans share
-            the memory that `activations` leaves.
+        activations: the plan for all blocks with use_checkpoint="auto". It counts resident buffers as memory in use.
+        residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers (buffers that stay
+            unsharded between steps). These plans share the memory that `activations` leaves.
     """
 
-    buffers = ()  # it takes part in backwards, without buffers of its own
-    position = 10  # resident buffers are resharded before other observers may need the memory
+    buffers = ()  # a participant of a backward lists its buffers; the planner has none
+    position = 10  # early: resident buffers are resharded before other observers may need the memory
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
         self.world, self.memory = world, memory
@@ -55,16 +55,19 @@ class MemoryPlanner(Observer):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all buffers that are resident by a plan, whether they are gathered now or not."""
+        """Bytes of all buffers that a plan keeps resident, gathered or not."""
         return sum(plan.nbytes for plan in self.residents.values())
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the buffers that are resident by a plan and are gathered now."""
+        """Bytes of the buffers that a plan keeps resident and that are gathered now."""
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
-        """Return a recomputation policy for `block`, which `activations` plans once the block has been measured."""
+        """Return a new recomputation policy for `block`.
+
+        `activations` plans for it once the block has been measured.
+        """
         if self.activations.outlived:
             self.activations = Activations(self)
         return AutoCheckpoint(self.activations, block)
@@ -79,7 +82,7 @@ class MemoryPlanner(Observer):
             plan.reshard()
 
     def finish_backward(self) -> None:
-        """Use what was measured in a backward. Called at its end, before its last gradients are received."""
+        """Use the measurements of a backward. Called at its end, before its last gradients are received."""
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -91,7 +94,7 @@ class MemoryPlanner(Observer):
 
 
 def planner_of(world: World) -> MemoryPlanner | None:
-    """Return the planner of `world`, which is created if needed; None on the CPU, whose free memory is not known."""
+    """Return the planner of `world`, creating it if needed. Return None on the CPU, whose free memory is unknown."""
     if world.device_memory is None:
         return None
     planner = world.schedule.observer(MemoryPlanner)
@@ -126,8 +129,8 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
     planner = planner_of(world)
     if planner is None:
         _log_once(
-            "use_checkpoint='auto' recomputes nothing on the CPU, because free memory is only known on GPUs. Pass True "
-            "to recompute every block."
+            "use_checkpoint='auto' recomputes no block on the CPU, because free memory is known only on GPUs. To "
+            "recompute every block, pass True."
         )
         return NEVER
     if top_saved_tensors_hooks is None:
@@ -139,7 +142,7 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
 
 
 class Memory(Extension):
-    """The extension that applies `auto_wrap(keep_frozen=)`. It also adds an explanation to out-of-memory errors."""
+    """The extension for `auto_wrap(keep_frozen=)`. It also adds an explanation to out-of-memory errors."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -153,9 +156,9 @@ class Memory(Extension):
 
 
 def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:
-    """Apply `keep_frozen` to `model`, which has just been wrapped. Collective.
+    """Apply `keep_frozen` to `model`, which has just been wrapped. Collective: every rank must call it.
 
-    keep_frozen: True makes all frozen buffers resident now, "auto" those that a plan chooses later, False none.
+    keep_frozen: True makes all frozen buffers resident now; "auto" lets a plan choose some later; False makes none.
     """
     if keep_frozen is False or world.shard_group.size == 1:
         return
@@ -167,15 +170,15 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
         planner.residents[model] = Residents(model, planner)
     elif any(not buffer.gradient.trainable for buffer in buffers_of(model)):
         _log_once(
-            "keep_frozen='auto' keeps no frozen parameters unsharded on the CPU, because free memory is only known on "
-            "GPUs. Pass True to keep all of them unsharded between steps."
+            "keep_frozen='auto' keeps no frozen parameters unsharded on the CPU, because free memory is known only on "
+            "GPUs. To keep all of them unsharded between steps, pass True."
         )
 
 
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
-    """Make buffers that were added or frozen after `model` was wrapped resident too. Collective.
+    """Make buffers resident that were added to `model`, or frozen, after it was wrapped.
 
-    Does nothing unless `model` was wrapped with keep_frozen=True.
+    Collective: every rank must call it. Does nothing unless `model` was wrapped with keep_frozen=True.
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):

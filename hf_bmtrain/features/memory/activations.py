@@ -36,7 +36,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Block(Protocol):
-    """The attributes of a BlockState that a plan reads. The plan also writes `zero_level`."""
+    """The attributes of a BlockState that a plan reads. A plan also writes `zero_level`."""
 
     buffers: list[ShardedBuffer]
     zero_level: int
@@ -44,7 +44,7 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured in one forward of one block.
+    """The measurements of one forward of one block.
 
     Attributes:
         shapes: the shapes of the forward's inputs.
@@ -68,8 +68,8 @@ class AutoCheckpoint(Recompute):
 
     A block that is recomputed may keep what attention returns.
 
-    A plan is valid for inputs that are in no dimension larger than the inputs of some measured forward, since they need
-    no more memory. Larger inputs start a new measurement.
+    A plan is valid for inputs that are in no dimension larger than the inputs of some measured forward, because they
+    need no more memory. Larger inputs start a new measurement.
 
     Attributes:
         kept: whether the plan keeps the block's activations.
@@ -87,7 +87,7 @@ class AutoCheckpoint(Recompute):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block's activations when backward begins: those of its largest measured forward × `calls`."""
+        """Bytes of the block's activations when backward begins: of its largest measured forward, times `calls`."""
         return self._most * self.calls
 
     @property
@@ -107,11 +107,11 @@ class AutoCheckpoint(Recompute):
 
     @property
     def parameters(self) -> int:
-        """Bytes that it takes to leave the block unsharded from its forward to its backward.
+        """Bytes that it takes to keep the block unsharded from its forward to its backward.
 
-        0 if the plan must not choose this, because the block's ZeRO level is 2 already, or because most of its
-        parameters are frozen and keep_frozen="auto" may make them resident, which takes the same memory and saves two
-        all-gathers per step instead of one.
+        0 if the plan must not keep it unsharded. That is so if its ZeRO level is 2, so that it stays unsharded anyway.
+        It is also so if most of its parameters are frozen and keep_frozen="auto" may make them resident: that takes the
+        same memory, and saves two all-gathers per step instead of one.
         """
         if self.block.zero_level == 2:
             return 0
@@ -138,14 +138,14 @@ class AutoCheckpoint(Recompute):
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the block's training forward that is about to begin is recomputed in backward.
 
-        Call it before the block is gathered. Until there is a plan, every rank must call it for the first forward of a
-        pass, because the ranks exchange measurements here. Inside saved-tensor hooks, such as those of torch's
-        checkpoint or of offloading around the block, it returns True: such hooks decide which tensors are kept.
+        Call it before the block is gathered. The ranks exchange measurements here: until there is a plan, every rank
+        must call it for the first forward of a pass. Inside saved-tensor hooks, such as those of torch's checkpoint or
+        of offloading around the block, it returns True, because such hooks decide which tensors are kept.
 
         Args:
             args: the positional arguments of the forward.
             kwargs: the keyword arguments of the forward.
-            pending: how many forwards of the block are waiting for their backward, not including this one.
+            pending: the number of earlier forwards of the block that are waiting for their backward.
         """
         self.activations.begin_forward()
         if self.activations.in_backward or inside_hooks():
@@ -174,35 +174,35 @@ class AutoCheckpoint(Recompute):
         self.activations.add(self, Measurement(shapes, saved.nbytes, pending + 1, meter.nbytes, watch, meter))
 
     def learn(self, measurement: Measurement) -> None:
-        """Update this block's maxima with a measurement. Called when the backward of the measured pass ends."""
+        """Update this block's maxima with a measurement. It is called when the backward of the measured pass ends."""
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._attention, self._measured = max(self._attention, measurement.attention), measurement
         self._inputs.add(measurement.shapes)
 
 
 class Activations:
-    """The plan for all blocks of a world that have use_checkpoint="auto". A new plan is made when needed.
+    """The plan for all blocks of a world with use_checkpoint="auto". A new plan is made when needed.
 
     A pass begins with the first training forward of a block after a backward, and ends with the next backward. In a
-    measured pass every block is recomputed, the bytes that autograd saves are counted for each block, and two peaks of
-    memory are recorded (the allocator's peak is reset for that). The "backward's peak" is that of the times at which
-    the recomputed activations of a block are alive, from its recomputation to the next block's backward; the
-    "forward's peak" is that of the rest of the pass. After the first step of an optimizer the ranks agree on a plan:
-    for each block they assume the largest activations of any rank, and at each peak the least free memory of any rank.
+    measured pass every block is recomputed. For each block the bytes that autograd saves are counted, and two memory
+    peaks are recorded, for which the allocator's peak is reset. The backward's peak covers the times when recomputed
+    activations of a block are alive: from its recomputation to the next block's backward. The forward's peak covers the
+    rest of the pass. After an optimizer's first step the ranks agree on a plan. They assume for each block the largest
+    activations on any rank, and for each peak the least free memory on any rank.
 
-    A forward on inputs larger than measured is recomputed, and the rest of its pass is measured. After that, and when a
-    pass begins with less free memory than the plan was made for, a rank makes a new plan alone, of the blocks that it
-    recomputes, because that choice changes no collective. (sequence_parallel, with which it would, refuses "auto".) The
-    choice of the blocks that stay unsharded until their backward does change collectives, so all ranks make it
-    together, once. Only of an uneven model each rank makes that plan alone too: ranks may have entered different
-    blocks, and they negotiate each collective anyway.
+    If a forward's inputs are larger than any measured, it is recomputed, and the rest of its pass is measured. After
+    that, or when a pass begins with less free memory than the plan assumed, a rank chooses by itself which blocks it
+    recomputes, because this choice changes no collective. (With sequence_parallel it would, so that refuses "auto".)
+    The choice of the blocks that stay unsharded until their backward does change collectives, so all ranks make it
+    together, once. In an uneven model, where ranks may enter different blocks, each rank makes this choice by itself
+    too, because the ranks negotiate each collective anyway.
 
     Attributes:
-        measuring: whether this pass is measured from here on.
+        measuring: whether the rest of this pass is measured.
         left: the bytes that the last plan leaves for resident frozen buffers, including those that are resident
-            already; None before the first plan, and after a measurement until a plan uses it. Activations have
-            priority, because keeping them saves the computation of a forward, while a resident frozen block saves two
-            all-gathers, which overlap with computation anyway.
+            already. None before the first plan, and after a measurement until a plan uses it. Activations have
+            priority over resident buffers: keeping them saves the computation of a forward, while a resident frozen
+            block saves two all-gathers, which overlap with computation anyway.
     """
 
     def __init__(self, planner: MemoryPlanner) -> None:
@@ -210,11 +210,11 @@ class Activations:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
-        self._free: int | None = None  # the fewest bytes free as a planned pass began; None before the first plan
-        self._forward = self._backward = 0  # the two peaks, in bytes above what was allocated as the pass began
+        self._free: int | None = None  # minimum of free bytes when a planned pass begins; None before the first plan
+        self._forward = self._backward = 0  # the two peaks, in bytes above those allocated when the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
-        self._stale = True  # whether there is no plan yet, or a pass was measured since the last one
+        self._stale = True  # whether there is no plan yet, or a pass was measured after the last plan
         self._left = 0
         self.measuring = False
 
@@ -248,7 +248,7 @@ class Activations:
             self._begin_pass(self._present())
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
-        """Make a plan if one is needed; if that is not possible yet, measure this pass. blocks: the measured ones."""
+        """Make a plan if one is needed and possible; otherwise measure this pass. blocks: those measured so far."""
         self._meter.begin(_buffers(blocks))
         self._fresh, self.measuring = [], False
         if self._free is None:
@@ -267,22 +267,22 @@ class Activations:
             self._meter.memory.reset_peak()
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
-        """Add the measurement of a forward of `block`. It is used when the backward of this pass has ended."""
+        """Add the measurement of a forward of `block`. It takes effect when the backward of this pass has ended."""
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
         """Record the allocator's peak since the last call of `mark`, and reset it.
 
-        It counts as the backward's peak if a block's recomputed activations were alive since then, or else as the
-        forward's peak.
+        It counts as the backward's peak if recomputed activations of a block were alive during that time, and otherwise
+        as the forward's peak.
 
-        recomputed: True if the recomputation of a block begins now, False if the backward of a block does.
+        recomputed: True at the start of a block's recomputation, False at the start of a block's backward.
         """
         self._take_peak(recomputed)
         self._schedule.join_backward(self._planner)
 
     def _take_peak(self, recomputed: bool) -> None:
-        """Record and reset the peak, as `mark` does. recomputed: whether recomputed activations are alive from now."""
+        """Do the work of `mark`. recomputed: whether recomputed activations are alive from now on."""
         taken = self._meter.taken()
         if self._recomputed:
             self._backward = max(self._backward, taken)
@@ -292,7 +292,7 @@ class Activations:
         self._meter.memory.reset_peak()
 
     def finish_backward(self) -> None:
-        """Store the measurements of this pass, whose backward ends now, for the next plan."""
+        """Store the measurements of this pass for the next plan. Called when its backward ends."""
         self._take_peak(recomputed=False)
         known = self._present()
         for block, measurement in self._fresh:
@@ -309,23 +309,25 @@ class Activations:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _read_free(self) -> int:
-        """Return the bytes that were free as the pass began. Resident buffers count as free."""
+        """Return the bytes that were free when the pass began. Resident buffers count as free."""
         return self._meter.memory.usable() - self._meter.began
 
     def _rooms(self, free: int) -> tuple[int, int]:
-        """Return how many bytes of kept activations fit at the forward's peak, and how many at the backward's peak.
+        """Return the bytes of kept activations that fit at the forward's peak, and at the backward's peak.
 
-        These are `free` (bytes free as the pass began), less all resident buffers, less what a pass that recomputes
-        every block takes at that peak.
+        Each is `free` (the bytes free when the pass began), minus all resident buffers, minus the bytes that a pass
+        which recomputes every block takes at that peak.
         """
         free -= self._planner.resident_bytes
         return free - self._forward, free - self._backward
 
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
-        """Make the first plan, and return True. Unless the model is uneven, it is the same on every rank. Collective.
+        """Make the first plan, and return True. Collective: every rank must call it.
 
-        Return False, without a plan, if no rank's optimizer has stepped: then the optimizer's state is not allocated
-        yet. blocks: the policies of the measured blocks.
+        The plan is the same on every rank, except in an uneven model. If no optimizer has stepped on any rank, the
+        optimizer's state is not allocated yet; then no plan is made, and False is returned.
+
+        blocks: the policies of the measured blocks.
         """
         world, free = self._planner.world, self._read_free()
         mine = Reading(

@@ -22,18 +22,18 @@ Shapes = tuple[torch.Size, ...]
 class SavedBytes:
     """Counts the bytes of the storages that autograd saves inside `counting()`.
 
-    Each storage counts once. The storages of the tensors in `held` do not count, because they exist anyway, nor do
-    tensors that are not strided.
+    Each storage counts once. Two kinds of tensors do not count: those in `held`, because they exist anyway, and tensors
+    that are not strided.
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
-        # Weak references keep nothing alive, and while they exist no other storage gets the same address.
+        # Weak references keep no storage alive. While they exist, no other storage gets the same address.
         self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
         self.nbytes = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Under `with`, count saved storages. Hooks for saved tensors that were active before still take effect."""
+        """Under `with`, count saved storages. Saved-tensor hooks that were active before still take effect."""
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
         def count(tensor: torch.Tensor) -> Any:
@@ -95,7 +95,7 @@ class Stopwatch:
 
 
 def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of the arguments that are tensors or, if none is, of the tensors nested in the arguments."""
+    """Return the shapes of the tensor arguments or, if there are none, of the tensors nested in the arguments."""
     shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if shapes:
         return shapes
@@ -103,32 +103,33 @@ def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
 
 
 def _is_within(shapes: Shapes, measured: Shapes) -> bool:
-    """Return whether each of `shapes` is in no dimension larger than the measured shape at the same position."""
+    """Return whether each of `shapes` is at most the measured shape at the same position, in every dimension."""
     return [len(shape) for shape in shapes] == [len(shape) for shape in measured] and all(
         size <= most for shape, other in zip(shapes, measured) for size, most in zip(shape, other)
     )
 
 
 class MeasuredInputs:
-    """The input shapes of the largest measured forwards, each with the number of the forward within its pass."""
+    """The input shapes of the largest measured forwards, and each forward's number within its pass."""
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
         self._covered: dict[Shapes, int] = {}  # cache of `cover`: the highest number for which shapes are covered
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
-        """Add the input shapes of a measured forward. number: how many forwards of its pass came before it."""
+        """Add the input shapes of a measured forward. number: the number of earlier forwards in its pass."""
         kept = [each for each in self._measured if each[0] > number or not _is_within(each[1], shapes)]
         self._measured = [*kept, (number, shapes)]
 
     def cover(self, shapes: Shapes, number: int = 0) -> bool:
         """Return whether a forward is known to need no more memory than a measured one.
 
-        That is so if a measured forward with the same or a higher number had inputs that are in no dimension smaller.
+        It is, if some measured forward had the same or a higher number within its pass, and inputs that were in no
+        dimension smaller.
 
         Args:
             shapes: the shapes of the forward's inputs.
-            number: how many forwards of its pass came before it.
+            number: the number of earlier forwards in its pass.
         """
         if number <= self._covered.get(shapes, -1):
             return True
@@ -140,18 +141,18 @@ class MeasuredInputs:
 
 
 class Meter:
-    """Measures for one plan the memory that is free as a pass begins, and how far the peak rises above its beginning.
+    """Measures, for one plan, the free memory at the start of a pass, and how far the peak of the pass exceeds it.
 
-    A pass begins with the first training forward after a backward. Buffers that are resident by a plan can be resharded
+    A pass begins with the first training forward after a backward. Buffers that a plan keeps resident can be resharded
     at any time, so their bytes count as free.
 
     Attributes:
         memory: the device's memory.
-        began: the bytes that were allocated when `begin` was called, not counting resident buffers.
+        began: the bytes that were allocated when `begin` was called, without resident buffers.
     """
 
     def __init__(self, memory: DeviceMemory, resident_bytes: Callable[[], int]) -> None:
-        """resident_bytes: returns the bytes that are allocated now for buffers that are resident by a plan."""
+        """resident_bytes: returns the bytes now allocated for buffers that a plan keeps resident."""
         self.memory, self._resident_bytes = memory, resident_bytes
         self.began = 0
         self._backwards = -1
@@ -181,7 +182,7 @@ class Meter:
         return self.memory.allocated() - self._resident_bytes()
 
     def taken(self) -> int:
-        """Return by how many bytes the allocator's peak, not counting resident buffers, exceeds `began`."""
+        """Return the bytes by which the allocator's peak, without resident buffers, exceeds `began`."""
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:
@@ -191,7 +192,7 @@ class Meter:
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
         """Return whether an optimizer has written a shard of `buffers` since `note_versions`.
 
-        If so, the optimizer's state is allocated. Also True if no buffer is trainable.
+        An optimizer that has stepped has allocated its state. Also returns True if no buffer is trainable.
         """
         versions = _versions(buffers)
         return not versions or versions != self._versions
@@ -207,9 +208,9 @@ class Reading:
     """One rank's measurements, from which the ranks make a plan.
 
     Attributes:
-        stepped: whether the rank's optimizer has stepped, and so allocated its state.
-        rooms: for each of the memory peaks that the plan distinguishes, the bytes that may still be taken at that peak;
-            None if the rank does not know them yet.
+        stepped: whether the rank's optimizer has stepped, and so has allocated its state.
+        rooms: the bytes that may still be allocated at each of the plan's memory peaks; None if the rank does not
+            know them yet.
         activations: the bytes of each block's activations.
         attention: the bytes that attention returns in each block.
         attention_first: whether to keep these saves more time a byte than to keep all activations.
@@ -242,7 +243,8 @@ class Agreed:
 def agree(world: World, mine: Reading) -> Agreed | None:
     """Return what the ranks assume for a plan. Collective.
 
-    Return None while it is too early for a plan: no rank's optimizer has stepped, or a rank does not know its rooms.
+    Collective: every rank must call it. Return None if it is too early for a plan: no rank's optimizer has stepped, or
+    a rank does not know its rooms.
 
     Args:
         world: the ranks.

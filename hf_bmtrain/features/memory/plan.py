@@ -1,4 +1,4 @@
-"""A plan: which blocks keep their activations, and which stay unsharded until backward, within the free memory."""
+"""Choose which blocks keep their activations, and which stay unsharded until backward, given the free memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is kept in memory until backward: a choice for each block, in execution order.
+    """The choice, for each block in execution order, of what is kept in memory until backward.
 
     Attributes:
         kept: for each block, whether it keeps its activations.
         attention: for each block, whether it is recomputed but keeps what attention returns.
         full: for each block, whether it stays unsharded from its forward to its backward.
-        left: the bytes that the plan leaves free at the peak of the forward and at that of the backward, whichever has
-            less; negative if even a step that recomputes every block takes too much.
+        left: the bytes that the plan leaves free at the forward's or the backward's peak, whichever are fewer. Negative
+            if even a step that recomputes every block takes too much memory.
     """
 
     kept: tuple[bool, ...]
@@ -70,9 +70,9 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     Args:
         sizes: what can be kept.
         forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and the
-            loss. May be negative, as may `backward_room`.
-        backward_room: the bytes that the same step leaves free at its peak while a block's recomputed activations are
-            alive.
+            loss. May be negative.
+        backward_room: the bytes that the same step leaves free at its peak while recomputed activations of a block are
+            alive. May be negative.
     """
     count = len(sizes.activations)
     taken = [0] * count

@@ -1,8 +1,8 @@
-"""keep_frozen: frozen parameters that stay unsharded from step to step, all of them or as many as memory allows.
+"""keep_frozen: frozen parameters that stay unsharded between steps, either all of them or as many as memory allows.
 
-Frozen weights do not change, so a buffer that was gathered once may stay unsharded (`ShardedBuffer.resident`), and
-needs no all-gather in later steps. After a write to its shard it is gathered again, and while one of its parameters is
-trainable it is resharded like any other. The same buffers must be resident on every rank, because an all-gather may be
+Frozen weights do not change. So a buffer that was gathered once may stay unsharded (`ShardedBuffer.resident`), and
+needs no all-gather in later steps. It is gathered again after a write to its shard, and resharded like any other buffer
+while one of its parameters is trainable. The same buffers must be resident on every rank, because an all-gather may be
 a collective.
 """
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hf_bmtrain")
 _LEAST_SHARE = 4
-"""A model is planned for if at least 1 / _LEAST_SHARE of its parameters is frozen."""
+"""A model gets a plan only if at least 1 / _LEAST_SHARE of its parameters is frozen."""
 _TOLERANCE = 64
-"""A plan stays valid while free memory decreases by at most 1 / _TOLERANCE of the usable memory: less than the reserve
-that `DeviceMemory.usable` leaves."""
+"""A plan stays valid while free memory decreases by at most 1 / _TOLERANCE of the usable memory. That is less than the
+reserve that `DeviceMemory.usable` leaves."""
 _GIB = 2**30
 
 
 def keep_all(model: torch.nn.Module, world: World) -> None:
-    """Make every buffer of `model` resident while it is frozen, and gather those that are frozen now. Collective.
+    """Make every buffer of `model` resident, and gather those that are frozen now. Collective: every rank must call it.
 
-    A buffer that is frozen later becomes resident with its next all-gather.
+    A buffer that is frozen later is kept unsharded from its next all-gather on.
     """
     buffers = buffers_of(model)
     for buffer in buffers:
@@ -46,27 +46,28 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
             buffer.gather()
     for buffer in buffers:
         buffer.wait()
-    # Without this wait, a rank could write its shard before the first step, while other ranks still read that shard.
+    # Without this wait, a rank could write its shard before the first step while another rank still reads it.
     world.schedule.wait_for_readers()
 
 
 class Residents:
     """Keeps as many frozen buffers of a wrapped model resident as memory allows.
 
-    A pass begins with the first training forward after a backward, and ends where the next pass begins. Passes are
-    measured while nothing is resident (the allocator's peak is reset for that). After the first step of an optimizer
-    the ranks agree which buffers become resident: first those of root parameters, then those of the blocks, as many as
-    fit on the rank with the least room. The room of a rank is what a measured step leaves of `DeviceMemory.usable` or,
-    if blocks have use_checkpoint="auto", what the plan of their activations leaves (`Activations.left`).
+    A pass begins with the first training forward after a backward, and ends where the next pass begins. A measured pass
+    has no resident buffers, and the allocator's peak is reset for it. After an optimizer's first step the ranks agree
+    which buffers become resident, as many as fit on the rank with the least room: first root buffers (of parameters
+    outside blocks), then those of the blocks. A rank's room is the part of `DeviceMemory.usable` that a measured step
+    leaves free or, if blocks have use_checkpoint="auto", the bytes that the plan of their activations leaves
+    (`Activations.left`).
 
     Before each training forward the ranks exchange one message. If on any rank the inputs are larger than measured, or
-    less memory is free than the plan was made for, all ranks reshard the resident buffers, measure, and plan again.
-    Forwards without gradients (evaluation, generation) may need any amount of memory: the buffers are resharded before
-    them, which needs no message, and become resident again with the next training forward. So a step that fits in
-    memory without resident buffers also fits with this class.
+    less memory is free than the plan assumed, all ranks reshard the resident buffers, measure, and plan again. Forwards
+    without gradients (evaluation, generation) may need any amount of memory, so the buffers are resharded before them,
+    without a message; they become resident again with the next training forward. So a step that fits in memory
+    without resident buffers also fits with them.
 
     Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or after a plan that
-    has found no room.
+    found no room.
     """
 
     def __init__(self, model: torch.nn.Module, planner: MemoryPlanner) -> None:
@@ -83,23 +84,23 @@ class Residents:
         self._forwards = 0  # the number of training forwards in this pass
         self._seen: list[tuple[int, Shapes]] = []  # number and input shapes of each measured forward of this pass
         self._inputs = MeasuredInputs()
-        self._peak: int | None = None  # the most bytes taken since a measurement began; None if none is running
-        self._free = 0  # the fewest bytes that were free at the start of a pass since a measurement began
+        self._peak: int | None = None  # peak of allocated bytes since the measurement began; None without a measurement
+        self._free = 0  # the minimum of free bytes at the start of a pass, since the measurement began
         self._spare = 0  # bytes by which free memory may fall below `_free` before a new plan is made
         self._policies: list[Any] = []  # the blocks' recompute policies when the measurement began
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that are resident by the plan."""
+        """Bytes of the buffers that the plan keeps resident."""
         return sum(buffer.full_nbytes for buffer in self._kept())
 
     @property
     def gathered(self) -> int:
-        """Bytes of the buffers that are resident by the plan and are gathered now."""
+        """Bytes of the buffers that the plan keeps resident and that are gathered now."""
         return sum(buffer.full_nbytes for buffer in self._kept() if buffer.is_unsharded)
 
     def _kept(self) -> list[ShardedBuffer]:
-        """Return the chosen buffers that still exist; an empty list after `reshard`, until they are resident again."""
+        """Return the chosen buffers that still exist. Empty after `reshard`, until they are resident again."""
         if not self._keeping:
             return []
         return [buffer for buffer in (reference() for reference in self._chosen) if buffer is not None]
@@ -107,8 +108,8 @@ class Residents:
     def _units(self) -> list[list[ShardedBuffer]]:
         """Return all buffers, in groups that become resident together.
 
-        Each root buffer is a group alone, and all buffers of a block are a group. A root buffer or block that no longer
-        exists (its weak reference is dead) leaves an empty group.
+        Each root buffer is a group by itself; the buffers of a block form one group. A root buffer or block that no
+        longer exists leaves an empty group.
         """
         outside = [[] if buffer is None else [buffer] for buffer in (reference() for reference in self._root)]
         return outside + [[] if state is None else state.buffers for state in (each() for each in self._blocks)]
@@ -119,7 +120,9 @@ class Residents:
     # -- a forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self, shapes: Shapes) -> None:
-        """Decide which buffers are resident in the training forward that begins now. Collective.
+        """Decide which buffers are resident in the training forward that begins now.
+
+        Collective: every rank must call it.
 
         shapes: the shapes of the forward's inputs.
         """
@@ -143,9 +146,9 @@ class Residents:
         self._forwards += 1
 
     def _begin_pass(self) -> None:
-        """Store the input shapes that were measured in the last pass, and decide whether this pass needs any work."""
+        """Store the input shapes measured in the last pass, and decide whether this pass needs any work."""
         self._forwards = 0
-        for number, shapes in self._seen:  # only now, because a measurement is complete when its pass has ended
+        for number, shapes in self._seen:  # added only now, because a measurement is complete when its pass has ended
             self._inputs.add(shapes, number)
         self._seen = []
         if self._planned:
@@ -157,9 +160,9 @@ class Residents:
             self._peak = None  # `activations` has reset the allocator's peak, so this measurement cannot continue
 
     def _is_short(self) -> bool:
-        """Return whether less memory is free than the plan was made for.
+        """Return whether less memory is free than the plan assumed.
 
-        Also True if blocks have other recompute policies than when the last measurement began.
+        Also returns True if the blocks' recompute policies have changed since the last measurement began.
         """
         if self._present_policies() != self._policies:
             self._peak = None
@@ -167,7 +170,7 @@ class Residents:
         return self._planned and self._read_free() < self._free - self._spare
 
     def _read_free(self) -> int:
-        """Return the bytes free now. Resident buffers of this model count as free, those of other models do not."""
+        """Return the bytes free now. Resident buffers count as free for this model, but not for other models."""
         others = self._planner.gathered_bytes - self.gathered
         return self._meter.read_free(self._buffers()) - others
 
@@ -177,7 +180,7 @@ class Residents:
     # -- a measurement ------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Begin to measure the memory that steps take. Call it only while no buffer of this model is resident."""
+        """Begin to measure the memory that steps take. No buffer of this model may be resident."""
         self._policies = self._present_policies()
         self._meter.note_versions(self._buffers())
         if self._planner.activations.measuring:
@@ -193,12 +196,12 @@ class Residents:
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
-        """During a measurement, record the allocator's peak now: the user may reset it between two steps."""
+        """During a measurement, record the allocator's peak now, because the user may reset it between steps."""
         if self._peak is not None:
             self._peak = max(self._peak, self._meter.taken())
 
     def _room(self) -> int | None:
-        """Return the bytes that resident buffers of this model may take; None while that is not known."""
+        """Return the bytes that resident buffers of this model may take, or None while that is unknown."""
         # No buffer of this model is resident here, so `resident_bytes` are those of other models.
         free, others = self._read_free(), self._planner.resident_bytes
         self._free = free if self._peak is None else min(self._free, free)
@@ -209,7 +212,10 @@ class Residents:
         return None if self._peak is None else free + self._planner.gathered_bytes - others - self._peak
 
     def _agree(self) -> None:
-        """Choose the resident buffers, the same on every rank, if an optimizer has allocated its state. Collective."""
+        """Choose the resident buffers, the same on all ranks, once an optimizer has allocated its state.
+
+        Collective: every rank must call it.
+        """
         buffers, room = self._buffers(), self._room()
         reading = Reading(self._meter.has_stepped(buffers), None if room is None else (room,))
         self._meter.note_versions(buffers)
@@ -220,17 +226,20 @@ class Residents:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _plan(self, units: Sequence[Sequence[ShardedBuffer]], room: int) -> None:
-        """Choose the resident buffers: in execution order, each group that still fits into the room. Collective.
+        """Choose the resident buffers: in execution order, each group that still fits into the room.
 
-        The first groups matter most: when a forward begins, there is hardly any computation yet that could overlap with
-        an all-gather. units: the groups of frozen buffers. room: the bytes that resident buffers may take.
+        Collective: every rank must call it. The first groups matter most, because at the start of a forward hardly any
+        computation can overlap with their all-gathers.
+
+        units: the groups of frozen buffers.
+        room: the bytes that resident buffers may take.
         """
         numbers, left = [], room
         for number, unit in enumerate(units):
             if 0 < _nbytes([unit]) <= left:
                 numbers.append(number)
                 left -= _nbytes([unit])
-        # Rank 0 decides for all, because a deleted block may be garbage-collected on one rank and not yet on another.
+        # Rank 0 decides for all: a deleted block may have been garbage-collected on one rank and not yet on another.
         chosen = [units[number] for number in self._world.control.broadcast_object(numbers)]
         units = [unit for unit in units if unit]
         self._chosen = [weakref.ref(buffer) for unit in chosen for buffer in unit]
@@ -253,7 +262,7 @@ class Residents:
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard the resident buffers now or, if another model's forward is running and may read them, at its end."""
+        """Reshard the resident buffers now, or at the end of another model's running forward, which may read them."""
         for buffer in self._kept():
             buffer.resident = False
             if self._schedule.inside.depth <= 1:

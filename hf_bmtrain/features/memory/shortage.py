@@ -1,4 +1,4 @@
-"""The explanation that is added to an out-of-memory error: what takes the memory, and what would need less."""
+"""The explanation that is added to an out-of-memory error: what takes memory, and how to save some."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...engine.sharding.slots import buffers_of
 
 
 def follow_shortage(model: torch.nn.Module, world: World) -> None:
-    """From now on, describe the memory of `model`, and not of an earlier model, in out-of-memory errors."""
+    """Describe the memory of `model`, instead of that of an earlier model, in out-of-memory errors from now on."""
     shortage = world.schedule.observer(Shortage)
     if shortage is None:
         world.schedule.observe(Shortage(model, world))
@@ -24,7 +24,7 @@ def follow_shortage(model: torch.nn.Module, world: World) -> None:
 
 
 class Shortage(Observer):
-    """Describes what takes memory in a wrapped model when an out-of-memory error is raised, and what would save it."""
+    """Explains an out-of-memory error: what takes memory in a wrapped model, and what would save some."""
 
     position = 10
 
@@ -33,7 +33,7 @@ class Shortage(Observer):
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """From now on, describe the memory of `model` and no longer that of an earlier model."""
+        """Describe the memory of `model`, instead of that of an earlier model, from now on."""
         self._model = weakref.ref(model)
 
     def out_of_memory(self) -> str:
@@ -41,7 +41,7 @@ class Shortage(Observer):
         if model is None:
             return "The model that auto_wrap sharded has been deleted."
         lines = [f"Memory on rank {self._world.rank}, in GiB:", *self._table(model)]
-        return "\n".join([*lines, "What needs less memory; try it in this order:", *self._advice(model)])
+        return "\n".join([*lines, "To save memory, try in this order:", *self._advice(model)])
 
     def _table(self, model: torch.nn.Module) -> list[str]:
         """Return lines with the GiB that each kind of tensor takes."""

@@ -1,5 +1,6 @@
-"""Muon over shards: momentum whose matrices are orthogonalized, each on one rank.
+"""Muon for sharded parameters. Each matrix is orthogonalized on one rank, its owner.
 
-`optimizer` contains MuonOptimizer. `matrices` finds a model's matrices, divides them among the ranks and plans their
-exchange; `exchange` sends them to their owners and back; `orthogonalize` is the arithmetic on full matrices.
+Files: `optimizer` contains MuonOptimizer. `matrices` finds a model's matrices, assigns them to owners and plans their
+exchange. `exchange` sends the matrices to their owners and the results back. `orthogonalize` is the arithmetic on full
+matrices.
 """

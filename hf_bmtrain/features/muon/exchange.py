@@ -1,4 +1,4 @@
-"""The exchange of one round: each rank's elements go to the owners of the matrices, and the results come back."""
+"""The exchange of one round: each rank sends its elements to the matrices' owners, and gets the results back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .matrices import Matrix
 
 
 class Round:
-    """The exchange of matrices. Every rank calls `send`, `orthogonalize` and `receive`, in this order; all are
-    collective or wait for what is.
+    """The exchange of some matrices with their owners.
 
-    Between the calls other work can be queued, with which the exchange overlaps.
+    Every rank must call `send`, `orthogonalize` and `receive`, in this order. The exchange overlaps with other work
+    that is queued between these calls.
 
     Attributes:
         matrices: the matrices, the same on all ranks.
@@ -30,24 +30,26 @@ class Round:
         self._of_ranks = [*map(sum, self._by_rank)]
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """Send this rank's elements of all matrices to their owners. Collective.
+        """Send this rank's elements of all matrices to their owners. Collective: every rank must call it.
 
         Args:
-            parts: for each of `matrices`, this rank's elements, 1-D bfloat16, possibly empty.
+            parts: this rank's elements of each of `matrices`, 1-D bfloat16, possibly empty.
         """
         self._sent = torch.cat([*parts])
         self._received = self._sent.new_empty(sum(self._of_ranks))
         self._ticket = self._communicator.all_to_all(self._received, self._sent, self._of_ranks, self._of_owners)
 
     def orthogonalize(self, function: Callable[[Matrix, torch.Tensor], torch.Tensor]) -> None:
-        """Compute the results of the matrices that this rank owns, and send them back. Collective.
+        """Compute the results of the matrices that this rank owns, and send them back.
+
+        Collective: every rank must call it.
 
         Args:
-            function: called with a matrix and its full elements, in its shape, which it may overwrite; returns a tensor
+            function: called with a Matrix and a tensor of its full shape, which it may overwrite. It returns a tensor
                 of the same shape and dtype.
         """
         self._ticket.wait()
-        # Received are, from each rank, its elements of all own matrices.
+        # Each rank has sent its elements of all matrices that this rank owns.
         pieces = [*self._received.split([count for counts in self._by_rank for count in counts])]
         count = len(self._mine)
         full = [torch.cat(pieces[number::count]) for number in range(count)]
@@ -58,9 +60,9 @@ class Round:
         self._ticket = self._communicator.all_to_all(self._received, self._sent, self._of_owners, self._of_ranks)
 
     def receive(self) -> list[torch.Tensor]:
-        """Return the results that `orthogonalize` of the owners computed: for each of `matrices`, this rank's elements.
+        """Return this rank's elements of the results, one tensor for each of `matrices`.
 
-        The current stream waits for them.
+        The owners computed the results in `orthogonalize`. The current stream waits for them.
         """
         self._ticket.wait()
         results = self._received

@@ -14,7 +14,7 @@ from ...engine.sharding.parameter import DistributedParameter, is_part
 from ...engine.sharding.slots import find_places
 
 ROUND_ELEMENTS = 1 << 24
-"""About how many elements of one owner a round has: 32 MiB, enough for the full speed of the links."""
+"""Approximate number of elements per owner in a round: 32 MiB, enough for the full speed of the links."""
 _NOT_HIDDEN = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.modules.conv._ConvNd)
 
 
@@ -24,10 +24,10 @@ def is_matrix(shape: torch.Size) -> bool:
 
 
 def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Divide a model's parameters into the matrices of hidden layers, and all others, in the model's order.
+    """Divide a model's parameters into the matrices of hidden layers and all others, each in the model's order.
 
-    A hidden matrix is used in blocks only, by modules that are neither embeddings nor convolutions. A parameter with
-    three dimensions is a stack of matrices, such as the experts of a layer.
+    A parameter is a hidden matrix if only modules in blocks use it, and none of them is an embedding or convolution. A
+    parameter with three dimensions is a stack of matrices, such as the experts of a layer.
     """
     inside = {module for block in model.modules() if isinstance(block, CheckpointBlock) for module in block.modules()}
     if any(map(is_part, model.parameters())):
@@ -46,10 +46,10 @@ def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch
 
 @dataclass(eq=False)
 class Matrix:
-    """A matrix, or consecutive matrices of a stack, that one rank orthogonalizes.
+    """A matrix, or several consecutive matrices of a stack, which one rank orthogonalizes.
 
     Attributes:
-        run: the number of the optimizer's run that has the parameter.
+        run: the number of the optimizer's run (a contiguous range of parameters) that contains the parameter.
         parameter: the parameter.
         start: the index of the first element in the flattened parameter.
         shape: (rows, columns) or (count, rows, columns).
@@ -64,16 +64,16 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """What the iteration costs, up to a factor."""
+        """The cost of the Newton–Schulz iteration, up to a constant factor."""
         return math.prod(self.shape) * min(self.shape[-2:])
 
     @cached_property
     def counts(self) -> list[int]:
-        """The number of elements that each rank stores. Ranks store consecutive elements, in rank order."""
+        """The number of its elements on each rank. Ranks store consecutive elements, in rank order."""
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return the (start, stop) of the elements that `rank` stores, in its part of the parameter."""
+        """Return (start, stop) of the elements on `rank`, as indices into the rank's part of the parameter."""
         start, stop = self._range(rank)
         first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0
         return (start - first, stop - first) if start < stop else (0, 0)
@@ -87,7 +87,7 @@ class Matrix:
         return self.parameter.buffer.layout.range_of(self.parameter.index, rank)
 
     def _range(self, rank: int) -> tuple[int, int]:
-        """Return the (start, stop) of the elements that `rank` stores, in the flattened parameter."""
+        """Return (start, stop) of the elements on `rank`, as indices into the flattened parameter."""
         stop = self.start + math.prod(self.shape)
         if not isinstance(self.parameter, DistributedParameter):
             return self.start, stop
@@ -96,7 +96,7 @@ class Matrix:
 
 
 def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matrix]:
-    """Return the matrices of a parameter: itself, or for a stack at most `size` parts of it, so that ranks share it."""
+    """Return the matrices of a parameter: one for a 2-D parameter; up to `size` parts of a stack, so ranks share it."""
     shape = tuple(parameter.shape)
     if len(shape) == 2:
         return [Matrix(run, parameter, 0, shape)]
@@ -110,8 +110,9 @@ def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matr
 def assign(matrices: Sequence[Matrix], size: int) -> None:
     """Choose the owner of each matrix, the same on all ranks, so that all ranks have about the same cost.
 
-    In the order of falling costs, a matrix goes to the rank that stores most of it, which saves traffic, while this
-    rank's total is at most the mean over ranks; otherwise to the rank with the smallest total.
+    Matrices are assigned in descending order of cost. A matrix goes to the rank that stores most of it, which saves
+    traffic, unless that would raise this rank's total above the mean over ranks. Then it goes to the rank with the
+    smallest total.
     """
     totals, mean = [0] * size, sum(matrix.cost for matrix in matrices) / size
     for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):
@@ -122,9 +123,10 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
 
 
 def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
-    """Divide matrices into rounds, each of which is exchanged together and takes all ranks about the same time.
+    """Divide matrices into rounds. The matrices of a round are exchanged together.
 
-    In every round, an owner has about the same share of its total cost. A round has about ROUND_ELEMENTS of one owner.
+    Each owner has about the same share of its total cost in every round, so that a round takes all ranks about the same
+    time. A round has about ROUND_ELEMENTS elements of one owner.
     """
     queues = [sorted((m for m in matrices if m.owner == rank), key=lambda m: -m.cost) for rank in range(size)]
     elements = max(sum(math.prod(matrix.shape) for matrix in queue) for queue in queues)

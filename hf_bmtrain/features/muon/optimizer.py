@@ -24,40 +24,40 @@ class MuonOptimizer(AdamOptimizer):
 
         m ← μm + (1−μ)g    u ← μm + (1−μ)g with Nesterov, otherwise m    w ← w − lr·wd·w − lr · f · orthogonalized(u)
 
-    The updates of matrices are those of torch.optim.Muon, those of other parameters AdamW's. Muon takes parameters with
-    two dimensions inside blocks, and stacks of matrices with three, such as experts, each matrix by itself. AdamW takes
-    everything else: embeddings, the head, norms, biases, convolutions, parameters with one row or column, and what is
-    also used outside the blocks. Every step is collective.
+    Matrices are updated as by torch.optim.Muon, all other parameters as by AdamW. Muon updates 2-D parameters inside
+    blocks, and each matrix of 3-D ones, such as experts. AdamW updates everything else: embeddings, the head, norms,
+    biases, convolutions, parameters with one row or column, and parameters that are also used outside the blocks. Every
+    step is collective: every rank must call it.
 
-    Each matrix is orthogonalized once, on one rank, so that all ranks have about the same work. For this, every element
-    is sent to the matrix's owner and back, as bfloat16, in which torch.optim.Muon orthogonalizes too. While a rank
-    computes, the next matrices arrive and the last results return.
+    Each matrix is orthogonalized on one rank, its owner, so that all ranks have about the same work. Every rank sends
+    its elements to the owner and gets the results back, in bfloat16, the dtype in which torch.optim.Muon orthogonalizes
+    too. While a rank computes, the next matrices arrive and the last results return.
 
-    The state of a matrix takes 4 bytes per element, and 8 for half-precision weights, whose float32 masters it
-    contains. That of other parameters is AdamOptimizer's. It can be saved, and loaded on another number of ranks.
-    OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
+    The state of a matrix takes 4 bytes per element, or 8 for half-precision weights, for which it includes float32
+    masters. The state of other parameters is that of AdamOptimizer. A saved state can be loaded on another number of
+    ranks. OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
 
     Args:
-        params: the sharded model; or parameter groups, which are dicts with "params", "muon" (whether Muon updates
-            them) and those settings that differ from the arguments.
-        lr: the learning rate of matrices: a number, or a tensor of one element, which the host reads.
+        params: the sharded model, or parameter groups. A group is a dict with "params", "muon" (whether Muon updates
+            them) and the settings that differ from the arguments.
+        lr: the learning rate of matrices: a number or a tensor of one element, which the host reads.
         weight_decay: wd of matrices.
         momentum: μ.
         nesterov: whether the momentum is Nesterov's.
         ns_coefficients: the coefficients of the Newton–Schulz iteration.
         eps: the smallest norm by which an update is divided before the iteration.
-        ns_steps: the number of iterations, below 100.
+        ns_steps: the number of iterations, less than 100.
         adjust_lr_fn: f, the factor of the learning rate for a matrix with A rows and B columns. "original", or None:
-            √max(1, A/B). "match_rms_adamw": 0.2·√max(A, B), with which learning rates and weight decay of AdamW can be
+            √max(1, A/B). "match_rms_adamw": 0.2·√max(A, B), so that AdamW's learning rate and weight decay can be
             used. "spectral_unclamped": √(A/B).
-        adam_lr: the learning rate of the other parameters; None for `lr`. A scheduler changes both in proportion.
+        adam_lr: the learning rate of the other parameters; None uses `lr`. A scheduler changes both in proportion.
         betas: AdamW's β₁ and β₂.
         adam_eps: AdamW's eps.
-        adam_weight_decay: the weight decay of the other parameters; None for `weight_decay`.
+        adam_weight_decay: the weight decay of the other parameters; None uses `weight_decay`.
 
     Raises:
-        ValueError: a setting is out of range, the model has no matrices in blocks, or a group for Muon has a parameter
-            that is not a matrix.
+        ValueError: a setting is out of range, the model has no matrices in blocks, or a group with "muon": True
+            contains a parameter that is not a matrix.
 
     Example::
 
@@ -110,17 +110,17 @@ class MuonOptimizer(AdamOptimizer):
         """Add a parameter group.
 
         Args:
-            param_group: a dict with "params", "muon", and those settings that differ from the optimizer's.
+            param_group: a dict with "params", "muon", and the settings that differ from the optimizer's.
 
         Raises:
-            ValueError: a setting is out of range, a key is missing, or Muon should update a parameter that is not a
-                matrix.
+            ValueError: a setting is out of range, a key is missing, or the group has "muon": True and contains a
+                parameter that is not a matrix.
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params" and "muon"')
         if not isinstance(param_group.get("muon"), bool):
             raise ValueError(
-                'param_group must say with "muon": True or False whether Muon or AdamW updates its parameters. '
-                "MuonOptimizer(model) divides the parameters itself"
+                'param_group needs the key "muon", True if Muon updates its parameters and False if AdamW does. '
+                "MuonOptimizer(model) divides the parameters automatically."
             )
         if param_group["muon"]:
             param_group = {**self._muon_defaults, **param_group}
@@ -131,7 +131,8 @@ class MuonOptimizer(AdamOptimizer):
             if unfit:
                 raise ValueError(
                     "Muon updates matrices and stacks of matrices with at least two rows and columns, but the group "
-                    f'has {len(unfit)} other parameters, the first of shape {unfit[0]}: give them "muon": False'
+                    f"has {len(unfit)} other parameters, such as one of shape {unfit[0]}. Put them into a group with "
+                    '"muon": False.'
                 )
             param_group["params"] = parameters
         super().add_param_group(param_group)
@@ -161,7 +162,10 @@ class MuonOptimizer(AdamOptimizer):
         return True
 
     def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
-        """As AdamOptimizer, but runs of matrices get one moment, and float32 masters, which torch can update."""
+        """Allocate the state.
+
+        Runs of matrices get one moment, and masters in float32, which torch's operations update.
+        """
         muon = {p for group in self.param_groups if group["muon"] for p in group["params"]}
         others = iter(super()._allocate([run for run in runs if run.parameters[0] not in muon]))
         return [_momentum(run) if run.parameters[0] in muon else next(others) for run in runs]
@@ -169,7 +173,10 @@ class MuonOptimizer(AdamOptimizer):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update the matrices in rounds, of which the exchanges of two overlap the computation of a third."""
+        """Update the matrices in rounds.
+
+        While one round is computed, the exchanges of the next and the previous round overlap.
+        """
         for first in self._rounds[:1]:
             self._send(first)
         super()._update([n for n in numbers if not self._group_of[self._states[n].run.parameters[0]]["muon"]])
@@ -196,7 +203,7 @@ class MuonOptimizer(AdamOptimizer):
             self._apply(matrix, result)
 
     def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
-        """Update the momentum of this rank's elements of a matrix, and return their update, 1-D bfloat16."""
+        """Update the momentum of this rank's elements of a matrix, and return u for them, 1-D bfloat16."""
         state, part = self._states[matrix.run], self._part(matrix)
         assert isinstance(state.exp_avg, torch.Tensor)
         group, momentum = self._group_of[matrix.parameter], state.exp_avg[part]
@@ -205,7 +212,7 @@ class MuonOptimizer(AdamOptimizer):
         if divisor is not None:
             gradient = gradient / divisor
         if skip is not None:
-            gradient = torch.where(skip, momentum, gradient)  # which leaves the momentum as it is
+            gradient = torch.where(skip, momentum, gradient)  # if the step is skipped, the momentum does not change
         momentum.lerp_(gradient, 1 - group["momentum"])
         return (gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
 
@@ -214,9 +221,9 @@ class MuonOptimizer(AdamOptimizer):
         return orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def _apply(self, matrix: Matrix, result: torch.Tensor) -> None:
-        """Update this rank's elements of a matrix.
+        """Update the weights of this rank's elements of a matrix.
 
-        result: their elements of the orthogonalized update, bfloat16. May be overwritten.
+        result: the orthogonalized update of these elements, bfloat16. May be overwritten.
         """
         state, part, group = self._states[matrix.run], self._part(matrix), self._group_of[matrix.parameter]
         weight, stored, skip = state.run.weights[part], state.master.stored, self._skip
@@ -231,7 +238,7 @@ class MuonOptimizer(AdamOptimizer):
 
     @property
     def _skip(self) -> torch.Tensor | None:
-        """Whether the present step is skipped, a scalar on the device; None if no step can be skipped."""
+        """Whether this step is skipped, as a scalar on the device; None if steps cannot be skipped."""
         found_inf = getattr(self, "found_inf", None)
         return None if found_inf is None else found_inf.reshape(()) != 0
 
@@ -245,12 +252,13 @@ class MuonOptimizer(AdamOptimizer):
 
 
 def _groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups of a model: its hidden matrices, and all other parameters."""
+    """Return the parameter groups of a model: one for its hidden matrices, one for all other parameters."""
     matrices, others = divide(model)
     if not matrices:
         raise ValueError(
-            f"params: {type(model).__name__} has no matrices in blocks, of {len(others)} parameters: call auto_wrap "
-            'first, or pass parameter groups with "muon": True or False'
+            f"params: none of the {len(others)} parameters of {type(model).__name__} is a matrix in a block. Call "
+            "auto_wrap "
+            'first, or pass parameter groups with "muon": True or False.'
         )
     groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
     return groups if others else groups[:1]
@@ -292,4 +300,6 @@ def _check_settings(group: dict[str, Any]) -> None:
     if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUST_LR:
         raise ValueError(f"adjust_lr_fn must be None or one of {', '.join(ADJUST_LR)}, got {group['adjust_lr_fn']!r}")
     if group.get("hold_steps") or not group.get("decoupled", True):
-        raise ValueError("hold_steps and coupled weight decay are settings of AdamW: Muon has neither")
+        raise ValueError(
+            'hold_steps and coupled weight decay are settings of AdamW: leave them out of groups with "muon": True'
+        )

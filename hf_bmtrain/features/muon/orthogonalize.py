@@ -16,20 +16,20 @@ _FACTORS: dict[str, Callable[[int, int], float]] = {
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
 }
 ADJUST_LR = tuple(_FACTORS)
-"""The names of the factors of the learning rate; None stands for the first."""
+"""The names of the factors of the learning rate. None means the first one."""
 
 
 def rate_factor(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
-    """Return the factor of the learning rate for matrices of `shape`, whose last two numbers are rows and columns."""
+    """Return the factor of the learning rate for matrices of `shape`, (..., rows, columns)."""
     return _FACTORS[adjust_lr_fn or ADJUST_LR[0]](shape[-2], shape[-1])
 
 
 def orthogonalize(
     update: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Return matrices with the singular vectors of `update`, and singular values near 1.
+    """Return matrices with the singular vectors of `update` and singular values near 1.
 
-    This is the quintic Newton–Schulz iteration of Keller Jordan (2024), X ← aX + (bA + cA²)X with A = XXᵀ, in bfloat16.
+    This is the quintic Newton–Schulz iteration of Keller Jordan (2024): X ← aX + (bA + cA²)X with A = XXᵀ, in bfloat16.
 
     Args:
         update: (rows, columns) or (count, rows, columns) bfloat16. Overwritten.

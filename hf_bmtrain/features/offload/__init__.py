@@ -1,6 +1,6 @@
 """Adam with its state in page-locked host memory.
 
-`optimizer` contains AdamOffloadOptimizer. `slabs` allocates the state on the host and cuts it into chunks,
-`device_update` copies the chunks to the device, updates them there and copies them back, and `delta` computes the mean
-and variance of a step's update.
+Files: `optimizer` contains AdamOffloadOptimizer. `slabs` allocates the state on the host and cuts it into chunks.
+`device_update` copies the chunks to the device, updates them there and copies them back. `delta` computes the mean and
+variance of a step's update.
 """

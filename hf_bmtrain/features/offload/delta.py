@@ -10,32 +10,33 @@ from ...engine.ops.adam_step import Hyper
 from ...engine.optim.runs import RunState, stored_numel
 from ...engine.runtime.world import current_world
 
-PIECE = 1 << 20  # elements that are processed at once, so that intermediate results take little memory
+PIECE = 1 << 20  # elements per operation, so that temporary tensors take little memory
 
 
 def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
-    """Return the mean and variance of the last step's update δ, over all elements, in units of the learning rate.
-    Collective if any of the parameters is sharded.
+    """Return the mean and variance over all elements of the last step's update δ, in units of the learning rate.
 
-    With m, v the moments, wd the weight decay and w, w' the weights before and after the step:
+    Collective if any of the parameters is sharded: every rank must then call it.
+
+    With the moments m and v, the weight decay wd, and the weights w and w' before and after the step:
 
         δ = d + wd·w    d = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps)    w' = w − lr·δ
 
     δ is computed after the step from m, v and the new masters w', from which w = (w' + lr·d) / (1 − lr·wd). m and v
-    contain the step's gradient already, so d is exact except for the rounding of the stored m: none in float32; up to
-    2⁻⁸ of d in bfloat16, stochastic and unbiased. w is exact to a few units in the last place of float32 while lr·wd is
-    well below 1 (at 1 it cannot be recovered). Sums are float64. Each element of a sharded parameter is on one rank and
-    counts once; so do those of ordinary parameters, which are on every rank.
+    already contain the step's gradient, so d is exact except for the rounding of the stored m. That rounding is none in
+    float32; in bfloat16 it is up to 2⁻⁸ of d, stochastic and unbiased. w is exact to a few units in the last place of
+    float32 while lr·wd is well below 1 (at 1 it cannot be recovered). Sums are float64. Every element counts once: the
+    sums of sharded parameters are added over the ranks, those of ordinary parameters, which every rank has, are not.
 
     Args:
         states: the state of each run, at least one.
-        settings: for each run, the values of its parameter group.
+        settings: the settings of each run's parameter group.
 
     Returns:
         (2,) float64 on the weights' device: mean, variance.
     """
     totals = torch.zeros(2, 3, dtype=torch.float64, device=states[0].run.weights.device)
-    ordinary, sharded = totals.unbind()  # of each: the number of elements, Σδ, Σδ²
+    ordinary, sharded = totals.unbind()  # each contains the number of elements, Σδ and Σδ²
     for state, values in zip(states, settings):
         sums = ordinary if state.run.buffer is None else sharded
         sums[0] += sum(stored_numel(parameter) for parameter in state.run.parameters)
@@ -49,11 +50,11 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
-    """Yield δ of the last step for consecutive ranges of a run, (≤ PIECE,) float32 on the device of its weights.
+    """Yield δ of the last step for consecutive ranges of a run, each (≤ PIECE,) float32 on the device of its weights.
 
-    settings: the values of the run's parameter group.
+    settings: the settings of the run's parameter group.
     """
-    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last is L2 decay: part of the gradient, so of m
+    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last is the L2 decay, which m contains already
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)
     for start in range(0, state.run.weights.numel(), PIECE):

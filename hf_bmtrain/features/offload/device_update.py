@@ -1,4 +1,4 @@
-"""AdamW on the device with state in host memory: copies chunks of state to the device, and back after their update."""
+"""AdamW on the device with its state in host memory: chunks of state are copied to the device and back."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _BUFFERS = 3
 
 
 class DeviceUpdate:
-    """Updates chunks of state through three buffers on the device, with a stream each for upload, update and download.
+    """Updates chunks of state in three buffers on the device, with one stream each for upload, update and download.
 
-    So, while one chunk is updated, the next one is uploaded and the previous one is downloaded. The host never waits.
-    The streams wait as follows:
+    While one chunk is updated, the next is uploaded and the previous one is downloaded. The host never waits. The order
+    of the work is this:
 
-    * An upload into a buffer waits until the buffer's previous contents are downloaded, and until the previous step's
-      download of the same chunk is complete.
-    * The update of a buffer waits until its upload is complete, and until the work is complete that the current stream
-      had queued when `carry` was called: it computes the gradients and the step's numbers (such as bias corrections),
-      and contains everything that reads the old weights.
+    * An upload into a buffer waits until the previous contents of the buffer are downloaded, and until the previous
+      step's download of the same chunk is complete.
+    * The update of a buffer waits until its upload is complete. It also waits for the work that the current stream had
+      queued when `carry` was called: that work computes the gradients and the step's scalars (such as bias
+      corrections), and includes every read of the old weights.
     * The download of a buffer waits until its update is complete.
-    * The caller must wait for the events that `carry` yields, or for `updated`, before it writes gradients, the step's
-      numbers or weights again.
+    * Before the caller writes gradients, the step's scalars or weights again, it must wait for the events that `carry`
+      yields, or for `updated`.
 
     Attributes:
         updated: the event of the last chunk's update.
@@ -35,7 +35,7 @@ class DeviceUpdate:
     """
 
     def __init__(self, chunks: Sequence[Chunk], exp_avg_dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate device buffers that have room for the largest of `chunks`."""
+        """Allocate device buffers that are large enough for the largest of `chunks`."""
         numel = max((chunk.stop - chunk.start for chunk in chunks), default=0)
         master_bytes = max((c.slab.master.itemsize for c in chunks if c.slab.master is not None), default=0)
         self._buffers = [
@@ -55,12 +55,12 @@ class DeviceUpdate:
         self.downloaded: Event = DONE
 
     def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Event]:
-        """Queue the update of every chunk, and yield an event for each. Keep its gradients until the event completes.
+        """Queue the update of every chunk, and yield an event for each. Keep its gradients until that event.
 
         Args:
             chunks: the chunks to update, in this order.
-            update: called as `update(part, state)` with the update stream current, for each part of a chunk; `state` is
-                the chunk's state in a device buffer, which it updates in place.
+            update: called as `update(part, state)`, with the update stream current, for each part of a chunk. It
+                updates in place `state`, the chunk's state in a device buffer.
 
         Returns:
             An iterator over one event per chunk, which completes when the chunk's weights are updated.
@@ -70,7 +70,7 @@ class DeviceUpdate:
             yield self._pass(next(self._turns), chunk, update)
 
     def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Event:
-        """Queue upload, update and download of a chunk in device buffer `number`. Returns the event of its update."""
+        """Queue upload, update and download of a chunk in device buffer `number`. Return the event of its update."""
         home = chunk.slab.part(chunk.start, chunk.stop)
         masters, exp_avg, exp_avg_sq = self._buffers[number]
         master = None if home.master is None else masters.view(home.master.dtype)

@@ -27,17 +27,17 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """AdamOptimizer with its state in page-locked host memory. The results are bitwise the same.
+    """AdamOptimizer with its state in page-locked host memory. The results are bitwise identical.
 
     The state takes as many bytes of host memory as AdamOptimizer takes on the device, and every step copies all of it
     to the device and back. A state dict of bfloat16 weights takes 8 more bytes per element. On the CPU nothing is
     copied, and the optimizer works like AdamOptimizer.
 
     `step` copies and updates the state in chunks, on separate streams, and returns before the last chunks are updated.
-    It begins with the parameters that the model uses first, so that the next forward can begin early: each buffer's
-    all-gather waits for the update of that buffer (see PendingUpdate). Forward, backward, `parameter.gather()`,
+    It starts with the parameters that the model uses first, and each buffer's all-gather waits only for the update of
+    that buffer (see PendingUpdate), so the next forward can begin early. Forward, backward, `parameter.gather()`,
     `state_dict`, loading, `.data` and the next `step` wait by themselves. After a `step`, call `wait()` before any
-    other read or write of parameters or of `optimizer.state` (an average over `model.parameters()`, for example), and
+    other read or write of parameters or of `optimizer.state` (for example an average over `model.parameters()`), and
     before writing to gradients.
 
     Args:
@@ -48,15 +48,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
         weight_decay: the weight decay.
         hold_steps: the number of steps at the start of training that update the moments but not the weights.
         record_delta: whether to compute, after every step, the mean and variance of its update over all elements, in
-            units of the learning rate (see `delta_moments`), for `get_avg_delta()` and `get_var_delta()`. For
-            inspection only, because it is slow: the host waits for the step, all state is copied to the device once
-            more, in parts of about 30 MiB, and one small all-reduce follows.
+            units of the learning rate (see `delta_moments`). `get_avg_delta()` and `get_var_delta()` return them. Use
+            it only for inspection, because it is slow: the host waits for the step, all state is copied to the device
+            again, in parts of about 30 MiB, and a small all-reduce follows.
         decoupled: whether the weight decay is decoupled from the gradient (AdamW). False adds it to the gradient (L2).
         exp_avg_dtype: the dtype of the first moment, float32 or bfloat16.
-        state_bits: 32; the 8 bits of AdamOptimizer are refused.
+        state_bits: must be 32; AdamOptimizer also accepts 8.
 
     Raises:
-        RuntimeError: in the first step, if the host memory is insufficient for the state.
+        RuntimeError: in the first step, if there is too little host memory for the state.
         ValueError: an argument is out of range, as in AdamOptimizer.
     """
 
@@ -76,8 +76,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     ) -> None:
         if not isinstance(state_bits, int) or state_bits != 32:
             raise ValueError(
-                f"AdamOffloadOptimizer keeps float32 state, got state_bits={state_bits!r:.80}: with state_bits=8 use "
-                "AdamOptimizer, whose state then takes 2 to 4 bytes per element on the device"
+                f"AdamOffloadOptimizer keeps its state in float32, got state_bits={state_bits!r:.80}. For state_bits=8 "
+                "use AdamOptimizer, whose state then takes 2 to 4 bytes per element on the device."
             )
         super().__init__(
             params, lr, betas, eps, weight_decay, hold_steps, decoupled=decoupled, exp_avg_dtype=exp_avg_dtype
@@ -114,13 +114,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _finish(self) -> None:
         """Make the host wait until the last step has written the weights and, in host memory, the state."""
         if self._mover is not None:
-            self._mover.downloaded.synchronize()  # the last download, which waited for the last update
+            self._mover.downloaded.synchronize()  # all updates are complete when the last download is
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         self._check_early()
-        # 1. Arrange the parameters that have gradients, or were updated during the backward, in runs.
+        # 1. Arrange in runs the parameters that have gradients or were updated during the backward.
         early = self._early.parameters
         rearranged = self._arrange(
             [[p for p in group["params"] if p.grad is not None or p in early] for group in self.param_groups]
@@ -129,16 +129,16 @@ class AdamOffloadOptimizer(AdamOptimizer):
         left = self._not_early()
         if left:
             self._step_runs(left)
-        # 3. Let later all-gathers wait for these updates, on all ranks. Collective, so in the same order on every rank.
+        # 3. Make later all-gathers wait for these updates on all ranks. This is collective, so the order is the same.
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. A run has either only parameters that were updated during the backward, or none (`_kind`). If step 1 had to
-        # divide runs for that reason, arrange them again in the next step, when adjacent parameters may form one run.
+        # 4. A run contains either only parameters that were updated during the backward, or none of them (`_kind`). If
+        # step 1 had to divide runs for that reason, arrange them again in the next step, to merge adjacent parameters.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
-        # 5. With record_delta, compute the statistics of this update; keep the old ones if the step was skipped.
+        # 5. With record_delta, compute the statistics of this update; a skipped step keeps the old ones.
         if self._delta is not None and self._states:
             self._finish()
             settings = {p: each for group, each in zip(self.param_groups, self._settings()) for p in group["params"]}
@@ -165,7 +165,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        tickets = dict.fromkeys(used, DONE)  # DONE stays if there is no chunk: this rank stores no element
+        tickets = dict.fromkeys(used, DONE)  # DONE remains where this rank stores no element, and so has no chunk
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
             tickets[chunk.owner] = ticket
@@ -173,34 +173,34 @@ class AdamOffloadOptimizer(AdamOptimizer):
             if isinstance(owner, ShardedBuffer):
                 owner.update.begin(ticket, used[owner])
             else:
-                ticket.wait()  # now: nothing would wait later, when an ordinary parameter is read
+                ticket.wait()  # wait now, because a later read of an ordinary parameter does not wait
 
     def _in_order(self, numbers: Sequence[int]) -> list[int]:
-        """Sort indices of runs by `index_base`: runs of a buffer become adjacent, and all ranks get the same order."""
+        """Sort runs by `index_base`, so that runs of a buffer are adjacent and the order is the same on all ranks."""
         return sorted(numbers, key=lambda number: self._states[number].index_base)
 
     # -- during the backward ------------------------------------------------------------------------------------
 
     @contextmanager
     def update_in_backward(self) -> Iterator[None]:
-        """In the backward inside this context, update each block's parameters as soon as their gradient is reduced.
+        """Update each block's parameters as soon as their gradient is reduced, in the backward inside this context.
 
-        `step` updates all other parameters. After `step` the weights are bitwise the same as without this context;
-        between the backward and `step` only some are updated, so do not use them. The state is copied from the last
-        block to the first while the backward runs, so the next forward cannot begin before the last chunk is updated.
+        `step` updates all other parameters. After `step` the weights are bitwise the same as without this context. Do
+        not use them between the backward and `step`, when only some are updated. The state is copied while the backward
+        runs, from the last block to the first, so the next forward cannot begin before the last chunk is updated.
 
-        Use it only if no update depends on all gradients together. Clipping, loss scaling and skipping a step come too
-        late after such a backward: `clip_grad_norm` and `step` raise. An inf or nan in a gradient reaches the weights,
-        and OptimManager raises. Ordinary parameters are updated only by `step`. So are all parameters of a flat buffer
-        in the first step, in the first step after a load, and whenever the set of the buffer's parameters that have a
-        gradient differs from that of the last step.
+        Use it only if no update depends on all gradients together. After such a backward it is too late for clipping,
+        loss scaling, or skipping the step: `clip_grad_norm` and `step` raise an error. An inf or nan in a gradient
+        reaches the weights, and OptimManager raises an error. Some parameters are updated only by `step`: ordinary
+        parameters, and all parameters of a flat buffer in the first step, in the first step after a load, and when
+        other parameters of the buffer have a gradient than in the last step.
 
         Returns:
             A context manager for the last backward of a step.
 
         Raises:
             ValueError: the optimizer has a loss scale.
-            RuntimeError: a second backward runs inside the context, or `step` has not been called since the last one.
+            RuntimeError: a second backward runs inside the context, or `step` was not called after the previous use.
 
         Example::
 
@@ -212,19 +212,19 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """
         if self.loss_scale is not None:
             raise ValueError(
-                "update_in_backward() cannot be used with a loss scale: whether a step must be skipped is known only "
-                "after the backward. Use one or the other."
+                "update_in_backward() cannot be used with a loss scale, because only after the backward is it known "
+                "whether the step must be skipped. Use one or the other."
             )
         if self._early.parameters:
-            raise RuntimeError("update_in_backward() was entered again before step(): call step() once after each.")
+            raise RuntimeError("update_in_backward() was entered again before step(). Call step() after each use.")
         by_buffer: dict[ShardedBuffer, list[Any]] = {}
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if isinstance(parameter, DistributedParameter) and parameter.requires_grad:
                 by_buffer.setdefault(parameter.buffer, []).append(parameter)
         with ExitStack() as hooks:
             for buffer, local_params in by_buffer.items():
-                # Hooks run parameter by parameter, in the buffer's order: so a hook on the last parameter, added now,
-                # runs after the user's hooks on all of them.
+                # Hooks run parameter by parameter, in the buffer's order. So a hook on the last parameter that is added
+                # now runs after the user's hooks on all of them.
                 last = [local for local in buffer.slices if local.requires_grad][-1]
                 update = last.register_post_accumulate_grad_hook(
                     lambda _, local_params=local_params: self._update_early(local_params)
@@ -240,10 +240,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _update_early(self, local_params: list[Any]) -> None:
         """Update `local_params`, parameters of one flat buffer whose gradient has just been reduced.
 
-        All parameters of a buffer get their gradients at once. If those with a gradient are not exactly those in the
-        optimizer's runs of this buffer, this leaves the update to `step`, which arranges the runs first. The weights
-        may be written now: every rank has contributed to the reduced gradient, so every rank has left the block's
-        backward, and the next forward waits for the update (see PendingUpdate).
+        All parameters of a buffer get their gradients at once. If these are not the parameters of the optimizer's runs
+        of this buffer, nothing is updated here: `step` rearranges the runs and updates them. The weights may be written
+        now, because every rank has contributed to the reduced gradient and so has left the block's backward.
+        The next forward waits for the update (see PendingUpdate).
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
@@ -254,7 +254,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if not self._early.parameters.keys().isdisjoint(local_params):
             raise RuntimeError(
                 f"A second backward inside update_in_backward() produced gradients of {len(local_params)} parameters "
-                "that are updated already. To accumulate, put only the last backward of a step inside "
+                "that are already updated. To accumulate gradients, put only the last backward of a step inside "
                 "`with optimizer.update_in_backward():`, and call step() after it."
             )
         for copied in tuple(current_world().copying):
@@ -269,16 +269,16 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if not parameters:
             return
         if getattr(self, "grad_scale", None) is not None:
-            problem = "a loss scale or a clip factor was given to step()"
+            problem = "step() received a loss scale or a clip factor"
         elif any(p.grad is not None and not is_unchanged(p, used) for p, used in parameters.items()):
-            problem = "gradients were changed after it (for example clipped or unscaled)"
+            problem = "gradients were changed (for example clipped or unscaled)"
         elif _snapshot(self._settings()) != self._early.settings:
-            problem = "lr or another setting of a parameter group changed between it and step()"
+            problem = "lr or another setting of a parameter group was changed before step()"
         else:
             return
         raise RuntimeError(
-            f"update_in_backward() updated {len(parameters)} parameters during the backward, and then {problem}, too "
-            "late for these parameters. Make the change before the backward (with OptimManager, call "
+            f"update_in_backward() updated {len(parameters)} parameters during the backward. Afterwards {problem}, "
+            "which is too late for these parameters. Make the change before the backward (with OptimManager, call "
             "manager.backward), or do not use update_in_backward."
         )
 
@@ -318,10 +318,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
 @dataclass
 class _EarlyUpdates:
-    """What was updated during the backward, and with what.
+    """The parameters that were updated during the backward, and the gradients and settings of that update.
 
     Attributes:
-        parameters: the updated parameters, each with the gradient tensor that was used and this tensor's version.
+        parameters: the updated parameters, each with the gradient tensor that was used and its version.
         settings: a copy of the parameter groups' settings that were used.
     """
 
@@ -330,5 +330,5 @@ class _EarlyUpdates:
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """Return a copy of `settings` to compare with later ones. Each tensor in it becomes its id and version."""
+    """Return a copy of `settings` for a later comparison, with (id, version) in place of each tensor."""
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

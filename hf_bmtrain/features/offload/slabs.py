@@ -1,4 +1,7 @@
-"""Optimizer state in page-locked host memory. A slab holds the state of several runs, and is copied in chunks."""
+"""Optimizer state in page-locked host memory. A slab holds the state of several runs, and is copied in chunks.
+
+A run is a contiguous range of parameters that are updated together.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from ...engine.optim.runs import Run, StateTensors
 from ...engine.sharding.buffer import ShardedBuffer
 
 SLAB_ELEMENTS = 1 << 28
-"""The most elements of a slab. A run with more gets a slab for itself."""
+"""The most elements of a slab. A larger run gets its own slab."""
 CHUNK_ELEMENTS = 1 << 22
 """The most elements of a chunk, 16 MiB of float32: enough for full speed over PCIe, and short compared with a step."""
 ALIGNMENT = 64
-"""Runs start in a slab at multiples of this many elements, so that they are as well aligned as in a shard."""
+"""Runs start at multiples of this many elements of a slab, so that they are as well aligned as in a shard."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,13 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """Elements start to stop of a slab, which are copied to the device and updated together.
+    """A range of a slab that is copied to the device and updated at once.
 
     Attributes:
-        owner: the flat buffer or ordinary parameter to which the state of all these elements belongs.
+        owner: the flat buffer or ordinary parameter to which all this state belongs.
         slab: the slab.
         start: the first element in the slab.
-        stop: the element after the last one.
+        stop: the end in the slab, exclusive.
         parts: one Part for each run that has elements in the chunk.
     """
 
@@ -68,14 +71,15 @@ def allocate_slabs(
 
     Args:
         runs: the runs.
-        masters: the dtype of each run's stored master, None if it stores none. All runs of a slab have the same.
+        masters: the dtype of each run's stored masters, or None if it stores none. It is the same for all runs of a
+        slab.
         exp_avg_dtype: the dtype of the first moment.
 
     Returns:
         The place of each run.
 
     Raises:
-        RuntimeError: if the host memory is insufficient.
+        RuntimeError: there is too little host memory.
     """
     places: dict[Run, Place] = {}
     first = 0
@@ -108,7 +112,7 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
         order: the indices of the runs whose state is cut, in the order in which their chunks are returned.
 
     Returns:
-        The chunks. A chunk holds several runs if they have one owner and are adjacent in one slab.
+        The chunks. Runs that have the same owner and are adjacent in a slab share chunks.
     """
     chunks: list[Chunk] = []
     chunk = None

@@ -1,19 +1,21 @@
 """Packed weights: 4-bit NormalFloat or 8-bit floating-point numbers, with a scale for every 64 elements.
 
-A tensor is packed in cells of CELL elements that do not depend on each other. A cell of `nf4` is, in bytes:
+A tensor is packed in independent cells of CELL elements. A cell of `nf4` contains, in bytes:
 
     8192 codes       indices into the 16 `Format.values`, two per byte, the first one in the upper half
     256 scales       one per 64 elements: indices into the 256 `dynamic_values`
     4 + 4 + 8        float32 factor of this cell's scales; float32 mean of the tensor's scales; padding
 
-An element is value x scale, computed in float32 and rounded once. Its scale is dynamic value x factor, rounded, plus
-mean, rounded. The bits equal those of bitsandbytes with `quant_type="nf4"`, `blocksize=64` and compressed statistics.
+An element is its value times its scale, computed in float32 and rounded once. A scale is its dynamic value times the
+factor, rounded, plus the mean, rounded. The bits equal those of bitsandbytes with `quant_type="nf4"`, `blocksize=64`
+and compressed statistics.
 
-A cell of `nf4_float32` has the same codes, then 256 scales in float32, as bitsandbytes without compressed statistics.
+A cell of `nf4_float32` has the same codes, followed by 256 scales in float32, as in bitsandbytes without compressed
+statistics.
 
-A cell of `fp8` is 16,384 elements in float8_e4m3fn, then 256 scales in float32 (the largest magnitude / 448). The
-scales are not compressed, because they take only 0.5 of the 8.5 bits per element. With one scale per 64 elements,
-instead of 128 x 128, a tensor of any shape can be divided into cells, and one kernel unpacks all formats.
+A cell of `fp8` has 16,384 elements in float8_e4m3fn, followed by 256 scales in float32 (the largest magnitude / 448).
+The scales are not compressed, because they take only 0.5 of the 8.5 bits per element. One scale per 64 elements,
+instead of 128 x 128, allows a tensor of any shape to be divided into cells, and a single kernel to unpack all formats.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ CELL = 16384
 BLOCK = 64
 THREADS = 256
 _BLOCKS = CELL // BLOCK
-_CHUNK = 256  # the number of cells that torch packs or unpacks at a time: 16 MiB in float32
+_CHUNK = 256  # number of cells that torch packs or unpacks at a time (16 MiB in float32)
 _FP8_MOST = 448.0
 
 _NF4 = (
@@ -46,10 +48,10 @@ class Format:
     """A packed format.
 
     Attributes:
-        name: its key in `FORMATS`.
-        bits: bits of an element's code, 4 or 8.
-        scale_bits: bits of a scale: 32, or 8 if the scales are compressed.
-        values: the values of the 16 codes of 4 bits, ascending; one is 0, and the largest magnitude is 1. Empty for 8
+        name: the name, its key in `FORMATS`.
+        bits: the bits of an element's code, 4 or 8.
+        scale_bits: the bits of a scale: 32, or 8 if the scales are compressed.
+        values: for 4 bits, the values of the 16 codes, ascending; one is 0, and the largest magnitude is 1. Empty for 8
             bits, where the codes are float8_e4m3fn numbers.
         by_name: whether `auto_wrap(quantize_frozen=)` accepts the name.
     """
@@ -66,8 +68,8 @@ class Format:
             values and (len(values) != 16 or list(values) != sorted(values) or max(map(abs, values)) != 1)
         ):
             raise ValueError(
-                f"format {self.name!r}: a format of 4 bits needs 16 values in ascending order, whose largest magnitude "
-                f"is 1, and one of 8 bits none; got {self.bits} bits and {values}"
+                f"format {self.name!r}: a 4-bit format needs 16 values in ascending order, whose largest magnitude is "
+                f"1, and an 8-bit format needs no values. Got {self.bits} bits and {values}."
             )
 
     @property
@@ -81,15 +83,15 @@ class Format:
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes that `numel` elements take packed, in full cells."""
+        """Return the bytes that `numel` packed elements take, in full cells."""
         return -(-numel // CELL) * self.cell_bytes
 
     @torch.no_grad()
     def pack(self, values: Tensor) -> Tensor:
-        """Return `values`, a floating-point tensor, packed: (cells * cell_bytes,) uint8 on the same device.
+        """Pack `values`, a floating-point tensor, into (cells * cell_bytes,) uint8 on the same device.
 
-        The last cell is filled with zeros. Raises ValueError for inf or NaN, and if elements would overflow the dtype
-        of `values` when they are unpacked.
+        The last cell is padded with zeros. Raises ValueError if `values` contain inf or NaN, or if elements would
+        overflow their dtype when they are unpacked.
         """
         flat = values.detach().reshape(-1)
         packed = torch.zeros(-(-len(flat) // CELL), self.cell_bytes, dtype=torch.uint8, device=flat.device)
@@ -97,11 +99,11 @@ class Format:
             return packed.view(-1)
         absmax = torch.cat([_blocks(chunk).abs().amax(-1) for chunk in flat.split(_CHUNK * CELL)])
         if not absmax.isfinite().all():
-            raise ValueError("it holds inf or NaN")
+            raise ValueError("it contains inf or NaN")
         scales = self._put_scales(packed[:, self._codes :], absmax, -(-len(flat) // BLOCK))
         if not (scales if self.values else scales * _FP8_MOST).to(values.dtype).isfinite().all():
             raise ValueError(
-                f"its magnitude, up to {absmax.max().item():.6g}, would overflow {values.dtype} when it is unpacked"
+                f"its largest magnitude, {absmax.max().item():.6g}, would overflow {values.dtype} when it is unpacked"
             )
         for number, chunk in enumerate(flat.split(_CHUNK * CELL)):
             own = slice(number * _CHUNK, (number + 1) * _CHUNK)
@@ -113,12 +115,13 @@ class Format:
         """Write the scales into `tails`, and return them rounded as they are stored: (cells, 256) float32.
 
         Args:
-            tails: the bytes of each cell after its codes.
+            tails: the bytes of each cell that follow its codes.
             absmax: the largest magnitude in each group of 64 elements, (cells, 256) float32.
-            count: how many of these groups belong to the tensor; the rest fills the last cell.
+            count: the number of groups that belong to the tensor. The others are padding of the last cell.
         """
         if self.scale_bits == 32:
-            # A tensor, because a GPU would replace the division by a Python number by a product with the inverse.
+            # `most` is a tensor, because a GPU would compute a division by a Python number as a product with the
+            # inverse.
             most = torch.full_like(absmax, _FP8_MOST)
             tails.view(torch.float32).copy_(absmax if self.values else absmax / most)
             return self._scales(tails)
@@ -133,19 +136,17 @@ class Format:
         return self._scales(tails)
 
     def _scales(self, tails: Tensor) -> Tensor:
-        """Return the scales in `tails`, the bytes of each cell after its codes: (cells, 256) float32."""
+        """Return the scales, (cells, 256) float32, from `tails`, the bytes of each cell that follow its codes."""
         if self.scale_bits == 32:
             return tails.contiguous().view(torch.float32)
         floats = tails[:, _BLOCKS : _BLOCKS + 8].contiguous().view(torch.float32)
         return dynamic_values(tails.device)[tails[:, :_BLOCKS].int()] * floats[:, :1] + floats[:, 1:]
 
     def _encode(self, blocks: Tensor, divisors: Tensor) -> Tensor:
-        """Divide each block of 64 elements by its divisor, and return the nearest codes.
+        """Divide each block of 64 elements by its divisor, and return the nearest codes: (cells, code bytes) uint8.
 
-        Returns (cells, bytes of a cell's codes) uint8.
-
-        blocks: (cells, 256, 64) float32. divisors: (cells, 256) float32, the largest magnitudes of the blocks for 4-bit
-        codes, or the scales for float8.
+        blocks: (cells, 256, 64) float32.
+        divisors: (cells, 256) float32: for 4-bit codes the largest magnitude of each block, for float8 the scales.
         """
         if not self.values:
             scaled = torch.where(divisors[..., None] > 0, blocks / divisors[..., None], 0.0)
@@ -158,14 +159,14 @@ class Format:
     def assemble(
         self, numel: int, codes: Tensor, scales: Tensor, factors: Tensor | None = None, mean: Tensor | None = None
     ) -> Tensor:
-        """Arrange 4-bit codes and scales that are computed already in cells, as `pack` does, and return the cells.
+        """Arrange given 4-bit codes and scales in cells, in the layout of `pack`, and return the cells.
 
         Args:
             numel: the number of elements.
             codes: uint8, two elements per byte, the first one in the upper half.
-            scales: one per 64 elements: float32, or uint8 indices into `dynamic_values` if scales are compressed.
-            factors: if scales are compressed, their factors: float32, one per 256 scales.
-            mean: if scales are compressed, their mean: one float32 for the tensor.
+            scales: one per 64 elements, in float32; compressed scales are uint8 indices into `dynamic_values`.
+            factors: the factors of compressed scales, one float32 per 256 scales.
+            mean: the mean of compressed scales, one float32 for the tensor.
 
         Returns:
             (cells * cell_bytes,) uint8, in new memory.
@@ -194,7 +195,7 @@ class Format:
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Unpack `packed` (cells * cell_bytes,) uint8 into `out` (cells * CELL,) float32, float16 or bfloat16.
 
-        Both are contiguous and aligned to 16 bytes. On a GPU this is one launch on the current stream.
+        Both must be contiguous and aligned to 16 bytes. On a GPU this is one launch on the current stream.
         """
         cells = packed.numel() // self.cell_bytes
         expect("packed", packed, (torch.uint8,), (cells * self.cell_bytes,), out.device)
@@ -210,7 +211,7 @@ class Format:
         )
 
     def _reference(self, packed: Tensor, out: Tensor) -> None:
-        """Unpack `packed` into `out` as `unpack` does, but with operations of torch, on any device."""
+        """Unpack `packed` into `out` with operations of torch, on any device."""
         rows = packed.view(-1, self.cell_bytes)
         for cells, target in zip(rows.split(_CHUNK), out.view(-1, _BLOCKS, BLOCK).split(_CHUNK)):
             codes = cells[:, : self._codes]
@@ -229,7 +230,7 @@ FORMATS = {
     each.name: each
     for each in (
         Format("nf4", 4, 8, _NF4),
-        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # what bitsandbytes makes without compressed statistics
+        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # bitsandbytes without compressed statistics
         Format("fp8", 8, 32),
     )
 }
@@ -239,8 +240,9 @@ QUANTIZE_FROZEN = tuple(name for name, form in FORMATS.items() if form.by_name)
 def dynamic_values(device: torch.device) -> Tensor:
     """Return the values of the 256 codes of a compressed scale, before factor and mean: (256,) float32, ascending.
 
-    They are 0 and 1; and each of the seven decades below 1 is divided into equal parts, whose midpoints and negated
-    midpoints are values. The decade from 0.1 to 1 has 64 parts, the next one below has 32, and so on.
+    They are 0, 1, and values in each of the seven decades below 1. A decade is divided into equal parts, and the values
+    are the midpoints of the parts and their negatives. The decade from 0.1 to 1 has 64 parts, the next one below has
+    32, and so on.
     """
     return _tables(_NF4, device)[16:]
 
@@ -257,12 +259,12 @@ def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _nearest(values: Tensor, numbers: Tensor) -> Tensor:
-    """Return for each value the index (uint8) of the nearest of `numbers`, which ascend; in a tie the lower index."""
+    """Return the uint8 index of the number nearest to each value; in a tie the lower one. `numbers` are ascending."""
     return torch.bucketize(values, (numbers[:-1] + numbers[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """Return flat elements as float32 blocks (cells, 256, 64), with zeros to fill the last cell."""
+    """Return flat elements as float32 blocks (cells, 256, 64), padded with zeros to a full last cell."""
     return torch.nn.functional.pad(flat.float(), (0, -len(flat) % CELL)).view(-1, _BLOCKS, BLOCK)
 
 

@@ -1,6 +1,6 @@
-"""Shards weights that bitsandbytes has quantized to 4 bits (`load_in_4bit=True`), without changing their codes.
+"""Shard weights that bitsandbytes has quantized to 4 bits (`load_in_4bit=True`), without changing their codes.
 
-bitsandbytes is not imported: its classes are recognized by name, as in transformers and PEFT.
+bitsandbytes is not imported; its classes are recognized by name, as transformers and PEFT do.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _log = logging.getLogger("hf_bmtrain")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LOAD = (
     "Load the model with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', "
-    "bnb_4bit_compute_dtype=torch.bfloat16), or in an ordinary dtype and pass quantize_frozen='nf4' or 'fp8' to "
-    "auto_wrap."
+    "bnb_4bit_compute_dtype=torch.bfloat16). Or load it in an ordinary dtype, and pass quantize_frozen='nf4' or 'fp8' "
+    "to auto_wrap."
 )
 
 
 class Linear4bit(torch.nn.Linear):
-    """Replaces a linear layer of bitsandbytes when its weight is sharded. It computes with the full, unpacked weight.
+    """Replaces a linear layer of bitsandbytes when its weight is sharded, and computes with the unpacked full weight.
 
-    compute_dtype: the dtype to compute in; None for the dtype of the input.
+    compute_dtype: the dtype of the computation; None uses the dtype of the input.
     """
 
     compute_dtype: torch.dtype | None
@@ -42,7 +42,7 @@ class Linear4bit(torch.nn.Linear):
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Return whether `parameter` is bitsandbytes' class for weights in 4 or 8 bits."""
+    """Return whether `parameter` has bitsandbytes' class for weights in 4 or 8 bits."""
     return type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
@@ -55,9 +55,12 @@ def admit_quantized(model: torch.nn.Module) -> None:
 
 
 def refuse_quantized(model: torch.nn.Module, why: str) -> None:
-    """Raise ValueError if bitsandbytes has quantized a weight of `model`. why: the end of the message, the way out."""
+    """Raise ValueError if bitsandbytes has quantized a weight of `model`.
+
+    why: the end of the message, which says what to do.
+    """
     for name in _find(model):
-        raise ValueError(f"auto_wrap: '{name}' is quantized by bitsandbytes already: {why}")
+        raise ValueError(f"auto_wrap: '{name}' has been quantized by bitsandbytes: {why}")
 
 
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
@@ -72,12 +75,13 @@ def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
 
 
 def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
-    """Replace the weights that bitsandbytes has quantized: in blocks packed, as root parameters unpacked.
+    """Replace the weights that bitsandbytes has quantized by packed or ordinary parameters.
 
-    In blocks they become PackedParameters, which `shard_places` shards without unpacking them; outside blocks, or
-    shared by several, ordinary parameters. Their layers become the Linear4bit of this file. From then on, reading a
-    weight of the model gives unpacked values, so the attributes by which transformers marks a quantized model are
-    removed: Trainer and saved configurations treat the model as an ordinary one. Call `admit_quantized` first.
+    A weight in one block becomes a PackedParameter, which `shard_places` shards without unpacking it. A weight outside
+    blocks, or shared by several blocks, is unpacked into an ordinary parameter. Their layers become the Linear4bit of
+    this file. Reading a weight of the model then gives unpacked values. So the attributes by which transformers marks a
+    quantized model are removed, and Trainer and saved configurations treat the model as an ordinary one. Call
+    `admit_quantized` first.
 
     Args:
         model: the model that is about to be sharded.
@@ -87,7 +91,7 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
     """
     found = _find(model)
     root = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
-    made: dict[int, torch.nn.Parameter] = {}  # by the id of the old one; tied weights share it
+    made: dict[int, torch.nn.Parameter] = {}  # new parameters by the old ones' ids, so that tied weights stay tied
     unpacked: list[str] = []
     for name, (module, key, parameter) in found.items():
         if id(parameter) not in made:
@@ -100,8 +104,9 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
         module.__class__ = Linear4bit
     if unpacked:
         _log.warning(
-            "%d weights that bitsandbytes has quantized lie outside blocks and are unpacked, '%s' first. List their "
-            "modules in llm_int8_skip_modules to load them unquantized, or in blocks= to shard them packed.",
+            "%d weights that bitsandbytes has quantized, such as '%s', lie outside blocks, so they are unpacked. To "
+            "load them unquantized, list their modules in llm_int8_skip_modules; to shard them packed, list them in "
+            "blocks=.",
             len(unpacked), unpacked[0],
         )  # fmt: skip
     if found:
@@ -109,7 +114,7 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
 
 
 def _find(model: torch.nn.Module) -> dict[str, Place]:
-    """Return, by name, the weights that bitsandbytes has quantized, each as its place: module and key."""
+    """Return {name: (module, key, parameter)} of the weights that bitsandbytes has quantized."""
     return {
         f"{path}.{key}".lstrip("."): (module, key, parameter)
         for path, module in model.named_modules()
@@ -119,47 +124,50 @@ def _find(model: torch.nn.Module) -> dict[str, Place]:
 
 
 def _refusal(module: Any, key: str, parameter: Any) -> str | None:
-    """Return why the quantized weight `parameter`, stored as `key` in `module`, cannot be sharded.
+    """Return why the quantized weight `parameter`, stored as `key` in `module`, cannot be sharded, or None if it can.
 
-    The text includes the way out. Returns None if the weight can be sharded.
+    The text includes the way out.
     """
     computes = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
     if type(parameter).__name__ == "Int8Params":
         return f"is quantized to 8 bits (load_in_8bit=True), which cannot be sharded. {_LOAD}"
     if computes != "Linear4bit" or key != "weight" or "forward" in vars(module):
         return (
-            f"is the {key} of a {type(module).__name__} with a forward of {computes}'s or its own. auto_wrap supports "
-            f"only Linear4bit's (a model that is dispatched to several devices has another one). {_LOAD}"
+            f"is the {key} of a {type(module).__name__} whose forward is not Linear4bit's (found: {computes}'s, or one "
+            f"of the instance). A model that is dispatched to several devices has such forwards. {_LOAD}"
         )
     state, wanted = _state(module, parameter), (module.out_features, module.in_features)
     if state is None:
-        return "is not quantized yet: call model.to(device) before auto_wrap, which makes bitsandbytes quantize it."
+        return "is not quantized yet. Call model.to(device) before auto_wrap, which makes bitsandbytes quantize it."
     if state.quant_type != "nf4" or state.blocksize != BLOCK:
-        return f"is quantized to {state.quant_type} in blocks of {state.blocksize} elements, not nf4 in 64. {_LOAD}"
+        return (
+            f"is quantized to {state.quant_type} in blocks of {state.blocksize}, but must be nf4 in blocks of 64. "
+            f"{_LOAD}"
+        )
     if getattr(state, "packing_format_for_cpu", False):
         return (
-            "was packed anew when the model was evaluated on the CPU, in a format that auto_wrap does not support: "
-            "load the model again, and call auto_wrap before any evaluation."
+            "was converted to a CPU format that auto_wrap does not support, when the model was evaluated on the CPU. "
+            "Load the model again, and call auto_wrap before any evaluation."
         )
     if parameter.requires_grad:
-        return "requires a gradient, which packed weights cannot have: call requires_grad_(False) on it."
+        return "requires a gradient, but packed weights cannot be trained. Call requires_grad_(False) on it."
     nbytes = parameter.numel() * parameter.element_size()
     if tuple(state.shape) != wanted or nbytes != -(-math.prod(state.shape) // 2):
-        return f"has {nbytes} bytes for shape {tuple(state.shape)}, and the layer's is {wanted}, in 4 bits. {_LOAD}"
+        return f"has {nbytes} bytes for shape {tuple(state.shape)}, but the layer's 4-bit weight is {wanted}. {_LOAD}"
     tables = [(state.code, FORMATS["nf4"].code_values)]
     if state.nested:
         if state.state2.blocksize != 256:
             return f"has scales that are quantized in blocks of {state.state2.blocksize}, not 256. {_LOAD}"
         tables.append((state.state2.code, dynamic_values))
     if any(not torch.equal(table.float().cpu(), values(torch.device("cpu"))) for table, values in tables):
-        return f"is quantized to a table of values of its own, not to that of nf4. {_LOAD}"
+        return f"is quantized with another table of values than nf4's. {_LOAD}"
     if _dtype(module, parameter) not in _DTYPES:
-        return f"is used in {_dtype(module, parameter)}, not in float32, float16 or bfloat16. {_LOAD}"
+        return f"is used in {_dtype(module, parameter)}, but must be used in float32, float16 or bfloat16. {_LOAD}"
     return None
 
 
 def _state(module: Any, parameter: Any) -> Any:
-    """Return the weight's `quant_state`: from the weight or, if a re-created Parameter has lost it, from the layer."""
+    """Return the weight's `quant_state`. If a re-created Parameter has lost it, it is on the layer."""
     return getattr(parameter, "quant_state", None) or getattr(module, "quant_state", None)
 
 
@@ -173,9 +181,9 @@ def _dtype(module: Any, parameter: Any) -> torch.dtype:
 
 
 def _packed(module: Any, parameter: Any) -> PackedParameter:
-    """Return a PackedParameter with the codes and scales of a weight that bitsandbytes has quantized.
+    """Return a PackedParameter for a weight that bitsandbytes has quantized.
 
-    It refers to bitsandbytes' tensors, and assembles packed cells from them when its `pack` is called.
+    Until its `pack` assembles the packed cells, it only refers to bitsandbytes' tensors of codes and scales.
     """
     state = _state(module, parameter)
     codes = parameter.data.contiguous().view(-1).view(torch.uint8)
@@ -196,7 +204,7 @@ def _unpack(packed: PackedParameter, device: torch.device) -> torch.nn.Parameter
 
 
 def _forget(model: torch.nn.Module) -> None:
-    """Remove the attributes by which transformers marks a model as quantized, from its modules and configuration."""
+    """Remove the marks of a quantized model, which transformers sets, from its modules and configuration."""
     for module in model.modules():
         noted = vars(module)
         if noted.pop("hf_quantizer", None) is not None:

@@ -1,4 +1,4 @@
-"""Selects the frozen weights that `auto_wrap(quantize_frozen=...)` packs."""
+"""Select the frozen weights that `auto_wrap(quantize_frozen=...)` packs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NO_MATRICES = (
 
 
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
-    """Return a PackedKind with the parameters in `blocks` that are to be packed; None if `name` is None.
+    """Return a PackedKind with the parameters in `blocks` to pack, or None if `name` is None.
 
-    They are frozen matrices in a dtype of 16 or 32 bits with at least CELL elements (a smaller one would still take a
-    whole cell): each `weight` with two dimensions; and each parameter with three dimensions, under any name, that
-    stacks two or more matrices with at least BLOCK rows and columns (fused experts). Embeddings, convolutions and
-    parametrizations are left out. Stacks of narrower matrices are left out too: they are not weights of matrix
-    products, but convolution kernels, tables, or the decay of a state space.
+    These are frozen matrices with a dtype of 16 or 32 bits and at least CELL elements (a smaller one would still take a
+    whole cell). There are two kinds: each 2-D parameter named `weight`; and each 3-D parameter, under any name, that
+    stacks two or more matrices with at least BLOCK rows and columns (fused experts). Stacks of narrower matrices are
+    left out, because they are not weights of matrix products but convolution kernels, tables, or decays of state
+    spaces. Embeddings, convolutions and parametrizations are left out too.
 
     Args:
         model: the model that is about to be sharded.
@@ -32,7 +32,7 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
         name: the name of the format, or None.
 
     Raises:
-        ValueError: `blocks` contain no parameter that can be packed.
+        ValueError: no parameter in `blocks` can be packed.
     """
     if name is None:
         return None
@@ -45,15 +45,15 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
             if not parameter.requires_grad:
                 found.setdefault(id(parameter), f"{paths[module]}.{key}")
     if not found:
-        reason = f"{trained} are trained: freeze them first (model.requires_grad_(False), or PEFT's adapters)"
-        nothing = f"no block has a matrix of {CELL} elements or more, named weight or in a stack (fused experts)"
+        reason = f"{trained} matrices are trainable: freeze them first (model.requires_grad_(False) or PEFT's adapters)"
+        nothing = f"no block has a matrix of {CELL} elements or more that is named weight or is a stack (fused experts)"
         reason = reason if trained else nothing
         raise ValueError(f"auto_wrap: quantize_frozen={name!r} finds no frozen weight to quantize: {reason}.")
     return PackedKind(FORMATS[name], found)
 
 
 def _holds_matrices(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether parameter `key` of `module` is a matrix or a stack of matrices that can be packed."""
+    """Return whether the parameter `key` of `module` can be packed: a matrix or a stack of matrices."""
     if isinstance(module, _NO_MATRICES) or parameter.dtype not in _DTYPES or parameter.numel() < CELL:
         return False
     if parameter.dim() == 3:

@@ -1,4 +1,4 @@
-"""Frozen parameters that are stored and all-gathered packed, and unpacked into the full buffer."""
+"""Storage of frozen parameters that are stored and all-gathered packed, and unpacked into the full buffer."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class PackedKind(StorageKind):
 
 
 class PackedParameter(torch.nn.Parameter):
-    """A frozen full parameter, on the meta device, whose values are packed already.
+    """A frozen full parameter, on the meta device, whose values are already packed.
 
-    It stands in a model that auto_wrap is about to shard, so that its values are sharded without being unpacked.
+    It replaces a parameter in a model that auto_wrap is about to shard, so that the values need not be unpacked.
 
     Attributes:
         form: the packed format.
         pack: a function that returns all packed cells of the parameter, uint8, in new memory.
-        storage_kind: the kind of storage of the flat buffer that the parameter is put in.
+        storage_kind: the kind of storage of the flat buffer that will contain the parameter.
     """
 
     form: Format
@@ -71,10 +71,10 @@ class PackedParameter(torch.nn.Parameter):
 
 
 class PackedStorage(Storage):
-    """Stores this rank's 1/N of frozen parameters packed. No cell is divided between ranks.
+    """Stores this rank's 1/N of frozen parameters packed. No cell (CELL packed elements) is divided between ranks.
 
-    An all-gather sends packed bytes, and `after_gather` unpacks them into the full buffer, in one launch on the current
-    stream; so a prefetched block takes only packed memory. The full buffer is separate memory even with one rank. The
+    An all-gather sends packed bytes. `after_gather` unpacks them into the full buffer, in one launch on the current
+    stream, so a prefetched block takes only packed memory. The full buffer is separate memory even with one rank. The
     values never change. The buffer's `shard` has no memory, and reads as NaN in every element; only its length, dtype
     and device are used.
 
@@ -87,7 +87,7 @@ class PackedStorage(Storage):
     stored: torch.Tensor
 
     def __init__(self, form: Format, names: Sequence[str | None]) -> None:
-        """names: the names of the parameters to pack; None for a PackedParameter, which is packed already."""
+        """names: the names of the parameters to pack, or None for a PackedParameter, which is already packed."""
         self.form, self._names = form, names
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
@@ -107,10 +107,11 @@ class PackedStorage(Storage):
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Pack rank 0's values of `parameters`, and set `stored` to this rank's cells of them. Collective.
+        """Pack rank 0's values of `parameters`, and set `stored` to this rank's cells of them.
 
-        Parameters are broadcast one at a time. Every rank receives one full parameter, packs it, and copies its own
-        cells; of a PackedParameter it receives all cells instead. So at most one full parameter is in memory at a time.
+        Collective: every rank must call it. Parameters are broadcast one at a time, so that at most one full parameter
+        is in memory. Every rank receives the full parameter, packs it, and copies its own cells. Of a PackedParameter
+        it receives the packed cells instead.
 
         Raises ValueError for values that `form` cannot represent.
         """
@@ -122,7 +123,8 @@ class PackedStorage(Storage):
             except ValueError as error:
                 raise ValueError(
                     f"auto_wrap: '{name}' cannot be quantized to {self.form.name}: {error}. Part of the model is "
-                    "sharded already: load it again, leave out quantize_frozen, or cast it to a wider dtype first."
+                    "already sharded, so load it again, and leave out quantize_frozen or cast the model to a wider "
+                    "dtype first."
                 ) from error
             first, begin, count = (
                 local_range.tensor_start // CELL,
@@ -132,7 +134,10 @@ class PackedStorage(Storage):
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
 
     def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return all packed cells of rank 0's values of `parameter`, on this rank's device. Collective."""
+        """Return the packed cells of rank 0's `parameter`, on this rank's device.
+
+        Collective: every rank must call it.
+        """
         if not isinstance(parameter, PackedParameter):
             return self.form.pack(self._values(parameter))
         packed = parameter.pack().to(self.stored.device)
@@ -140,7 +145,10 @@ class PackedStorage(Storage):
         return packed
 
     def _values(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return rank 0's values of `parameter` on this rank's device, flattened and in new memory. Collective."""
+        """Return rank 0's values of `parameter` on this rank's device, flattened and in new memory.
+
+        Collective: every rank must call it.
+        """
         device = self.stored.device
         if isinstance(parameter, SourcedParameter):
             values = torch.empty(parameter.numel(), dtype=parameter.dtype, device=device)
@@ -165,7 +173,7 @@ class PackedStorage(Storage):
         return super().memory()._replace(stored=[self.stored])
 
     def unpacked(self, index: int) -> torch.Tensor:
-        """Return this rank's elements of the parameter with this index, unpacked: (n,) in new memory."""
+        """Return this rank's unpacked elements of the parameter with this index: (n,) in new memory."""
         local_range, nbytes, shard = self.buffer.local_ranges[index], self.form.cell_bytes, self.buffer.shard
         begin, count = local_range.shard_start // CELL, -(-local_range.length // CELL)
         values = torch.empty(count * CELL, dtype=shard.dtype, device=shard.device)
@@ -176,8 +184,8 @@ class PackedStorage(Storage):
 class QuantizedParameter(DistributedParameter):
     """The local parameter of a frozen parameter whose shards are stored packed.
 
-    torch's functions can read it; each call unpacks this rank's elements into new memory. Writing it, and setting
-    `requires_grad`, raise RuntimeError.
+    torch's functions can read it: each call unpacks this rank's elements into new memory. A write, or setting
+    `requires_grad`, raises RuntimeError.
     """
 
     in_memory = False
@@ -191,7 +199,7 @@ class QuantizedParameter(DistributedParameter):
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's elements, unpacked: (n,), an ordinary tensor in new memory at each access."""
+        """This rank's unpacked elements, (n,). Each access returns an ordinary tensor in new memory."""
         storage: Any = self.buffer.storage
         return storage.unpacked(self.index)
 
@@ -215,20 +223,20 @@ class QuantizedParameter(DistributedParameter):
         if required:
             raise RuntimeError(
                 f"A quantized parameter of shape {tuple(self.full_shape)} cannot be trained, because its packed values "
-                "cannot change. Set requires_grad before auto_wrap(quantize_frozen=...), which packs only frozen "
-                "parameters, or load the model without load_in_4bit=True."
+                "cannot change. To train it, set requires_grad before auto_wrap(quantize_frozen=...), which packs only "
+                "frozen parameters, or load the model without load_in_4bit=True."
             )
 
     @property
     def quant_state(self) -> NoReturn:
-        """Raises RuntimeError. Only PEFT reads this attribute of bitsandbytes' weights, to merge an adapter."""
+        """Raises RuntimeError. Only PEFT reads this attribute of bitsandbytes' weights, to merge adapters."""
         raise written(self)
 
 
 class UnpackedSlice(ShardTensor):
     """This rank's elements of a quantized parameter, unpacked into new memory, or a view of them.
 
-    Writing it raises RuntimeError, because the parameter would not change.
+    A write raises RuntimeError, because it would not change the parameter.
     """
 
     @classmethod
@@ -248,9 +256,9 @@ class UnpackedSlice(ShardTensor):
 def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
     """Return the error to raise for a write to a quantized parameter."""
     return RuntimeError(
-        f"A quantized parameter of shape {tuple(parameter.full_shape)} was written. The write would be lost, because "
-        "its packed values cannot change. Load or change weights before auto_wrap; to merge adapters, load the model "
-        "without quantize_frozen or load_in_4bit."
+        f"A quantized parameter of shape {tuple(parameter.full_shape)} was written, but its packed values cannot "
+        "change, so the write would be lost. Load or change weights before auto_wrap. To merge adapters, load the "
+        "model without quantize_frozen or load_in_4bit."
     )
 
 
@@ -260,5 +268,5 @@ def _unpack(parameter: QuantizedParameter) -> ShardTensor:
 
 
 def _unpacked(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a quantized parameter, unpacked; any other `value` is returned unchanged."""
+    """Return this rank's unpacked elements if `value` is a quantized parameter, else `value` itself."""
     return _unpack(value) if isinstance(value, QuantizedParameter) else value

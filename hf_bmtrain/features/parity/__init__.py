@@ -1,1 +1,1 @@
-"""check_parity: a comparison of one training step of a sharded model with the same step in plain torch."""
+"""`check_parity` compares one training step of a sharded model with the same step in plain torch."""

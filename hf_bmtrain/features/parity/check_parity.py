@@ -1,4 +1,4 @@
-"""check_parity: compares one training step of a sharded model with plain torch, block by block."""
+"""`check_parity` compares one training step of a sharded model with plain torch, block by block."""
 
 from __future__ import annotations
 
@@ -33,31 +33,33 @@ def check_parity(
     bound: float | None = None,
     verbose: bool = True,
 ) -> Parity:
-    """Compare one training step of a wrapped model with the same step in plain torch, and print a table. Collective.
+    """Compare one training step of a wrapped model with the same step in plain torch, and print a table.
 
-    Both steps run on this rank's `batch`, in the model's current mode (dropout included), from the same states of all
-    random generators. The "sharded step" is that of the wrapped model. The "plain step" runs the model's own code on
-    full copies of the weights, without all-gathers, reductions, recomputation or compiled blocks.
+    Collective: every rank must call it. Both steps run on this rank's `batch`, in the model's current mode (dropout
+    included), from the same states of all random generators. The sharded step runs the wrapped model. The plain step
+    runs the model's own code on full copies of the weights, without all-gathers, reductions, recomputation or compiled
+    blocks.
 
-    It compares: the outputs of every block and of every module with parameters outside blocks; the loss; each
+    The comparison covers the outputs of every block, and of every module with parameters outside blocks; the loss; each
     parameter's gradient, against the mean over ranks of the plain step's gradients; and the weight update of one
-    optimizer step. For the update, one new optimizer steps the shards and another one the full copies, both with the
+    optimizer step. For the update, one new optimizer steps the shards and another steps the full copies, both with the
     gradients of the sharded step.
 
-    Afterwards weights, gradients, buffers, attributes and generators are as before, also if this function raises. Only
-    tensors that the model stores outside parameters and buffers, and modifies in place, are not restored. During the
-    comparison every rank needs memory for two full copies of the weights, their gradients and the optimizer's state.
+    Afterwards weights, gradients, buffers, attributes and generators are as before, even if this function raises. Only
+    tensors that the model modifies in place and stores outside parameters and buffers are not restored. During the
+    comparison every rank needs memory for two full copies of the weights, for their gradients, and for the optimizer's
+    state.
 
     Args:
         model: the wrapped model.
         batch: the model's keyword arguments as a dict, its positional arguments as a tuple or list, or its only
             argument. Each rank passes its own batch.
-        loss: a function of the model's output that returns the scalar loss; None for the output's `loss` or, if the
+        loss: a function of the model's output that returns the scalar loss. None uses the output's `loss` or, if the
             output is a tensor, the output itself.
-        optimizer: a function that returns an optimizer for a list of parameters; None for SGD with lr=0.1.
-        bound: the allowed difference of an output or gradient, relative to a reference magnitude: for an output its
-            largest element; for a gradient its largest element plus a fifth of the largest element of all gradients.
-            None for 1e-5 in float32, and 2e-2 if weights or autocast are in 16 bits.
+        optimizer: a function that returns an optimizer for a list of parameters. None uses SGD with lr=0.1.
+        bound: the allowed difference of an output or gradient, relative to a reference magnitude. For an output this is
+            its largest element; for a gradient, its largest element plus a fifth of the largest element of all
+            gradients. None allows 1e-5 in float32, and 2e-2 if weights or autocast are in 16 bits.
         verbose: whether to print the table on rank 0.
 
     Returns:
@@ -110,7 +112,7 @@ def _check_arguments(model: Any, optimizer: Any, bound: Any) -> None:
     if isinstance(optimizer, torch.optim.Optimizer) or not (optimizer is None or callable(optimizer)):
         raise TypeError(
             "optimizer must be a function that returns an optimizer for a list of parameters, such as "
-            f"functools.partial(torch.optim.SGD, lr=0.1), not a {type(optimizer).__name__}: it is called once for the "
+            f"functools.partial(torch.optim.SGD, lr=0.1), not a {type(optimizer).__name__}. It is called once for the "
             "shards and once for the full weights."
         )
     if bound is not None and not bound >= 0:
@@ -129,15 +131,15 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
             value = loss(outputs)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ValueError(
-                f"check_parity needs a scalar loss, and the model returned a {type(outputs).__name__} without one: "
-                "put labels into the batch, or pass loss=, a function of what the model returns."
+                f"check_parity needs a scalar loss, but the model returned a {type(outputs).__name__} without one. Put "
+                "labels into the batch, or pass loss=, a function of the model's output."
             )
         value.backward()
     return value.detach()
 
 
 def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> str | None:
-    """Return a message if this rank has too little memory for full copies and gradients of `sharded_params`."""
+    """Return a message if this rank has too little memory for full copies and gradients; otherwise None."""
     needed = 3 * sum(sharded.numel() * sharded.element_size() for sharded in sharded_params)
     memory = world.device_memory
     if memory is None:
@@ -147,17 +149,17 @@ def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> s
     if needed <= free:
         return None
     return (
-        f"{needed / 2**30:.3g} GiB are needed for weights and gradients, and {free / 2**30:.3g} GiB {where} are left. "
-        "Use a model of the same class with fewer layers, or a machine with more memory"
+        f"weights and gradients need {needed / 2**30:.3g} GiB, but only {free / 2**30:.3g} GiB {where} are left. Use a "
+        "model of the same class with fewer layers, or a machine with more memory"
     )
 
 
 class _Comparison:
     """Compares the sharded step with the plain step, and collects the differences that this rank finds.
 
-    All ranks call `of_outputs`, `of_gradients` and `of_update` in this order.
+    All ranks must call `of_outputs`, `of_gradients` and `of_update`, in this order.
 
-    differences: one Difference for each tensor that was compared so far.
+    differences: one Difference for each tensor compared so far.
     """
 
     def __init__(self, model: torch.nn.Module, world: World, bound: float | None) -> None:
@@ -166,7 +168,7 @@ class _Comparison:
         self._names = {p: name for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
 
     def _allowed(self, tensor: torch.Tensor) -> float:
-        """Return the relative difference allowed in `tensor`: the user's bound, or else the default for the dtypes."""
+        """Return the allowed relative difference of `tensor`: the user's bound, or the default for the dtypes."""
         if self._bound is not None:
             return self._bound
         device = self._world.device.type
@@ -180,7 +182,7 @@ class _Comparison:
         return max(_BOUNDS.get(dtype.to_real(), 1e-5) for dtype in dtypes)
 
     def _add(self, kind: str, block: str, name: str, got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
-        """Add the Difference of a tensor that is `got` in the sharded step and `wanted` in the plain step.
+        """Add the Difference between a tensor of the sharded step, `got`, and the same of the plain step, `wanted`.
 
         kind, block, name, allowed: as for Difference.
         """
@@ -206,17 +208,17 @@ class _Comparison:
 
     @torch.no_grad()
     def of_gradients(self, full_params: Wholes) -> None:
-        """Compare each gradient of the sharded step with the mean over ranks of the plain step's gradients. Collective.
+        """Compare each gradient of the sharded step with the mean over ranks of the plain step's gradients.
 
-        Afterwards `.grad` of each full parameter is the sharded step's gradient, all-gathered, or None if there is
-        none, so that `of_update` gives both optimizers the same gradients.
+        Collective: every rank must call it. Afterwards `.grad` of each full parameter is the all-gathered gradient of
+        the sharded step, or None if it has none, so that `of_update` gives both optimizers the same gradients.
         """
         found = []
         for sharded, full in reversed(full_params.items()):
             got, wanted = sharded.gather_gradient(), self._mean(full)
             full.grad = got
             if wanted is not None or got is not None:
-                nothing = full.detach().new_zeros(1).expand_as(full)  # no gradient counts as a gradient of zeros
+                nothing = full.detach().new_zeros(1).expand_as(full)  # a missing gradient counts as zeros
                 got, wanted = nothing if got is None else got, nothing if wanted is None else wanted
                 found.append((sharded, largest_difference(got, wanted), largest_of(wanted), self._allowed(wanted)))
         floor = _OF_MODEL * max((largest for _, _, largest, _ in found), default=0.0)
@@ -227,7 +229,10 @@ class _Comparison:
             )
 
     def _mean(self, full: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the mean over ranks of `full.grad`, in float32 or wider; None if no rank has one. Collective."""
+        """Return the mean of `full.grad` over ranks, in float32 or wider; None if no rank has one.
+
+        Collective: every rank must call it.
+        """
         present = torch.tensor([float(full.grad is not None)], device=self._world.device)
         self._world.reduce.all_reduce(present, maximum=True).wait()
         if not present.item():
@@ -240,8 +245,9 @@ class _Comparison:
         return total / self._world.size
 
     def of_update(self, full_params: Wholes, make: MakeOptimizer) -> None:
-        """Step one optimizer over the shards and another one over the full parameters, and compare the weight updates.
-        Collective.
+        """Step one optimizer over the shards and another over the full parameters, and compare the weight updates.
+
+        Collective: every rank must call it.
 
         Args:
             full_params: the full parameters, with the sharded step's gradients in `.grad`.
@@ -262,6 +268,6 @@ class _Comparison:
                 self._add("update", self._block(sharded), self._names[sharded], got, wanted, allowed)
 
     def _block(self, sharded: DistributedParameter) -> str:
-        """Return the name of the block that contains the local parameter `sharded`; outside blocks, its own name."""
+        """Return the name of the block that contains the parameter `sharded`, or its own name outside blocks."""
         name, origin = self._names[sharded], sharded.origin
         return name if origin is None or not origin.block else origin.block

@@ -1,4 +1,4 @@
-"""Records the outputs of blocks, and of modules with parameters outside blocks, in the order of a forward."""
+"""Record the outputs of blocks, and of modules with parameters outside blocks, in the order of a forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...engine.blocks.block import CheckpointBlock
 from ...engine.blocks.schedule import Schedule
 
 Outputs = dict[tuple[str, str], list[torch.Tensor]]
-"""{(name of the module, name of its call): copies in host memory of the floating-point tensors that it returned}."""
+"""{(module name, call name): copies, in host memory, of the floating-point tensors that the call returned}."""
 
 
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -32,14 +32,14 @@ def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterator[Outputs]:
-    """Under `with`, record the outputs of `modules` in forwards, but not in recomputations of forwards.
+    """Under `with`, record the outputs of `modules` in forwards. Recomputations are not recorded.
 
     Args:
         modules: the modules to record, by name.
-        schedule: the schedule of the world, which knows whether a running forward is a recomputation.
+        schedule: the world's schedule, which knows whether the running forward is a recomputation.
 
     Yields:
-        The outputs, to which each module's output is added when the module returns it.
+        The outputs. Each call of a module adds its output.
     """
     outputs: Outputs = {}
     calls = dict.fromkeys(modules, 0)

@@ -15,13 +15,13 @@ class Difference:
     """The difference of one tensor between the sharded step and the plain step.
 
     Attributes:
-        kind: "output" of a module; "gradient" of a parameter, averaged over the ranks; or "update" of a parameter by
-            one optimizer step.
+        kind: "output" (of a module), "gradient" (of a parameter, averaged over the ranks) or "update" (of a parameter,
+            by one optimizer step).
         block: the name of the block, or of the module or parameter if it is outside blocks.
         name: the name of the module or parameter.
-        largest: the largest absolute difference of an element; inf if an element is finite in one step only.
+        largest: the largest absolute difference of an element; inf if an element is finite in only one of the steps.
         allowed: the largest absolute difference that is allowed.
-        rank: in a `Parity`, the rank where the difference is the largest; 0 before the ranks are compared.
+        rank: in a `Parity`, the rank with the largest difference; 0 before the ranks are compared.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of `check_parity`, the same on every rank. `str` of it is a table with a line per kind and block.
+    """The result of `check_parity`, the same on every rank. Its `str` is a table with a line per kind and block.
 
     Attributes:
         differences: one per tensor: outputs in the order of the forward, gradients in the order of the backward, then
@@ -96,7 +96,7 @@ def _cells(each: Difference) -> tuple[str, ...]:
 
 
 def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
-    """Return for each tensor, of its differences on all ranks, the one that is largest relative to what is allowed.
+    """Return, for each tensor, the rank's difference that is largest relative to its allowed difference.
 
     ranks: the differences of each rank. Raises RuntimeError if the ranks compared different tensors.
     """
@@ -107,8 +107,8 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
                 (a, b) for a, b in zip([*names[0], "nothing"], [*own, "nothing"]) if a != b
             )  # "nothing" ends each list, so that a list that is shorter differs at its end
             raise RuntimeError(
-                f"check_parity: the ranks called different modules: rank 0 {mine}, rank {rank} {theirs}. Every rank "
-                "must call the same modules in the same order."
+                f"check_parity: the ranks called different modules: rank 0 called {mine}, rank {rank} called {theirs}. "
+                "Every rank must call the same modules in the same order."
             )
     merged = []
     for same in zip(*ranks):
@@ -118,9 +118,9 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
 
 
 def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return max|got − wanted|; inf if the shapes differ.
+    """Return max|got − wanted|, or inf if the shapes differ.
 
-    Equal infinities, or two NaNs, differ by 0; any other pair with an infinity or NaN differs by inf.
+    Equal infinities, or two NaNs, have the difference 0; any other pair with an infinity or NaN has the difference inf.
     """
     if got.shape != wanted.shape:
         return float("inf")
@@ -134,7 +134,7 @@ def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def largest_of(tensor: torch.Tensor) -> float:
-    """Return the largest finite magnitude in `tensor`; 0 if it has no finite element."""
+    """Return the largest finite magnitude in `tensor`, or 0 if it has no finite element."""
     if not tensor.numel():
         return 0.0
     return tensor.detach().abs().nan_to_num_(0, 0, 0).max().item()

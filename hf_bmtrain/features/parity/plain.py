@@ -1,4 +1,4 @@
-"""Runs a wrapped model as plain torch would: with full weights in its modules, which get their original classes."""
+"""Run a wrapped model as plain torch would: with full weights in its modules, which get their original classes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 
 @torch.no_grad()
 def gather_full_params(model: torch.nn.Module) -> Wholes:
-    """Return a full copy of each sharded parameter of `model`. Collective.
+    """Return a full copy of each sharded parameter of `model`. Collective: every rank must call it.
 
-    They are assembled from the local parameters. The all-gathers of a forward are not used, because they are checked.
+    The copies are assembled from the local parameters, independently of a forward's all-gathers, which are under test.
     """
     full_params: Wholes = {}
     for sharded in model.parameters():
         if isinstance(sharded, DistributedParameter):
             full: Any = torch.nn.Parameter(sharded.placement.gather(sharded.part), sharded.requires_grad)
-            full.is_unsharded = True  # else the model's forward would refuse it as a parameter that is not sharded
+            full.is_unsharded = True  # otherwise the model's forward would raise an error, because it is not sharded
             full_params[sharded] = full
     return full_params
 
 
 @contextmanager
 def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
-    """Under `with`, let `model` run its own code on `full_params`, without all-gathers, reductions or recomputation.
+    """Under `with`, `model` runs its own code on `full_params`, without all-gathers, reductions or recomputation.
 
     Compiled blocks run their forward without compilation.
 
@@ -67,7 +67,7 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
 def _own_class(module: torch.nn.Module) -> Any:
     """Return the class that `module` had before it was sharded."""
     cls: Any = type(module)
-    # Stops at the class that a feature has given to a layer, such as Float8Linear: the plain step uses it too.
+    # Stop at a class that a feature has given to a layer, such as Float8Linear, because the plain step uses it too.
     while "_extends" in vars(cls) and issubclass(cls, ShardedModule):
         cls = cls._extends
     return cls

@@ -1,4 +1,4 @@
-"""Saves everything that a training step changes, and restores it afterwards."""
+"""Save everything that a training step changes, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..replay.snapshot import Snapshot
 class TrainingState:
     """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
 
-    Of the weights it copies this rank's shards. Until `restore`, local parameters have no gradients and no gradient
-    hooks; and blocks with any recomputation policy but NEVER recompute every forward, because a plan with
+    Of the weights, it copies only this rank's shards. Until `restore`, local parameters have no gradients and no
+    gradient hooks. Also until then, every block is recomputed, unless its policy is NEVER: a plan with
     use_checkpoint="auto" must not measure these steps, which are not training.
     """
 
@@ -39,7 +39,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, weights: bool) -> None:
-        """Restore everything but, unless `weights` is True, the weights. They need it only if they were written."""
+        """Restore everything. weights: whether to restore the weights too, which is needed if they were written."""
         self._world.schedule.discard_failed_backward()
         self.rewind()
         if weights:

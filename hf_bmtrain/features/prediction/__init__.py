@@ -1,5 +1,5 @@
-"""Predicts the memory of a training step from a model's configuration: without weights, GPUs or process groups.
+"""Predict the memory of a training step from a model's configuration, without weights, GPUs or process groups.
 
-It runs the engine itself on the meta device, in a world whose communicators move no data, and counts the bytes of all
-storages that the step allocates and frees.
+The prediction runs the engine itself on the meta device, in a world whose communicators move no data, and counts the
+bytes of all storages that the step allocates and frees.
 """

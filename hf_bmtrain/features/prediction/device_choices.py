@@ -1,4 +1,4 @@
-"""Makes the meta device allocate what a CUDA device would, in dropout, softmax, attention and autocast."""
+"""Make dropout, softmax, attention and autocast on the meta device allocate the same tensors as on CUDA."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FLASH_WIDTH = 256
 
 @contextmanager
 def cuda_choices() -> Iterator[None]:
-    """Under `with`, dropout, softmax and scaled_dot_product_attention of meta tensors allocate what they do on CUDA.
+    """Under `with`, dropout, softmax and scaled_dot_product_attention of meta tensors allocate the same as on CUDA.
 
-    In addition torch.autocast("meta", enabled=False), which otherwise raises an error because torch has no autocast for
-    this device, does nothing. PEFT turns autocast off in this way around adapters on fused experts.
+    In addition, `torch.autocast("meta", enabled=False)` does nothing. Otherwise it would raise an error, because torch
+    has no autocast for this device. PEFT turns autocast off in this way around adapters on fused experts.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")
@@ -47,7 +47,7 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _attend(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """Emulate `aten::scaled_dot_product_attention`, with the kernel chosen as on compute capability 8.0 and above."""
+    """Emulate `aten::scaled_dot_product_attention`, choosing the kernel as for compute capability 8.0 and above."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
     alike = query.dim() == 4 and width == key.shape[-1] == value.shape[-1] and width % 8 == 0
@@ -76,7 +76,7 @@ def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dt
 
 
 def _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale) -> torch.Tensor:
-    """Call the memory-efficient kernel, with the mask as an additive bias, as torch does on CUDA."""
+    """Call the memory-efficient kernel with the mask as an additive bias, as torch does on CUDA."""
     bias = attn_mask
     if bias is not None:
         if bias.dtype is torch.bool:

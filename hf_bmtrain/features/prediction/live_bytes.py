@@ -1,4 +1,4 @@
-"""LiveBytes: counts the bytes of live storages on the meta device, as the caching allocator would on a GPU."""
+"""LiveBytes counts the bytes of live storages on the meta device, as the caching allocator would on a GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Change(NamedTuple):
     """A change of a storage: it was allocated or grew (nbytes > 0), or was freed or shrank (nbytes < 0).
 
     Attributes:
-        number: identifies the storage.
+        number: a number that identifies the storage.
         nbytes: the change of the storage's size in bytes.
         label: the part of the step in which the storage was allocated; "" if it was freed.
-        shape: the shape of the first tensor in the storage; () if that is not known.
+        shape: the shape of the first tensor in the storage, or () if it is unknown.
     """
 
     number: int
@@ -36,18 +36,18 @@ class Change(NamedTuple):
 class LiveBytes(TorchDispatchMode):
     """Under `with`, counts the storages of tensors on the meta device, which stands for a GPU.
 
-    A storage counts from the operation that creates it until it is freed or `resize_` empties it. Page-locked tensors
-    (`pin_memory=True`) count as host memory. Values do not exist on the meta device, so operations that read one on the
-    host return 0 or False; but `torch.equal` and `all` return True, because models use them to test for the usual case
-    (such as a mask without padding).
+    A storage counts from the operation that creates it until it is freed, or until `resize_` empties it. Page-locked
+    tensors (`pin_memory=True`) count as host memory. Tensors on the meta device have no values, so an operation that
+    reads a value on the host returns 0 or False. Exceptions are `torch.equal` and `all`, which return True: models use
+    them to test for the usual case, such as a mask without padding.
 
     Args:
-        label: returns the name of the part of the step that runs now, for `Change.label`.
+        label: a function that returns the name of the part of the step that is running, for `Change.label`.
 
     Attributes:
         live: the bytes of all live storages.
-        host: the bytes of all page-locked tensors that were ever allocated.
-        peak: the largest `live` since `reset_peak`, or since the beginning.
+        host: the bytes of all page-locked tensors that were allocated so far, including freed ones.
+        peak: the largest `live` since `reset_peak`, or since the start.
         changes: every change so far, in order.
     """
 
@@ -56,10 +56,10 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.host = self.peak = 0
         self.changes: list[Change] = []
         self._label = label
-        self._known: dict[int, tuple[Any, int, int]] = {}  # by storage: weak reference, bytes, number
-        self._hosted: dict[int, Any] = {}  # weak references to page-locked storages, by storage
-        self._all: set[int | None] = set()  # the numbers of storages that have a result of `all`
-        self._count = 0  # the last number that a storage was given
+        self._known: dict[int, tuple[Any, int, int]] = {}  # {storage: (weak reference, bytes, number)}
+        self._hosted: dict[int, Any] = {}  # {page-locked storage: weak reference}
+        self._all: set[int | None] = set()  # the numbers of storages that contain a result of `all`
+        self._count = 0  # the last number given to a storage
 
     def reset_peak(self) -> None:
         self.peak = self.live
@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
                 self._follow(storage)
             return result
 
-        # The engine frees and allocates full buffers by resizing their storage, which does not go through dispatch.
+        # The engine frees and allocates full buffers by resizing their storage, which dispatch does not see.
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         return super().__enter__()
 
@@ -110,7 +110,7 @@ class LiveBytes(TorchDispatchMode):
         return outputs
 
     def _see(self, tensor: torch.Tensor, hosted: bool) -> None:
-        """Count the storage of an operation's output `tensor`, if it is new. hosted: whether it is page-locked."""
+        """Count the storage of `tensor`, an operation's output, if it is new. hosted: whether it is page-locked."""
         if not tensor.is_meta:
             return
         storage = tensor.untyped_storage()
@@ -122,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
             self._follow(storage, tuple(tensor.shape))
 
     def _follow(self, storage: torch.UntypedStorage, shape: tuple[int, ...] = ()) -> None:
-        """Record a new storage or, for a known one, the change of its size since it was last recorded.
+        """Record a new storage, or the change in size of a known one since it was last recorded.
 
         shape: the shape of the first tensor in the storage.
         """
@@ -147,13 +147,13 @@ class LiveBytes(TorchDispatchMode):
             self.changes.append(Change(number, nbytes, self._label() if nbytes > 0 else "", shape))
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage in `changes`; None if it is not counted."""
+        """Return the number of a tensor's storage in `changes`, or None if it is not counted."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[2]
 
 
 def workspace(function: Any, args: tuple) -> int:
-    """Return the bytes of workspace that an operation allocates on CUDA and frees before it returns.
+    """Return the bytes of the workspace that an operation uses on CUDA and frees before it returns.
 
     Args:
         function: the operator.

@@ -1,4 +1,4 @@
-"""predict_memory: predicts the memory of a model in this world, and later compares it with the measured memory."""
+"""`predict_memory` predicts the memory of a model in this world, and later compares it with the measured memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .simulation import on_meta
 
 _log = logging.getLogger("hf_bmtrain")
 TOLERANCE = 0.05
-"""A larger relative difference between predicted and measured peak is logged as a warning."""
+"""The relative difference between predicted and measured peak above which a warning is logged."""
 
 
 def predict_memory(
@@ -35,10 +35,10 @@ def predict_memory(
     offload_activations: bool = False,
     mlp_chunks: int = 1,
 ) -> Prediction:
-    """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`. It is not collective.
+    """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`.
 
-    On GPUs, after the second step of training, a line of the log compares the prediction with the measured memory. If
-    they differ by more than 5 %, the line is a warning and includes the table.
+    It is not collective. On GPUs, after the second training step, the log compares the prediction with the measured
+    memory. If they differ by more than 5 %, this is a warning that includes the table.
 
     Args:
         model: the model before it is wrapped, on any device. It is not changed.
@@ -58,13 +58,13 @@ def predict_memory(
         A `Prediction`, whose `str` is a table.
 
     Raises:
-        ValueError: a setting is out of range, or the model is wrapped already.
+        ValueError: a setting is out of range, or the model is already wrapped.
         RuntimeError: the forward depends on the values of its inputs, which the meta device does not have.
     """
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
-    Options(  # raises for wrong values
+    Options(  # raises an error for invalid values
         zero_level=level,
         use_checkpoint=use_checkpoint,
         keep_frozen=keep_frozen,
@@ -74,7 +74,7 @@ def predict_memory(
         mlp_chunks=mlp_chunks,
     )
     if any(hasattr(parameter, "buffer") for parameter in model.parameters()):
-        raise ValueError("predict_memory: this model is wrapped already. Predict before auto_wrap.")
+        raise ValueError("predict_memory: this model is already wrapped. Call predict_memory before auto_wrap.")
     if micro_batches < 1:
         raise ValueError(f"predict_memory: micro_batches must be 1 or more, not {micro_batches}.")
     on_device = world.device.type != "cpu"
@@ -117,10 +117,10 @@ class Comparison(Observer):
         return f"predict_memory predicted for a step:\n{self._prediction}" if self._forwards else None
 
     def report(self, measured: int) -> None:
-        """Log the predicted peak and the `measured` one, in bytes."""
+        """Log the predicted peak and the `measured` peak (in bytes)."""
         predicted = self._prediction.peak
         difference = predicted / measured - 1
-        line = "memory of a step, at its peak: %.2f GiB predicted, %.2f GiB measured (%+.1f %%)"
+        line = "peak memory of a step: %.2f GiB predicted, %.2f GiB measured (%+.1f %%)"
         values = predicted / 2**30, measured / 2**30, 100 * difference
         if abs(difference) > TOLERANCE:
             _log.warning(f"{line}. Predicted:\n%s", *values, self._prediction)

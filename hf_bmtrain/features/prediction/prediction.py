@@ -1,4 +1,4 @@
-"""Prediction: the memory that a training step takes on one rank, by purpose."""
+"""Predict the memory that a training step takes on one rank, by purpose."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..options import KeepFrozen, UseCheckpoint, UseFloat8
 from .simulation import Phase, Simulated, simulate
 
 CUBLAS_BYTES = 64 << 20
-"""Workspaces of cuBLAS in torch's allocator: one for the thread that runs forwards, one for autograd's thread."""
+"""Workspaces of cuBLAS in torch's allocator: one for the thread that runs forwards, one for that of autograd."""
 CONTEXT_BYTES = 800 << 20
-"""What the CUDA driver allocates on the device for a process: context, modules, stacks."""
+"""Device memory that the CUDA driver allocates for a process: context, modules, stacks."""
 NCCL_BYTES = 400 << 20
-"""What NCCL allocates for the two communicators of a world with several ranks."""
+"""Device memory that NCCL allocates for the two communicators of a world with several ranks."""
 _SMALLEST_RESERVE = 2 << 30
 _PARTS = 10_000
 """The table leaves out entries smaller than 1 / _PARTS of the peak."""
@@ -42,11 +42,11 @@ class Prediction:
     """The memory that one rank needs for a step, including the optimizer's state. Its `str` is a table.
 
     Attributes:
-        table: bytes at the peak, by purpose: {key in ROWS: bytes}.
-        mapped: how many of the bytes in `table` are outside torch's allocator (shards and mailboxes that other ranks of
-            the host read).
-        context: bytes on the device for the CUDA context and libraries, which belong to no tensor.
-        host: bytes of page-locked host memory.
+        table: the bytes of each purpose at the peak: {key in ROWS: bytes}.
+        mapped: the bytes in `table` that are outside torch's allocator (shards and gradient mailboxes that other
+            ranks of the host access).
+        context: the bytes on the device for the CUDA context and libraries, which belong to no tensor.
+        host: the bytes of page-locked host memory.
         phases: the phases of the step, each with its name, the live bytes at its end, and its peak.
         kept: for each block, whether it keeps its activations.
     """
@@ -60,7 +60,7 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """The most bytes that tensors take at a time, including those outside torch's allocator."""
+        """The largest number of bytes of tensors at a time, including those outside torch's allocator."""
         return sum(self.table.values())
 
     @property
@@ -70,7 +70,7 @@ class Prediction:
 
     @property
     def device(self) -> int:
-        """Bytes that are taken on the device, not counting what the allocator loses to fragmentation."""
+        """The bytes used on the device, without the allocator's fragmentation."""
         return self.peak + self.context
 
     def __str__(self) -> str:
@@ -82,20 +82,20 @@ class Prediction:
 
 
 def usable_bytes(total: int, ranks: int) -> int:
-    """Return the bytes that tensors may take on a device: its memory less the CUDA context, NCCL and a reserve.
+    """Return the bytes available for tensors on a device: its memory minus the CUDA context, NCCL and a reserve.
 
-    The reserve is 5 % of the device, at least 2 GiB. `DeviceMemory.usable` leaves the same reserve, so that a
+    The reserve is 5 % of the device, and at least 2 GiB. `DeviceMemory.usable` subtracts the same reserve, so that a
     prediction and a plan for use_checkpoint="auto" start from the same number of bytes.
 
     Args:
-        total: bytes of the device.
-        ranks: the number of ranks; NCCL takes memory if there are several.
+        total: the bytes of the device.
+        ranks: the number of ranks. NCCL takes memory if there are several.
     """
     return total - _context(ranks) - max(_SMALLEST_RESERVE, total // 20)
 
 
 def _context(ranks: int) -> int:
-    """Return the bytes on the device that belong to no tensor: for CUDA and, if there are several ranks, NCCL."""
+    """Return the bytes on the device that belong to no tensor: of CUDA and, with several ranks, of NCCL."""
     return CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
 
 
@@ -145,7 +145,7 @@ def predict(
 
 
 def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]) -> dict[str, int]:
-    """Return the bytes that are live at the peak of the simulation's last step: {key in ROWS: bytes}.
+    """Return the live bytes at the peak of the simulation's last step: {key in ROWS: bytes}.
 
     done: the simulation. vocabulary, shapes: as for `_kind`.
     """
@@ -169,7 +169,7 @@ def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]
 
 
 def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[tuple[int, ...]]) -> str:
-    """Return the key in ROWS for a storage that neither the engine nor the optimizer owns: a guess.
+    """Guess the key in ROWS of a storage that neither the engine nor the optimizer owns.
 
     Args:
         label: the part of the step in which the storage was allocated.

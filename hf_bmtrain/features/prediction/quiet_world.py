@@ -24,7 +24,7 @@ META = torch.device("meta")
 
 
 class _Quiet(SingleProcess):
-    """The communicator of rank 0 in a world of `size` ranks. The others do not exist, so it transfers nothing."""
+    """The communicator of rank 0 in a world of `size` ranks. It transfers nothing, as the others do not exist."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Quiet(SingleProcess):
 
 
 class _Echo(ObjectComm):
-    """An ObjectComm whose other ranks all send what this rank sends."""
+    """An ObjectComm that behaves as if all other ranks sent the same objects as this one."""
 
     def __init__(self, size: int) -> None:
         super().__init__(1, timedelta(0))
@@ -54,9 +54,9 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Stands for `PeerMemory`: allocates meta tensors instead of memory that other processes can map, copies nothing.
+    """Stands for `PeerMemory`: it allocates meta tensors instead of shared memory, and does not copy.
 
-    mapped: the meta tensors, listed because the real memory would come from outside torch's allocator.
+    mapped: the meta tensors. The real memory would be outside torch's allocator, so it is counted separately.
     """
 
     def __init__(self) -> None:

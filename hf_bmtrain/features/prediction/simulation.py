@@ -1,4 +1,4 @@
-"""Simulates training steps on the meta device: the engine runs on tensors without values, and bytes are counted."""
+"""Simulate training steps on the meta device: the engine runs on tensors without values, and bytes are counted."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .live_bytes import Change, LiveBytes
 from .quiet_world import META, quiet_world
 
 _STEPS = 2
-"""Two steps are simulated, because the optimizer's state exists only from the second step on."""
+"""Two steps are simulated, because only in the second step the optimizer's state exists from the start."""
 Phase = tuple[str, int, int]
-"""(name, bytes live at its end, peak of live bytes in it) of the forward, the backward or the optimizer's step."""
+"""(name, live bytes at its end, peak of live bytes) of the forward, the backward or the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Simulated:
     """The result of a simulation. Its last step is the one that is predicted.
 
     Attributes:
-        changes: all changes of storages, from the beginning of the simulation.
-        begin: the index in `changes` where the last step begins.
+        changes: all changes of storages since the start of the simulation.
+        begin: the index in `changes` at which the last step begins.
         kinds: {number of a storage: key in ROWS} for storages that the engine or the optimizer owns.
-        host: bytes of page-locked host memory.
-        mapped: bytes outside torch's allocator, which `changes` include.
+        host: the bytes of page-locked host memory.
+        mapped: the bytes outside torch's allocator, which are included in `changes`.
         phases: the phases of the last step.
         kept: for each block, whether it keeps its activations.
     """
@@ -52,7 +52,7 @@ class Simulated:
 
 
 class _Memory:
-    """Stands for `DeviceMemory`: the memory of a simulated device. usable: its constant usable bytes."""
+    """Stands for `DeviceMemory` of a simulated device. usable: the bytes that it can use."""
 
     def __init__(self, live: LiveBytes, usable: int) -> None:
         self.allocated = lambda: live.live
@@ -95,7 +95,7 @@ def simulate(
         ranks: the number of ranks.
         zero_level: as for `auto_wrap`.
         use_checkpoint: as for `auto_wrap`.
-        usable: the bytes that use_checkpoint="auto" and keep_frozen="auto" may plan with.
+        usable: the bytes available to the plans of use_checkpoint="auto" and keep_frozen="auto".
         micro_batches: the number of backwards per step.
         keep_frozen: as for `auto_wrap`.
         quantize_frozen: as for `auto_wrap`.
@@ -132,7 +132,7 @@ def simulate(
 
 @contextmanager
 def _checked_optimizers() -> Iterator[None]:
-    """Under `with`, check torch optimizers before their steps, as after `init_distributed`."""
+    """Under `with`, check torch optimizers before each step, as `init_distributed` makes them do."""
     undo = install()
     try:
         yield
@@ -148,7 +148,7 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
         inputs: the keyword arguments of its forward.
         manager: the manager of the optimizer.
         live: counts the bytes.
-        stage: a list whose only item is set to the phase that runs.
+        stage: a list whose only item is set to the name of the running phase.
         phases: a list to which each phase is added when it ends.
         count: the number of backwards.
     """
@@ -175,7 +175,7 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
 
 
 def _peak(live: LiveBytes, first: int) -> int:
-    """Return the most bytes that were live at a time since change `first` in `live.changes`.
+    """Return the largest number of live bytes since the change `first` of `live.changes`.
 
     `live.peak` is not used, because a MemoryPlanner may have reset it.
     """
@@ -188,7 +188,7 @@ def _peak(live: LiveBytes, first: int) -> int:
 
 
 def _label(world: World, stage: str) -> str:
-    """Return the label of what runs now, for `Change.label`. stage: the running phase of the step."""
+    """Return the label of the code that is running, for `Change.label`. stage: the running phase of the step."""
     depth = world.inside.depth
     if world.schedule.in_backward:
         return "recomputation" if depth else "backward"

@@ -1,7 +1,7 @@
-"""Repeating a forward with the state that it had the first time.
+"""Repeat a forward with the state that it had the first time.
 
-A layer's forward may change buffers (running means), attributes (counters), random generators and containers among its
-arguments (a key-value cache). A recomputation must see the old state, and must not change the present one.
+A layer's forward may change buffers (running means), attributes (counters), random generators, and containers among its
+arguments (a key-value cache). A recomputation must see the old state, and must leave the present state unchanged.
 
 `replay` does so for a block, around the first forward and each recomputation. `snapshot` copies and restores the state,
 and is also used to repeat the forward of a whole model.

@@ -1,4 +1,4 @@
-"""Recomputation of a layer whose forward changes buffers, attributes, generators or containers in its arguments."""
+"""Recompute a layer whose forward changes buffers, attributes, generators, or containers in its arguments."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from .snapshot import Attributes, Buffers, Contents, Generators, Snapshot, gener
 class Replay:
     """Lets a layer's forward be recomputed although it changes state (running means, counters, a cache).
 
-    `record` saves the state before the first forward. `restore` sets the state back to that for a recomputation, and
-    undoes the recomputation's own changes afterwards.
+    `record` saves the state before the first forward. `restore` sets the state back for a recomputation, and afterwards
+    undoes the changes of the recomputation.
 
     The first forward in training mode, and the first in evaluation mode, copies all buffers and compares their values
-    afterwards, which waits for the device. Later forwards copy only the buffers that changed in that first one. Random
-    generators are treated likewise, except torch's default ones, which torch's checkpoint restores itself. Attributes
-    and containers are restored in place; tensors in them are not copied.
+    afterwards, for which the host waits for the device. Later forwards copy only the buffers that changed in that first
+    one. Random generators are handled in the same way, except torch's default ones, which torch's checkpoint restores.
+    Attributes and containers are restored in place; tensors in them are not copied.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        # Weak, because the layer refers to this object.
+        # A weak reference, because the layer refers to this object.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
-        # By `layer.training`: the indices in _places of the buffers that a forward changes, and the generators it uses.
+        # {layer.training: indices in _places of the buffers that a forward changes}, and {...: generators that it
+        # uses}.
         self._changing: dict[bool, set[int]] = {}
         self._drawn: dict[bool, list[Any]] = {}
         self._attributes: Attributes | None = None
 
     def _present_attributes(self) -> Attributes:
-        """Return a copy of the layer's attributes: the last copy, if they have not changed since."""
+        """Return a copy of the layer's attributes, which is the last copy if they have not changed since."""
         if self._attributes is None or not self._attributes.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
         return self._attributes
@@ -45,15 +46,15 @@ class Replay:
         """Save the layer's state for a recomputation of the forward that runs inside this context.
 
         Args:
-            args: the positional arguments of the forward; the containers among them are saved too.
-            kwargs: its keyword arguments, likewise.
+            args: the positional arguments of the forward. Containers among them are saved too.
+            kwargs: the keyword arguments of the forward. Containers among them are saved too.
 
         Returns:
             A context manager that yields the snapshot for `restore`. It is complete when the context ends.
 
         Raises:
-            RuntimeError: at the end of the context, if the forward changed a buffer that the layer's first forward in
-                the same mode did not change, so that there is no copy of it.
+            RuntimeError: at the end of the context, if the forward changed a buffer that was not copied because the
+                layer's first forward in the same mode did not change it.
         """
         keep_scripts()
         training = self._layer.training
@@ -67,13 +68,13 @@ class Replay:
         yield snapshot
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
-        if known is None:  # versions are not enough: batch norm writes its buffers without incrementing them
+        if known is None:  # batch norm writes its buffers without incrementing their versions
             changed |= {n for n, b in before.items() if not torch.equal(b, copies[n])}
         if changed - copies.keys():
             names = sorted(self._places[n][1] for n in changed - copies.keys())
             raise RuntimeError(
-                f"The layer changed its buffers {names} in this forward but not in its first one, so they were not "
-                "copied and this forward cannot be recomputed. Wrap the model with use_checkpoint=False."
+                f"The layer changed its buffers {names} in this forward but not in its first forward. So they were not "
+                "copied, and this forward cannot be recomputed. Wrap the model with use_checkpoint=False."
             )
         if known is None:
             self._changing[training] = changed
@@ -85,10 +86,10 @@ class Replay:
         """Set the layer's state to a snapshot inside the context, and back to the present state at its end.
 
         torch's checkpoint ends a recomputation early by raising an exception. If this happens inside a TorchScript
-        function, torch does not recognize the exception any more, so this context suppresses it.
+        function, torch no longer recognizes the exception, so this context suppresses it.
 
         Args:
-            snapshot: what `record` yielded for the forward that is recomputed.
+            snapshot: the snapshot that `record` yielded for the forward that is recomputed.
         """
         keep_scripts()
         undo = snapshot.show()
@@ -101,37 +102,37 @@ class Replay:
             undo()
 
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
-        """Return `copies`, a dict by index in `_places`, in the form that Snapshot takes."""
+        """Return `copies`, {index in `_places`: copy}, in the form that Snapshot takes."""
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:
-        """Return the buffers that are now at `_places`, None where one was removed."""
+        """Return the buffers that are now at `_places`, with None for a buffer that was removed."""
         return [buffers.get(name) for buffers, name in self._places]
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return a tensor's version; 0 for an inference tensor, which has none."""
+    """Return a tensor's version, or 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 # -- TorchScript ------------------------------------------------------------------------------------------------------
 # TorchScript profiles the first call of a function and optimizes the second. The optimized function makes autograd save
-# other tensors, in another order. torch's checkpoint matches the saved tensors of forward and recomputation by their
-# order, so it would mix them up. So from the first recomputed layer on, TorchScript optimizes no more functions: each
-# one stays as it is, optimized or not.
+# other tensors, in another order. torch's checkpoint matches the saved tensors of the forward and the recomputation by
+# their order, so it would mix them up. Therefore, from the first recomputed layer on, TorchScript must not optimize any
+# more functions. Each function stays as it is, optimized or not.
 
 
 def keep_scripts() -> None:
-    """Stop TorchScript from optimizing more functions in this thread. Functions already optimized stay so."""
+    """Stop TorchScript from optimizing more functions in this thread. Optimized functions stay optimized."""
     optimize_scripts(False)
 
 
 def ends_recomputation(error: RuntimeError) -> bool:
-    """Return whether TorchScript has made `error` of the exception by which torch ends a recomputation early.
+    """Return whether `error` is the exception by which torch ends a recomputation early, converted by TorchScript.
 
-    torch raises that exception, which has no message, once all tensors are recomputed. TorchScript turns any exception
-    into a RuntimeError with a stack and the original message; here that message is empty. If an unrelated error looked
-    the same, torch would report afterwards that recomputed tensors are missing.
+    torch raises that exception, without a message, once all tensors are recomputed. TorchScript converts every
+    exception into a RuntimeError that contains a stack and the original message, which is empty in this case. If an
+    unrelated error looked the same, torch would report afterwards that recomputed tensors are missing.
     """
     message = str(error)
     return "TorchScript interpreter" in message and message.rstrip().endswith("RuntimeError:")

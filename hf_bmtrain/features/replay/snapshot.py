@@ -19,17 +19,17 @@ import torch
 from ...engine.blocks.containers import ATOMS, containers_of, items_of
 
 _STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "float8_state", "config", "forward"}
-"""Attributes that a forward does not change: those that every module has, this library's own, and `config`."""
+"""Attributes that a forward does not change: those of every module, those of this library, and `config`."""
 Buffers = Sequence[tuple[dict[str, Any], dict[str, torch.Tensor | None]]]
 """Pairs of a module's `_buffers` and the saved buffers, by name. A module may occur in several pairs."""
 
 
 class Snapshot:
-    """The state that a forward may change, as it is when this object is created.
+    """The state that a forward may change, at the time when this object is created.
 
     Args:
         buffers: copies of modules' buffers.
-        attributes: the attributes of modules. The tensors in them are not copied.
+        attributes: the attributes of modules. Tensors among them are not copied.
         arguments: the items of the mutable containers (lists, dicts, caches) in the forward's arguments. Tensors among
             them are not copied.
         generators: the states of random generators.
@@ -38,7 +38,7 @@ class Snapshot:
     def __init__(self, buffers: Buffers, attributes: Attributes, arguments: Contents, generators: Generators) -> None:
         self.buffers, self.attributes = buffers, attributes
         self.arguments, self.generators = arguments, generators
-        self._originals: Buffers = ()  # the buffers themselves, of which `buffers` has copies; only set by `of`
+        self._originals: Buffers = ()  # the buffers of which `buffers` contains copies; set only by `of`
 
     @classmethod
     def of(cls, model: torch.nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> Snapshot:
@@ -46,7 +46,7 @@ class Snapshot:
 
         Args:
             model: the model.
-            device: the device whose default generator is saved, besides the CPU's.
+            device: the device whose default generator is saved, in addition to the CPU's.
             arguments: values whose mutable containers are saved too.
         """
         generators = [*generators_of(model), torch.default_generator]
@@ -69,17 +69,17 @@ class Snapshot:
                 del buffers[name]
             buffers.update(originals)
             for name, copy in copies.items():
-                # Write only what has changed: autograd may have saved the buffer for a later backward, which would then
-                # find a new version and raise.
+                # Write only buffers that have changed. autograd may have saved a buffer for a later backward, which
+                # would raise an error if it found a new version.
                 if copy is not None and not torch.equal(buffers[name], copy):
                     buffers[name].copy_(copy)
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
-        """Set the modules to the saved state, with copies in the place of buffers: the present buffers are not written.
+        """Set the modules to the saved state, with copies of the saved buffers. The present buffers are not written.
 
-        Returns a function that undoes this: it sets everything back to the state before the call, and puts the present
-        buffers themselves back into the modules.
+        Returns a function that undoes this: it restores the state before the call, and puts the present buffers back
+        into the modules.
         """
         present = []
         for buffers, copies in self.buffers:
@@ -97,8 +97,8 @@ class Snapshot:
     def _restore_others(self) -> Callable[[], None]:
         """Restore attributes, containers and generators, but not buffers.
 
-        Returns a function that undoes this. If the present attributes equal the saved ones, which is cheap to check,
-        they are not copied, and the function restores the saved ones.
+        Returns a function that undoes this. Attributes that are unchanged, which is cheap to check, are not copied; the
+        function then restores the saved ones.
         """
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
@@ -116,13 +116,13 @@ class Snapshot:
 
 
 class Contents:
-    """The items of all mutable containers in `values`, nested ones too, as they are when this object is created.
+    """The items of all mutable containers in `values`, including nested ones, when this object is created.
 
-    Of each container a shallow copy is made: tensors and other items in it are the same objects.
+    Each container is copied shallowly: tensors and other items in the copy are the same objects.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._copies: dict[int, tuple[Any, Any]] = {}  # a container and its copy, by id
+        self._copies: dict[int, tuple[Any, Any]] = {}  # {id: (container, its copy)}
         self._find(values)
 
     def _find(self, values: Iterable[Any]) -> None:
@@ -147,7 +147,7 @@ class Contents:
         return [container for container, _ in self._copies.values()]
 
     def restore(self) -> Contents:
-        """Put the saved items back into the containers. Returns the items that they had just before."""
+        """Put the saved items back into the containers. Return the items that they had before this call."""
         present = Contents(())
         for key, (container, copy) in self._copies.items():
             present._copies[key] = container, _copy(container)
@@ -163,7 +163,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, contents: Any) -> None:
-    """Replace the items of `container` by `contents`, with the methods of dict and list, not overridden ones."""
+    """Replace the items of `container` by `contents`. Overridden methods of a dict or list are not called."""
     if isinstance(container, dict):
         base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
         base.clear(container)
@@ -177,14 +177,14 @@ def _fill(container: Any, contents: Any) -> None:
 
 
 class Attributes:
-    """The attributes of a layer's modules, with the items of containers in them, as they are at creation.
+    """The attributes of a layer's modules, and the items of containers in them, when this object is created.
 
     torch's own modules are left out unless they have hooks, because their forwards change no attributes.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Copy the attributes of `modules`: first the layer, then all modules inside it."""
-        # The layer refers to this object, so a reference to the layer or its `__dict__` would be a cycle.
+        """Copy the attributes of `modules`, which are the layer, followed by all modules inside it."""
+        # The layer refers to this object, so a strong reference to the layer or its `__dict__` would make a cycle.
         self._layer = weakref.ref(modules[0])
         # For each module: its `__dict__` (None for the layer's), and a copy of its own attributes.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
@@ -196,7 +196,7 @@ class Attributes:
             hooked = module._forward_hooks or module._forward_pre_hooks
             if hooked or not type(module).__module__.startswith("torch.nn."):
                 own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
-                names = [*own, "training", "_modules"]  # filled up to two: a getter of one name returns no tuple
+                names = [*own, "training", "_modules"]  # at least two: a getter of one name returns no tuple
                 self._modules.append((attributes, own))
                 self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
         self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])
@@ -206,7 +206,7 @@ class Attributes:
         self._values = self._read()
 
     def _read(self) -> list[Any] | None:
-        """Return all attributes and items, to compare by identity; None if attributes were added or removed."""
+        """Return all attributes and items, for comparison by identity, or None if attributes were added or removed."""
         values: list[Any] = []
         try:
             for attributes, getter, count in self._getters:
@@ -224,13 +224,13 @@ class Attributes:
         return values
 
     def is_present(self) -> bool:
-        """Return whether attributes and items are the same objects as at creation."""
+        """Return whether all attributes and items are still the saved objects."""
         known, values = self._values, self._read()
         assert known is not None
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
 
     def restore(self) -> Callable[[], None]:
-        """Restore the attributes and containers. Returns a function that undoes this."""
+        """Restore the attributes and containers. Return a function that undoes this."""
         present = []
         for attributes, own in self._modules:
             changed = vars(self._layer()) if attributes is None else attributes
@@ -252,7 +252,7 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
-    """In `attributes`, the `__dict__` of a module, replace the items that a forward may change by those in `own`."""
+    """Replace by `own` the items of a module's `__dict__`, `attributes`, that a forward may change."""
     for name in _own(attributes).keys() - own.keys():
         del attributes[name]
     attributes.update(own)

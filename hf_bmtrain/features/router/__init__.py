@@ -1,6 +1,6 @@
-"""What the routers of a mixture of experts do: how many tokens each expert gets, and the auxiliary loss.
+"""Statistics about the routers of mixtures of experts: the tokens of each expert, and the auxiliary loss.
 
-It changes nothing in training. Trainer's callback starts it, and reads it for each entry of the log.
+They do not change training. Trainer's callback starts the counting, and reads it for each entry of the log.
 """
 
 from .load import RouterLoad

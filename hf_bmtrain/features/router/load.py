@@ -16,10 +16,10 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class RouterLoad(Observer):
-    """Counts the tokens of each expert of transformers in the model's training forwards, until `close`.
+    """Counts the tokens of each expert (of transformers) in the model's training forwards, until `close`.
 
-    The counts stay on the device until `read`, which alone makes the host wait. In each layer, a training forward adds
-    one kernel to them. A recomputation counts nothing. A model without experts costs nothing, and reports nothing.
+    The counts stay on the device until `read`, the only call for which the host waits. A training forward launches one
+    more kernel per layer. Recomputations are not counted. A model without experts costs nothing and reports nothing.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -50,16 +50,18 @@ class RouterLoad(Observer):
             self._forwards += 1
 
     def read(self) -> dict[str, float]:
-        """Return a summary over all ranks since the last call, and log the tokens of the busiest layer. Collective.
+        """Return a summary over all ranks since the last call, and log the tokens of the busiest layer.
+
+        Collective: every rank must call it.
 
         Returns:
-            busiest_share: the largest share of its layer's tokens that an expert got, over all layers. With E experts
-                that get the same it is 1 / E. A token counts once for each of its experts.
-            unused_experts: how many experts of all layers got no token.
-            aux_loss: the mean of the auxiliary loss of the model's outputs, before it is multiplied by its coefficient.
+            busiest_share: the share of its layer's tokens that the busiest expert of all layers got; 1 / E if all E
+                experts of every layer got the same number. A token counts once for each of its experts.
+            unused_experts: the number of experts, over all layers, that got no token.
+            aux_loss: the mean of the auxiliary loss in the model's outputs, before it is multiplied by its coefficient.
                 Missing if the model returns none.
 
-            Nothing if a layer counted no token.
+            The dictionary is empty if some layer counted no token.
         """
         if not self._counters:
             return {}
@@ -78,20 +80,20 @@ class RouterLoad(Observer):
         if world.rank == 0:
             layer = shares.index(busiest)
             tokens = [int(each) for each in layers[layer]]
-            _log.info("tokens of each expert in the layer with the busiest, %s: %s", [*self._counters][layer], tokens)
+            _log.info("tokens of each expert in the busiest layer, %s: %s", [*self._counters][layer], tokens)
         report = {"busiest_share": busiest, "unused_experts": float(sum(tokens.count(0) for tokens in layers))}
         return {**report, "aux_loss": loss / forwards} if forwards else report
 
 
 class TokenCounter:
-    """A hook that runs before the forward of experts, and counts their tokens while `switch` is 1.
+    """A forward pre-hook of a module with experts, which counts their tokens while `switch` is 1.
 
-    It decides nothing on the host, so that it can be compiled with its layer. It stays on its module, because a layer
-    that is compiled already ignores hooks that are added later.
+    It makes no decision on the host, so that it can be compiled with its layer. It is never removed from its module,
+    because a compiled layer ignores hooks that are added later.
 
     Attributes:
-        counts: (experts + 1,) int64. The last one counts what expert parallelism sends to no expert.
-        switch: () int64, 0 or 1, the same for all layers of a model.
+        counts: (experts + 1,) int64. The last element counts tokens that expert parallelism sends to no expert.
+        switch: scalar int64, 0 or 1, shared by all layers of a model.
     """
 
     def __init__(self, experts: int, switch: torch.Tensor) -> None:
@@ -100,20 +102,20 @@ class TokenCounter:
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for each in (*args, *kwargs.values()):
-            if isinstance(each, torch.Tensor) and each.dtype == torch.int64:  # the number of each token's experts
+            if isinstance(each, torch.Tensor) and each.dtype == torch.int64:  # the indices of each token's experts
                 self.counts.scatter_add_(0, each.reshape(-1), self.switch.expand(each.numel()))
                 return
 
 
 def _counters_of(model: torch.nn.Module, world: World) -> tuple[torch.Tensor, dict[str, TokenCounter]]:
-    """Return the switch of the model's TokenCounters, and these by the names of their modules. Add missing ones.
+    """Return the switch of the model's TokenCounters, and {name of module: counter}. Add missing counters.
 
     Experts that do not use transformers' interface, such as Llama 4's, are left out.
     """
     counters: dict[str, TokenCounter] = {}
     missing = []
     for name, module in model.named_modules():
-        if hasattr(module, "num_experts") and hasattr(module, "_apply_gate"):  # experts of transformers
+        if hasattr(module, "num_experts") and hasattr(module, "_apply_gate"):  # these are experts of transformers
             hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, TokenCounter)]
             if hooks:
                 counters[name] = hooks[0]

@@ -1,10 +1,12 @@
-"""auto_wrap(sequence_parallel=P): groups of P ranks share rows, for rows that are too long for one GPU.
+"""auto_wrap(sequence_parallel=P): groups of P ranks share each row, for rows that are too long for one GPU.
 
-Each rank computes its own tokens. For attention, the ranks of a group exchange them for all tokens of some heads, and
-back; transformers' own functions compute the attention and its masks. Parameters stay sharded over all ranks.
+Each rank computes a part of the row's tokens. For attention, the ranks of a group exchange them: each rank gets all
+tokens of some heads, computes their attention with transformers' own functions and masks, and sends the results back.
+Parameters stay sharded over all ranks.
 
-`choose` finds the blocks, or the reason to refuse the model; `rows` divides inputs, labels and loss; `attention` is the
-attention function, `exchange` its collectives; `parts` says which rank gets what.
+Files: `choose` finds the blocks, or the reason to refuse the model. `rows` divides inputs, labels and loss among the
+ranks. `attention` is the attention function, and `exchange` its collectives. `parts` defines which tokens and heads
+each rank gets.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class SequenceParallel(Extension):
         if late and self._size not in (1, ranks_per_row(model)):
             raise ValueError(
                 f"auto_wrap: this model was wrapped with sequence_parallel={ranks_per_row(model)}, which cannot be "
-                f"changed to {self._size}: load it again, or leave sequence_parallel out here."
+                f"changed to {self._size} later. Load the model again, or leave sequence_parallel out of this call."
             )
 
     def choose(self, plan: WrapPlan) -> None:
@@ -56,13 +58,13 @@ class SequenceParallel(Extension):
         if plan.compiled:
             raise ValueError(
                 "auto_wrap: compile cannot be combined with sequence_parallel, because attention exchanges tokens "
-                "between ranks: leave compile out."
+                "between ranks. Leave compile out."
             )
         if self._recompute == "auto":
             raise ValueError(
-                'auto_wrap: use_checkpoint="auto" cannot be combined with sequence_parallel, because each rank may '
-                "choose by itself which blocks it recomputes, and a recomputation exchanges tokens with other ranks: "
-                "pass True or False."
+                'auto_wrap: use_checkpoint="auto" cannot be combined with sequence_parallel. With "auto" each rank may '
+                "choose by itself which blocks it recomputes, but a recomputation exchanges tokens with other ranks. "
+                "Pass True or False."
             )
         self._blocks = choose_blocks(plan.model, plan.layers)
 
@@ -86,6 +88,7 @@ class SequenceParallel(Extension):
         if plan.world.rank == 0:
             inner = register(attentions_of(self._blocks[0])[0].config._attn_implementation)
             _log.info(
-                "%d groups of %d ranks share rows; attention of all tokens of some heads (%s) in %d of %d blocks",
+                "%d groups of %d ranks share rows; each rank computes the attention (%s) of some heads in %d of %d "
+                "blocks",
                 plan.world.size // self._size, self._size, inner, len(self._blocks), len(plan.layers),
             )  # fmt: skip

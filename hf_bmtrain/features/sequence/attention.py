@@ -1,7 +1,8 @@
-"""The attention function of models whose rows are shared: all tokens of some heads, by the model's own function.
+"""The attention function of models whose rows are shared by several ranks.
 
-It is added to transformers' registries under a name of its own, one for each function that computes the attention. No
-entry is replaced. The masks are those that transformers makes for the model's own function.
+Each rank gets all tokens of some heads, and calls the model's own attention function for them. The function is
+registered with transformers under a new name, one for each attention function that it calls; no entry is replaced.
+transformers makes the same masks as for the model's own function.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from .exchange import heads_from_rows, rows_from_heads
 from .parts import Heads, Parts
 
 ROW = "sequence_row"
-"""The attribute of an attention module with the `Row` of the forward. A recomputation finds the same, see replay."""
+"""The attribute of an attention module that contains the forward's `Row`. A recomputation finds the same `Row`."""
 _PREFIX = "sequence_of_"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What an attention module needs to know of a row.
+    """The data about a row that an attention module needs.
 
     Attributes:
-        parts: the division of its tokens.
-        positions: the position ids of all tokens, if the block is called with them. Flash attention tells documents
-            apart by them.
+        parts: the division of the row's tokens among the ranks.
+        positions: the position ids of all tokens, if the block is called with position ids. Flash attention uses them
+            to tell packed documents apart.
     """
 
     parts: Parts
@@ -48,7 +49,7 @@ def is_attention(module: torch.nn.Module) -> bool:
 def register(inner: str) -> str:
     """Add this attention function to transformers' registries, and return the name that selects it.
 
-    inner: the name of the function that computes the attention, such as "sdpa".
+    inner: the name of the function that will compute the attention, such as "sdpa".
     """
     if inner.startswith(_PREFIX):
         return inner
@@ -72,10 +73,10 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the attention of `module`, as a function of transformers' attention interface.
+    """Compute the attention of `module`. The signature is that of transformers' attention interface.
 
     Args:
-        inner: the name of the function that computes it.
+        inner: the name of the function that computes the attention of this rank's heads.
         module: the attention module.
         query: (rows, query heads, own tokens, d).
         key: (rows, key-value heads, own tokens, d).
@@ -88,7 +89,7 @@ def _attend(
     """
     function = _function(inner, module)
     row: Row | None = vars(module).get(ROW)
-    if row is None:  # a model that is not wrapped, but has the same configuration object
+    if row is None:  # a model that is not wrapped, but shares the configuration object
         return function(_Share(module, inner), query, key, value, attention_mask, **options)
     parts = row.parts
     _check(module, parts, query, key, options)
@@ -101,7 +102,7 @@ def _attend(
     rows = (tensor.to(dtype).permute(2, 0, 1, 3) for tensor in (query, key, value))
     exchanged = heads_from_rows(parts, division, *rows)
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in exchanged)
-    if not own:  # fewer heads than ranks: this rank only takes part in the exchanges
+    if not own:  # there are fewer heads than ranks, so this rank only takes part in the exchanges
         output = value.transpose(1, 2)
     else:
         places = heads.repeated(parts.rank)
@@ -119,7 +120,7 @@ def _attend(
 
 
 def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which tensors are exchanged: that of autocast, in which the attention is computed, if on."""
+    """Return the dtype in which the tensors are exchanged: under autocast, the autocast dtype."""
     device = autocast_type(tensors[0].device)
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -127,7 +128,7 @@ def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the attention function of that name; "eager" is the function in the source file of the module's class."""
+    """Return the attention function `inner`; "eager" is the function in the source file of the module's class."""
     functions: Any = getattr(sys.modules["transformers.modeling_utils"], _INTERFACE)
     files = [sys.modules.get(each.__module__) for each in type(module).__mro__] if inner == "eager" else []
     eager = next((found for file in files if (found := getattr(file, "eager_attention_forward", None))), None)
@@ -142,13 +143,13 @@ def _check(
     if query.shape[2] != own or key.shape[2] != own:
         raise NotImplementedError(
             f"sequence_parallel: {kind} attends from {query.shape[2]} to {key.shape[2]} tokens, but this rank has "
-            f"{own} of the row: attention to another sequence (cross-attention, a cache) is not supported. Wrap the "
-            "model without sequence_parallel."
+            f"{own} tokens of the row. Attention to another sequence (cross-attention, a cache) is not supported. Wrap "
+            "the model without sequence_parallel."
         )
     if query.shape[1] % key.shape[1]:
         raise NotImplementedError(
-            f"sequence_parallel: {kind} has {query.shape[1]} query heads and {key.shape[1]} key-value heads: "
-            "the first number must be a multiple of the second."
+            f"sequence_parallel: {kind} has {query.shape[1]} query heads and {key.shape[1]} key-value heads, but the "
+            "first number must be a multiple of the second. Wrap the model without sequence_parallel."
         )
     if options.get("position_bias") is not None or options.get("output_attentions"):
         what = "a position bias" if options.get("position_bias") is not None else "output_attentions=True"
@@ -156,12 +157,12 @@ def _check(
 
 
 class _Share:
-    """Stands for an attention module in a call of an attention function: its attributes, for the own heads.
+    """Stands for an attention module in a call of an attention function, with attributes for this rank's heads.
 
     Args:
         module: the attention module.
-        inner: the name that its configuration would have without this package.
-        heads: the own query heads; None for all.
+        inner: the name of the attention function that the configuration would contain without this package.
+        heads: this rank's query heads. None means all.
         groups: the number of query heads for each key-value head.
     """
 
@@ -180,7 +181,7 @@ class _Share:
 
 
 class _Configuration:
-    """A model's configuration, with the name of the attention function that it had before."""
+    """A model's configuration with the original name of the attention function."""
 
     def __init__(self, config: Any, inner: str) -> None:
         self._config, self._attn_implementation = config, inner

@@ -1,4 +1,4 @@
-"""Which blocks of a model share rows, and why a model cannot."""
+"""Choose the blocks of a model that share rows, or find the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _OTHERS = {
     "doge": "its attention makes a mask from its own tokens",
     "hrm_text": "its blocks are called several times, with the embeddings of all tokens added in between",
 }
-"""Why models of these types are refused, for reasons that their modules do not show."""
+"""Model types that are refused for reasons that their modules do not show."""
 _SHIFTED = {"ForCausalLMLoss"}
 _PLAIN = {"ForMaskedLMLoss", "ForTokenClassification"}
 _WAY_OUT = "Wrap this model without sequence_parallel."
 
 
 def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return those of `layers` through which the tokens of a text go; others, of a vision tower, are left out.
+    """Return those of `layers` that process the tokens of a text. Layers of a vision or audio tower are left out.
 
-    Raises ValueError, with the reason, if their rows cannot be shared.
+    Raises ValueError, with the reason, if the rows of these layers cannot be shared.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -54,8 +54,8 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
     if pooling is not None:
         raise ValueError(
             f"auto_wrap: sequence_parallel cannot be used with {kind}: {type(pooling).__name__} pools tokens after the "
-            f"blocks, where each rank has only its own. Build it without a pooling layer (add_pooling_layer=False). "
-            f"{_WAY_OUT}"
+            f"blocks, but there each rank has only its own tokens. Build the model without a pooling layer "
+            f"(add_pooling_layer=False). {_WAY_OUT}"
         )
     if not chosen:
         raise ValueError(
@@ -71,7 +71,7 @@ def attentions_of(layer: torch.nn.Module) -> list[Any]:
 
 
 def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that calls `layer`: the one whose list of layers contains it."""
+    """Return the module that calls `layer`, because its list of layers contains it."""
     for module in model.modules():
         for child in module.children():
             if isinstance(child, torch.nn.ModuleList) and any(item is layer for item in child):
@@ -80,7 +80,7 @@ def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def sets_shape(trunk: torch.nn.Module) -> bool:
-    """Return whether `trunk` gives the hidden states the shape of its input after the last block, as GPT-2 does."""
+    """Return whether `trunk`, after its last block, reshapes the hidden states to its input's shape, as GPT-2 does."""
     code = getattr(inspect.unwrap(type(trunk).forward), "__code__", None)
     return code is not None and "output_shape" in code.co_varnames
 
@@ -89,8 +89,9 @@ def loss_kind(model: Any) -> str | None:
     """Return how `model` computes its loss from labels.
 
     Returns:
-        "shifted": by transformers' loss for causal models, which accepts labels that are shifted already.
-        "plain": by transformers' loss, of labels that are not shifted. "mean": by a mean of torch's over such labels.
+        "shifted": with transformers' loss for causal models, which also accepts labels that are already shifted.
+        "plain": with another loss of transformers, which does not shift the labels. "mean": as a mean that torch's
+        cross entropy computes, over labels that are not shifted.
         None: in another way.
     """
     forward = inspect.unwrap(type(model).forward)
@@ -113,24 +114,24 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
         return "it is an encoder-decoder, whose cross-attention joins two sequences"
     dropping = next((type(module).__name__ for module in model.modules() if drops_layers(module)), None)
     if dropping is not None:
-        return f"{dropping} drops layers at random, on each rank others; set its layerdrop to 0"
+        return f"{dropping} drops layers at random, different ones on each rank; set its layerdrop to 0"
     others = {*(getattr(text, "layer_types", None) or ())} - _KNOWN_LAYERS
     if others:
-        return f"it has layers of the kinds {sorted(others)}, whose state goes from token to token"
+        return f"it has layers of the kinds {sorted(others)}, which carry a state from token to token"
     if getattr(text, "model_type", None) in _OTHERS:
         return _OTHERS[text.model_type]
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if _scores(base):
-        return "its outputs are not one for each token"
+        return "it does not have one output for each token"
     if getattr(model, "_is_stateful", False):
-        return "it is a state-space or recurrent model, whose state goes from token to token"
+        return "it is a state-space or recurrent model, which carries a state from token to token"
     return None
 
 
 def _scores(model: Any) -> bool:
-    """Return whether `model` may compute an output, such as a score, from some of the tokens."""
+    """Return whether `model` may compute an output, such as a score, from only some of the tokens."""
     name = type(model).__name__
-    if "For" not in name and "LMHead" not in name:  # no head
+    if "For" not in name and "LMHead" not in name:  # the model has no head, and so computes no loss
         return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return head is None and "TokenClassification" not in name
@@ -152,10 +153,10 @@ def _why_not_layer(layer: torch.nn.Module, attentions: Sequence[Any]) -> str | N
         return "does not call transformers' attention interface"
     if len(attentions) > 1:
         kinds = ", ".join(type(each).__name__ for each in attentions)
-        return f"contains several attentions ({kinds}), of which only self-attention over the row is supported"
+        return f"contains several attention modules ({kinds}), but only self-attention over the row is supported"
     return None
 
 
 def _mixes(module: torch.nn.Module) -> bool:
-    """Return whether a module other than an attention may combine several tokens."""
+    """Return whether `module`, which is not an attention, may combine several tokens."""
     return isinstance(module, torch.nn.modules.conv._ConvNd) or _MIXERS.search(type(module).__name__) is not None

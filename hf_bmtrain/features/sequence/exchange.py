@@ -1,8 +1,8 @@
 """Differentiable exchanges between the ranks that share rows.
 
-All of them are collective in the group, in forward and, in the opposite order, in backward. Gradients follow one
-convention: each rank computes from its own tokens, and the mean over ranks of its gradients, times the size of the
-group, is the gradient in one process. The loss of a rank is therefore multiplied by that size.
+All are collective in the group: every rank of the group must call them. In backward they run in the opposite order.
+Gradients follow one convention: each rank computes them from its own tokens. The mean over ranks of these gradients,
+times the size of the group, is the gradient in one process. The loss of a rank is therefore multiplied by that size.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Division = Sequence[Sequence[range]]
 
 
 def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Exchange the own tokens of all heads for all tokens of the own heads.
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
 
     Args:
         parts: the division of the tokens.
-        heads: for each tensor, the heads of each rank. Ranks may share heads.
+        heads: for each tensor, the heads of each rank. Several ranks may have the same head.
         *tensors: (own tokens, rows, all heads, d), of one dtype; d may differ.
 
     Returns:
-        For each tensor, (all tokens, rows, own heads, d). They are views of one buffer.
+        For each tensor, (all tokens, rows, own heads, d). The results are views of one buffer.
     """
     return _HeadsFromRows.apply(parts, heads, *tensors)
 
 
 def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Tensor:
-    """Exchange all tokens of the own heads for the own tokens of all heads.
+    """Exchange all tokens of this rank's heads for this rank's tokens of all heads.
 
     Args:
         parts: the division of the tokens.
-        heads: the heads of each rank; no two ranks share one.
+        heads: the heads of each rank; no two ranks have the same head.
         tensor: (all tokens, rows, own heads, d).
 
     Returns:
@@ -51,7 +51,7 @@ def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Ten
 def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
     """Return the tokens of all ranks of the group: (rows, own tokens, ...) becomes (rows, all tokens, ...).
 
-    What each rank computes from the result must be the same on all ranks of the group.
+    Every rank of the group must compute the same from the result.
     """
     return _GatherTokens.apply(parts, tensor)
 
@@ -62,7 +62,7 @@ def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
 
 
 def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As `heads_from_rows`, without autograd."""
+    """Do the exchange of `heads_from_rows`, without autograd."""
     own, rows = len(parts.own), tensors[0].shape[1]
     widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
     sent = tensors[0].new_empty(own * rows * sum(widths))
@@ -78,7 +78,7 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
 
 
 def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-    """The opposite of `_scatter_heads`: the values of heads that several ranks have are added.
+    """Do the opposite of `_scatter_heads`. Values of a head that several ranks have are added.
 
     totals: for each tensor, the number of all heads.
     """
@@ -101,14 +101,15 @@ def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], tot
 
 
 def _width(heads: Division, tensors: Sequence[Tensor], rank: int) -> int:
-    """Return the number of elements that `rank` gets for each token of a row."""
+    """Return the number of elements that `rank` receives for each token of a row."""
     return sum(len(each[rank]) * tensor.shape[3] for each, tensor in zip(heads, tensors))
 
 
 def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of `packed` (tokens, rows, width), one for each tensor, as (tokens, rows, heads, d).
+    """Return the parts of `packed` (tokens, rows, width), one for each tensor, as views (tokens, rows, heads, d).
 
-    counts: the number of heads of each part. tensors: they have the sizes d.
+    counts: the number of heads of each part.
+    tensors: only their last sizes, d, are used.
     """
     sizes = [count * tensor.shape[3] for count, tensor in zip(counts, tensors)]
     starts = [0, *accumulate(sizes)]
@@ -144,12 +145,12 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Parts, tensor: Tensor):
         ctx.parts = parts
-        first = tensor.transpose(0, 1).contiguous()  # the tokens first, so that ranks' parts follow each other
+        first = tensor.transpose(0, 1).contiguous()  # tokens first, so that the parts of the ranks are contiguous
         each = first[0].numel()
         full = first.new_empty(parts.length, *first.shape[1:])
         sent = first.view(-1).repeat(parts.size)
         counts = [len(tokens) * each for tokens in parts.tokens]
-        # Not an all-gather: it would have to be padded, and other groups may have rows of another length.
+        # Not an all-gather, which would need padding. (Other groups may have rows of another length.)
         parts.group.all_to_all(full.view(-1), sent, counts, [first.numel()] * parts.size).wait()
         return full.transpose(0, 1)
 

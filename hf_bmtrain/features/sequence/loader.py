@@ -1,6 +1,6 @@
-"""Make the data loaders of Accelerate give the ranks of a group the same batches.
+"""Make Accelerate's data loaders give the ranks of a group the same batches.
 
-Accelerate is not imported here. Its state is read from `sys.modules`, if the program has imported it.
+Accelerate is not imported here. If the program has imported it, its state is read from `sys.modules`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _Dimension:
 
 
 class GroupMesh:
-    """Stands for a DeviceMesh in Accelerate's data loaders: `size` consecutive ranks have the same data.
+    """Stands for a DeviceMesh in Accelerate's data loaders: groups of `size` consecutive ranks get the same data.
 
     Accelerate divides the ranks by the size of the dimension "cp", and reads no other attributes.
     """
@@ -33,7 +33,7 @@ class GroupMesh:
 
 
 def share_batches(size: int, ranks: int) -> None:
-    """Make data loaders that the present Accelerator prepares from now on give groups of `size` ranks equal batches.
+    """Make data loaders give groups of `size` ranks the same batches, if the current Accelerator prepares them later.
 
     Does nothing without an Accelerator.
     """

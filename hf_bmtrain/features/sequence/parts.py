@@ -1,4 +1,4 @@
-"""How tokens and attention heads are divided among the ranks that share rows."""
+"""The division of tokens and attention heads among the ranks that share rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...engine.runtime.world import current_world
 
 
 def divide(count: int, size: int) -> list[range]:
-    """Divide `count` items among `size` ranks, in order. The first ranks get one more if `size` does not divide it."""
+    """Divide `count` items among `size` ranks, in order. If they do not divide evenly, the first ranks get one more."""
     least, more = divmod(count, size)
     starts = [rank * least + min(rank, more) for rank in range(size + 1)]
     return [range(start, stop) for start, stop in zip(starts, starts[1:])]
@@ -20,9 +20,9 @@ def divide(count: int, size: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The division of rows of `length` tokens among the `size` ranks of a group, of which this is number `rank`.
+    """The division of rows of `length` tokens among the `size` ranks of a group. This rank has number `rank` in it.
 
-    It refers to no communicator, so that a model that stores it can be copied.
+    It does not refer to a communicator, so that a model that stores it can be copied.
     """
 
     length: int
@@ -45,7 +45,7 @@ class Parts:
         return current_world().open_group(self.size)
 
     def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's tokens of `tensor`, a view. dim: the dimension of the tokens."""
+        """Return a view of this rank's tokens of `tensor`. dim: the dimension of the tokens."""
         return tensor.narrow(dim, self.own.start, len(self.own))
 
 
@@ -53,8 +53,8 @@ class Parts:
 class Heads:
     """The division of attention heads among the ranks of a group.
 
-    Query heads are divided evenly. A rank gets the key-value heads that its query heads use, so that two ranks may get
-    the same one.
+    Query heads are divided evenly. A rank gets the key-value heads that its query heads use, so several ranks may get
+    the same key-value head.
 
     Attributes:
         queries: the number of query heads.
@@ -79,9 +79,9 @@ class Heads:
                 for heads in self.of_queries]  # fmt: skip
 
     def repeated(self, rank: int) -> list[int] | None:
-        """Return for each query head of `rank` the place of its key-value head among those of the rank.
+        """Return, for each query head of `rank`, the index of its key-value head among those of the rank.
 
-        Returns None if every key-value head has equally many query heads, in order, which attention functions support.
+        Return None if each key-value head has the same number of query heads, in order, as attention functions expect.
         """
         share, queries, keys = self.queries // self.keys, self.of_queries[rank], self.of_keys[rank]
         places = [head // share - keys.start for head in queries]

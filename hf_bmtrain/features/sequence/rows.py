@@ -1,8 +1,8 @@
-"""SharedRows: what a model that shares rows does before and after its forward, and before each of its blocks.
+"""SharedRows: the hooks by which a model shares rows, around its forward and before each of its blocks.
 
-The model itself runs on the whole row: it embeds all tokens, and makes positions and masks for all of them. The first
-block takes this rank's tokens out of it, and what comes after the blocks (the last norm, the head, the loss) gets no
-others. So nothing that a model derives from the row needs to be known here.
+The model itself runs on the whole row: it embeds all tokens, and makes positions and masks for all of them. A hook
+before the first block selects this rank's tokens, and the rest of the model (blocks, last norm, head, loss) processes
+only these. So this file need not know how a model derives its inputs from the row.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _DIVIDED = {
     "", "logits", "prediction_logits", "last_hidden_state", "hidden_states", "log_probs", "entropy", "is_top1",
     "label_mask", "log_sum_sq_probs", "mean_logits",
 }  # fmt: skip
-"""The names of outputs, of transformers and TRL, of which each rank has its own tokens; "" for one without a name."""
+"""Names of outputs (of transformers and TRL) of which each rank has its own tokens; "" is an unnamed output."""
 _ROTARY = ("position_embeddings", "freqs", "rotary", "cos", "sin")
 
 
 class SharedRows:
-    """Makes the groups of `size` consecutive ranks share each row of one model.
+    """Makes groups of `size` consecutive ranks share each row of one model.
 
     Attributes:
         size: the number of ranks in a group.
     """
 
     def __init__(self, model: torch.nn.Module, size: int) -> None:
-        """Also opens the communicators of the groups. Collective."""
+        """Open the communicators of the groups. Collective: every rank must call it."""
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
-        self._parts: Parts | None = None  # of the last forward
-        self._active: Parts | None = None  # of the forward that runs
-        self._weight: Tensor | None = None  # of this rank's loss, which is a mean over its own labels
+        self._parts: Parts | None = None  # the division in the last forward
+        self._active: Parts | None = None  # the division in the running forward
+        self._weight: Tensor | None = None  # the weight of this rank's loss, if that is a mean over its own labels
         self._as_tuple = self._in_training = False
         self._rows = 0
         self._handles: list[Any] = []
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Make `model` the outermost module, whose forward gets the whole row."""
+        """Make `model` the outermost module, whose forward receives the whole row."""
         for handle in self._handles:
             handle.remove()
         self._handles = [
@@ -70,7 +70,7 @@ class SharedRows:
                 module.generate = _refuse_generate  # pyright: ignore[reportArgumentType]
 
     def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
-        """Register what happens before each of `layers` and after `trunk`, the module that calls them."""
+        """Register the hooks before each of `layers` and after `trunk`, the module that calls them."""
         for layer in layers:
             hook = functools.partial(self._before_layer, attentions_of(layer))
             layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -87,13 +87,13 @@ class SharedRows:
         if row is None or row.dim() < 2:
             raise NotImplementedError(
                 f"sequence_parallel: {type(base).__name__} must be called with input_ids or inputs_embeds of shape "
-                f"(rows, tokens, ...), not with {sorted(name for name, value in given.items() if value is not None)}."
+                f"(rows, tokens, ...), but got {sorted(name for name, value in given.items() if value is not None)}."
             )
         _refuse_arguments(base, given)
         rows, length = row.shape[:2]
         if length < self.size:
             raise ValueError(
-                f"sequence_parallel={self.size}: a row of {length} tokens cannot be divided among {self.size} ranks."
+                f"sequence_parallel={self.size}: a row of {length} tokens is too short for {self.size} ranks."
             )
         self._check_same_rows(row, given.get("labels"))
         parts = self._parts
@@ -116,13 +116,13 @@ class SharedRows:
         if tuple(labels.shape) != (rows, parts.length):
             raise NotImplementedError(
                 f"sequence_parallel: {name} got labels of shape {tuple(labels.shape)}, but its rows have shape "
-                f"{(rows, parts.length)}: only losses with one label for each token are supported. Compute another "
-                "loss from the model's outputs, called without labels."
+                f"{(rows, parts.length)}. Only losses with one label for each token are supported. For another loss, "
+                "call the model without labels, and compute the loss from its outputs."
             )
         if kind is None:
             raise NotImplementedError(
-                f"sequence_parallel: it is not known how {name} computes its loss. Call the model without labels, and "
-                "compute the loss from its outputs, which have all tokens."
+                f"sequence_parallel: it is unknown how {name} computes its loss. Call the model without labels, and "
+                "compute the loss from its outputs, which contain all tokens."
             )
         targets = labels
         if kind == "shifted":
@@ -134,15 +134,15 @@ class SharedRows:
         count = targets.ne(_IGNORED).sum() if count is None else count
         given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
-            given[_COUNT] = count / parts.size  # so that the rank's part of the loss is multiplied by the group's size
+            given[_COUNT] = count / parts.size  # this multiplies the rank's part of the loss by the group's size
             return
         present = own.ne(_IGNORED).sum()
         self._weight = present * parts.size / count
-        # A mean over no labels would be nan. Instead it is over one label, and gets the weight 0.
+        # A mean over no labels would be nan. Use a mean over one label instead, with the weight 0.
         own[0, 0] = torch.where(present == 0, 0, own[0, 0])
 
     def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:
-        """Raise RuntimeError unless all ranks of the group have the same row. Collective in the group."""
+        """Raise RuntimeError unless all ranks of the group have the same row. Every rank of the group must call it."""
         facts = [torch.tensor([*row.shape[:2]], device=row.device)]
         for tensor in (row, labels):
             whole = tensor is not None and not tensor.is_floating_point()
@@ -155,9 +155,9 @@ class SharedRows:
             shapes = ", ".join(str(tuple(each[:2])) for each in found)
             raise RuntimeError(
                 f"sequence_parallel={self.size}: the ranks of a group must get the same rows, but they got different "
-                f"ones (shapes {shapes}). With Trainer, add bmt.hf.BMTrainCallback(), and for an IterableDataset pass "
+                f"rows (shapes {shapes}). With Trainer, add bmt.hf.BMTrainCallback(), and for an IterableDataset pass "
                 "accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator before "
-                f"auto_wrap. In another loop, let rank r read what rank r - r % {self.size} reads: "
+                f"auto_wrap. In another loop, let rank r read the data of rank r - r % {self.size}: "
                 f"DistributedSampler(data, num_replicas=world_size() // {self.size}, rank=rank() // {self.size})."
             )
 
@@ -166,12 +166,12 @@ class SharedRows:
     def _before_layer(
         self, attentions: Sequence[torch.nn.Module], layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict]:
-        """Replace the arguments of `layer` by those for this rank's tokens. attentions: the attention modules in it."""
+        """Select this rank's tokens in the arguments of `layer`. attentions: the attention modules in it."""
         parts = self._active
         if parts is None:
             raise RuntimeError(
-                f"sequence_parallel: a {type(layer).__name__} was called outside the model's forward, where it is not "
-                "known which tokens of the row it gets. Call the model."
+                f"sequence_parallel: a {type(layer).__name__} was called outside the model's forward, where it is "
+                "unknown which tokens of the row it gets. Call the model instead."
             )
         names = list(inspect.signature(layer.forward).parameters)
         given = {**dict(zip(names, args)), **kwargs}
@@ -186,7 +186,7 @@ class SharedRows:
 
     @staticmethod
     def _own_tokens(layer: torch.nn.Module, parts: Parts, name: str, value: Any) -> Any:
-        """Return an argument of a block for this rank's tokens."""
+        """Return this rank's tokens of an argument of a block."""
         if value is None or "mask" in name or name in _CACHES:
             return value
         if any(word in name for word in _ROTARY):
@@ -197,19 +197,20 @@ class SharedRows:
             return _narrow(parts, value, -1)
         if value.dim() > 1 and value.shape[1] == parts.length:
             own = parts.take(value, 1)
-            return own.clone() if name == "hidden_states" else own  # so that the embeddings of all tokens are freed
+            return own.clone() if name == "hidden_states" else own  # the clone frees the embeddings of all tokens
         places = [dim for dim in range(2, value.dim()) if value.shape[dim] == parts.length]
-        if not places or value.shape[1] == len(parts.own):  # not the tokens, but of this rank's tokens already
+        if not places or value.shape[1] == len(parts.own):  # has no dimension of tokens, or only this rank's tokens
             return value
         if len(places) > 1:
             raise NotImplementedError(
-                f"sequence_parallel: {type(layer).__name__} is called with {name} of shape {tuple(value.shape)}, of "
-                f"which several dimensions are as long as the row ({parts.length} tokens): this is not supported."
+                f"sequence_parallel: {type(layer).__name__} is called with {name} of shape {tuple(value.shape)}, but "
+                f"only one dimension may be as long as the row ({parts.length} tokens). Wrap the model without "
+                "sequence_parallel."
             )
         return parts.take(value, places[0])
 
     def _after_last_layer(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Fill up this rank's tokens with zeros in place of the others, for a trunk that sets the shape of its rows."""
+        """Pad this rank's tokens with zeros to the length of the row, for a trunk that reshapes (`sets_shape`)."""
         parts = self._active
         if parts is None:
             return output
@@ -217,9 +218,9 @@ class SharedRows:
         return _first(output, lambda hidden: torch.nn.functional.pad(hidden, (0, 0, before, after)))
 
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Take this rank's tokens, if there are others, and gather the routers' logits.
+        """Select this rank's tokens in the trunk's output, and gather the routers' logits.
 
-        From these logits the model computes a loss over all tokens.
+        The model computes the routers' loss from their logits for all tokens.
         """
         parts = self._active
         if parts is None:
@@ -244,7 +245,7 @@ class SharedRows:
             output["loss"] = mean_over_group(parts, loss if self._weight is None else loss * self._weight)
         if isinstance(output, dict):
             if labelled and self._in_training and output.get("logits") is not None:
-                _log_once("sequence_parallel: a training forward with labels returns the loss without the logits")
+                _log_once("sequence_parallel: a training forward with labels returns the loss, but no logits")
                 output = _without(output, "logits")
             for name, value in [*output.items()]:
                 output[name] = self._whole(parts, name, value)
@@ -252,7 +253,7 @@ class SharedRows:
         return self._whole(parts, "", output)
 
     def _whole(self, parts: Parts, name: str, value: Any) -> Any:
-        """Return the output `name` with all tokens in place of this rank's."""
+        """Return the output `name` with all tokens instead of this rank's."""
         if name not in _DIVIDED:
             return value
 
@@ -264,7 +265,7 @@ class SharedRows:
 
 
 def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the output of a module with its first tensor, the hidden states, changed."""
+    """Apply `change` to the first tensor, the hidden states, in the output of a module."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, dict):
@@ -275,7 +276,7 @@ def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _without(output: Any, name: str) -> Any:
-    """Return a ModelOutput, whose entries cannot be deleted, without the entry of that name."""
+    """Return a copy of a ModelOutput without the entry `name`. (Its entries cannot be deleted.)"""
     fields = {field.name for field in dataclasses.fields(output)}
     kept = {key: value for key, value in output.items() if key != name}
     made = type(output)(**{key: value for key, value in kept.items() if key in fields})
@@ -295,7 +296,7 @@ def _by_name(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dic
 
 
 def _refuse_arguments(base: Any, given: dict[str, Any]) -> None:
-    """Raise NotImplementedError for arguments of a forward that need tokens of other ranks."""
+    """Raise NotImplementedError for arguments of a forward that would need tokens of other ranks."""
     kept = given.get("logits_to_keep", 0)
     refused = {
         **{name: given.get(name) is not None for name in _CACHES},
@@ -306,26 +307,26 @@ def _refuse_arguments(base: Any, given: dict[str, Any]) -> None:
     for name, found in refused.items():
         if found:
             raise NotImplementedError(
-                f"sequence_parallel: {type(base).__name__} was called with {name}, which is not supported where each "
-                "rank has only its own tokens. Leave it out."
+                f"sequence_parallel: {type(base).__name__} was called with {name}, which is not supported, because "
+                "each rank has only its own tokens. Leave it out."
             )
 
 
 def _refuse_generate(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
-        "generate() is not supported with sequence_parallel: save the model (bmt.save), and generate with one that is "
-        "wrapped without it."
+        "generate() is not supported with sequence_parallel. Save the model (bmt.save), and generate with a model that "
+        "is wrapped without sequence_parallel."
     )
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return a number (1,) int64 that differs between different integer tensors, except by chance."""
+    """Return a hash of an integer tensor, (1,) int64."""
     flat = tensor.reshape(-1).long()
     return ((flat + 1) * (torch.arange(flat.numel(), device=flat.device) * 2654435761 + 97)).sum().reshape(1)
 
 
 def _narrow(parts: Parts, tensor: Tensor, dim: int) -> Tensor:
-    """Return this rank's tokens of a tensor with all tokens, a view; another tensor as it is."""
+    """Return a view of this rank's tokens of a tensor with all tokens; other tensors are returned unchanged."""
     if tensor.dim() < abs(dim) or tensor.shape[dim] != parts.length:
         return tensor
     return parts.take(tensor, dim)

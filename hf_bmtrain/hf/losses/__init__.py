@@ -1,5 +1,5 @@
-"""The losses of a model under Trainer: on several ranks, and with accumulation, they are those of one process.
+"""Corrections that make a model's loss under Trainer equal that of one process, with several ranks and accumulation.
 
 `mean`: losses that are a mean over a rank's labels. `router`: auxiliary losses of routers. `short_batch`: the loss of
-an evaluation's last batch, which Accelerate fills with repeated rows. `hooks`: the hook that corrects a loss.
+an evaluation's last batch, which Accelerate fills up with repeated rows. `hooks`: the hook that corrects a loss.
 """

@@ -14,14 +14,14 @@ import torch
 
 COUNT = "num_items_in_batch"
 _HOOKS = "_bmt_loss_hooks"
-"""Attribute of a model without PEFT's wrapper: a weak reference to the Trainer of its hooks, and their handles."""
+"""Attribute of the base model: (weak reference to the Trainer that added the hooks, handles of the hooks)."""
 _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^criterion$")
-"""What functions, classes and attributes are called that compute a loss."""
+"""Matches the names of functions, classes and attributes that compute a loss."""
 
 
 def claim_hooks(model: Any, trainer: object) -> bool:
-    """Return whether `trainer` has yet to add its hooks to `model`; if so, those of another Trainer are removed."""
-    record = vars(base_of(model))  # so that Trainers of the model with and without adapters find each other's hooks
+    """Return whether `trainer` has yet to add its hooks to `model`. If so, remove the hooks of another Trainer."""
+    record = vars(base_of(model))  # the same record with and without PEFT's wrapper
     owner, handles = record.get(_HOOKS, (None, []))
     if owner is not None and owner() is trainer:
         return False
@@ -36,15 +36,15 @@ def hook_loss(
     correct: Callable[[dict[str, Any], Any, torch.Tensor], torch.Tensor],
     around: tuple[Callable[[], None], Callable[[], None]] | None = None,
 ) -> None:
-    """Replace the loss that `model` returns where it was given `num_items_in_batch`, as Trainer gives it.
+    """Correct the loss that `model` returns in forwards that get `num_items_in_batch`, as Trainer's do.
 
     Args:
         model: the sharded model, after `claim_hooks`.
-        correct: called with the forward's keyword arguments, its outputs and the loss; returns the new loss.
-        around: called before and after such a forward, also if it raises.
+        correct: called with the forward's keyword arguments, its outputs and the loss. Returns the new loss.
+        around: two functions, called before and after such a forward, even if it raises.
     """
 
-    asked = False  # by the caller: a later hook may add the number of labels, for rows that ranks share
+    asked = False  # whether the caller passed the count, not a later hook (sequence_parallel)
 
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
         nonlocal asked
@@ -76,7 +76,7 @@ def base_of(model: Any) -> Any:
 
 
 def chooses_loss(model: Any) -> bool:
-    """Return whether `model` computes its loss by the `loss_function` of a model of transformers."""
+    """Return whether `model` computes its loss with the `loss_function` of a model of transformers."""
     return "loss_function" in names_in_forward(model) and isinstance(
         getattr(type(base_of(model)), "loss_function", None), property
     )
@@ -92,7 +92,7 @@ def ignores_count(model: Any) -> bool:
 
 
 def names_in_forward(model: Any) -> set[str]:
-    """Return the names and texts in the forward of `model`, and in those of base classes that it calls by super()."""
+    """Return the names and strings in the forward of `model`, and in those that it calls by super()."""
     found: set[str] = set()
     for cls in type(base_of(model)).__mro__:
         names = names_in(vars(cls).get("forward"))
@@ -103,7 +103,7 @@ def names_in_forward(model: Any) -> set[str]:
 
 
 def names_in(function: Any) -> set[str]:
-    """Return the names and texts in a function, without its decorators; none if it is not written in Python."""
+    """Return the names and strings in a function without its decorators; empty if it is not written in Python."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)

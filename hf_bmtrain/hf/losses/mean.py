@@ -21,11 +21,11 @@ _OF_ROWS = re.compile("CTC|RNNT|TDT")
 def follow_mean_loss(model: Any, args: Any) -> None:
     """Make Trainer's loss of `model` on several ranks the mean over all ranks' labels, as in one process.
 
-    With `average_tokens_across_devices`, the default, Trainer multiplies the loss by the number of ranks for every
-    model whose forward takes keyword arguments, because the model is to divide a sum by `num_items_in_batch`. Many
-    models ignore that number and compute a mean: BERT does so itself, others do not pass the number to their
-    `loss_function`, and some of these functions do not use it. A hook multiplies such a loss by this rank's share of
-    all labels beforehand.
+    With `average_tokens_across_devices`, the default, Trainer multiplies the loss by the number of ranks if the model's
+    forward takes keyword arguments, because it expects the model to divide a sum by `num_items_in_batch`. Many models
+    ignore that number and compute a mean. BERT does so itself, other models do not pass the number to their
+    `loss_function`, and some of these functions do not use it. A hook multiplies the loss of such a model by this
+    rank's share of all labels, before Trainer multiplies it.
     """
     world = current_world()
     if world.size == 1 or not args.average_tokens_across_devices:
@@ -40,12 +40,13 @@ def follow_mean_loss(model: Any, args: Any) -> None:
         if calls is not None and not calls.ignored or not args.average_tokens_across_devices:
             return loss
         name = "" if calls is None else calls.name
-        if "CTC" in name and base.config.ctc_loss_reduction == "sum":  # a sum needs what Trainer does
+        if "CTC" in name and base.config.ctc_loss_reduction == "sum":  # Trainer's factor is correct for a sum
             return loss
         if not told and world.rank == 0:
             _log.info(
-                "the loss of %s is a mean over labels: averaged over all ranks, and not multiplied by their number as "
-                "Trainer does with average_tokens_across_devices=True", type(base).__name__,
+                "the loss of %s is a mean over labels. It is averaged over all ranks, instead of "
+                "being multiplied by the number of ranks as Trainer does with "
+                "average_tokens_across_devices=True", type(base).__name__,
             )  # fmt: skip
         told = True
         return loss * _share(given["labels"], loss, bool(_OF_ROWS.search(name)))
@@ -54,7 +55,7 @@ def follow_mean_loss(model: Any, args: Any) -> None:
 
 
 class _Calls:
-    """Sees the calls of `loss_function` of a model of transformers, during a forward."""
+    """Observes calls of the `loss_function` of a model of transformers during a forward."""
 
     def __init__(self, base: Any) -> None:
         self._base = base
@@ -62,15 +63,15 @@ class _Calls:
         self.ignored, self.name = False, ""
 
     def begin(self) -> None:
-        """Let the next calls go through this object."""
+        """Route the next calls through this object."""
         function = self._base.loss_function
         self._own = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
         self.ignored, self.name = False, ""
         seen = functools.partial(self._call, function)
-        self._base.loss_function = functools.update_wrapper(seen, function)  # others recognize it by its name
+        self._base.loss_function = functools.update_wrapper(seen, function)  # other code recognizes it by its name
 
     def end(self) -> None:
-        """Put back the model's own."""
+        """Restore the model's own `loss_function`."""
         vars(self._base).pop("_loss_function", None)
         for function in self._own:
             self._base.loss_function = function
@@ -81,14 +82,17 @@ class _Calls:
         self.name = getattr(function, "__name__", "")
         if kwargs.get(COUNT) is None or not names & {COUNT, "fixed_cross_entropy"}:
             self.ignored = True
-        else:  # transformers' loss of classes is a mean for two kinds of problems
+        else:  # transformers' classification loss is a mean for two problem types
             kind = getattr(self._base.config, "problem_type", None)
             self.ignored = "MSELoss" in names and kind in ("regression", "multi_label_classification")
         return loss
 
 
 def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Tensor:
-    """Return this rank's share of the rows or labels of all ranks; ignored labels are left out. Collective."""
+    """Return this rank's share of all ranks' rows or labels, without ignored labels.
+
+    Collective: every rank must call it.
+    """
     world = current_world()
     counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
     mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)

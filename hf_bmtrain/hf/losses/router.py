@@ -1,4 +1,4 @@
-"""The auxiliary loss of a mixture's routers, which Trainer would count for each micro-batch and each rank."""
+"""The auxiliary loss of the routers in a mixture of experts, which Trainer would add per micro-batch and rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
-    """Make the routers' auxiliary loss of `model` its coefficient times the mean over micro-batches and ranks.
+    """Average the routers' auxiliary loss of `model` over micro-batches and ranks, times its coefficient.
 
     A mixture of experts adds `router_aux_loss_coef * aux_loss` to a cross entropy that is divided by
-    `num_items_in_batch`, the labels of all micro-batches and ranks. Trainer adds up the losses of the micro-batches and
-    multiplies them by the number of ranks. For the cross entropy this is right, but the auxiliary loss is a mean
-    already: it would count once for each micro-batch and rank. A hook divides it beforehand.
+    `num_items_in_batch`, the labels of all micro-batches and ranks. Trainer sums the losses of the micro-batches and
+    multiplies them by the number of ranks. This is right for the cross entropy. But the auxiliary loss is already a
+    mean, so it would be added once per micro-batch and rank. A hook divides it beforehand.
 
     Args:
         model: the sharded model, with or without PEFT's adapters.
@@ -34,7 +34,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
     if name is None or ignores_count(model):
         return
     base, args, told = base_of(model), trainer.args, False
-    owner = weakref.ref(trainer)  # a model that lives longer does not keep the trainer and its optimizer
+    owner = weakref.ref(trainer)  # weak, because the model may live longer than the trainer and its optimizer
 
     def divide(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
         nonlocal told
@@ -48,8 +48,8 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
         coefficient = _value(base, name)
         if not told and current_world().rank == 0:
             _log.info(
-                "the routers' auxiliary loss of %s counts with its coefficient, %g, averaged over micro-batches and "
-                "ranks; Trainer without BMTrainCallback counts it %d times. average_router_loss=False keeps that",
+                "the routers' auxiliary loss of %s is averaged over micro-batches and ranks, and multiplied by its "
+                "coefficient, %g. Without BMTrainCallback, or with average_router_loss=False, Trainer adds it %d times",
                 type(base).__name__, coefficient, times,
             )  # fmt: skip
         told = True

@@ -1,4 +1,4 @@
-"""The loss of the last evaluation batch, if it has too few rows for all ranks and Trainer repeats some to fill it."""
+"""The loss of the last evaluation batch, which Accelerate fills up with repeated rows if it is too short."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 def follow_short_batch(trainer: transformers.Trainer) -> None:
-    """Make the evaluation loss of `trainer` on several ranks that of one process, also after a short last batch.
+    """Make the evaluation loss of `trainer` on several ranks equal that of one process, even with a short last batch.
 
     To let all ranks take the same number of steps, Accelerate fills the last batch with rows of the first one. Trainer
     drops their predictions, but a rank's loss is a mean over its rows, repeated ones included. `prediction_step` of
@@ -43,8 +43,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
             return right.to(loss.dtype), logits, labels
         if not told and world.rank == 0:
             _log.warning(
-                "the last evaluation batch has %s rows for %d ranks: Accelerate fills it with rows of the first one, "
-                "and their losses enter the evaluation loss, because %s. To avoid it, evaluate a multiple of "
+                "the last evaluation batch has %s rows for %d ranks, so Accelerate fills it up with rows of the first "
+                "batch. Their losses count in the evaluation loss, because %s. To avoid this, evaluate a multiple of "
                 "per_device_eval_batch_size times the number of ranks",
                 left if left > 0 else "perhaps too few", world.size,
                 f"{type(trainer).__name__}, or its model, computes losses in its own way" if left > 0
@@ -98,9 +98,9 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world
 
 
 def _rows_left(trainer: transformers.Trainer) -> int | None:
-    """Return how many rows all ranks' last evaluation batch has without repeated ones, -1 if that is unknown.
+    """Return the number of rows of all ranks' last evaluation batch without repeated rows, or -1 if it is unknown.
 
-    Returns None for other batches, for a last one that is full, and if Accelerate has not divided the rows.
+    Returns None for other batches, for a full last batch, and if Accelerate has not divided the rows among the ranks.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or loader is not trainer.callback_handler.eval_dataloader or loader._drop_last:
@@ -111,8 +111,11 @@ def _rows_left(trainer: transformers.Trainer) -> int | None:
 def _loss_of_rows(
     trainer: transformers.Trainer, model: Any, inputs: Any, left: int, world: World
 ) -> torch.Tensor | None:
-    """Return the loss of the first `left` rows of all ranks' `inputs`, None if it cannot be computed. Collective."""
-    rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # ranks that share rows have the same ones
+    """Return the loss of the first `left` rows of all ranks' `inputs`, or None if it is unknown.
+
+    Collective: every rank must call it.
+    """
+    rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # `shared` ranks have the same rows
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)
     short = first_rows(inputs, rows, max(mine, 1)) if computes_loss(trainer) else None
     if not all(world.gather_objects(short is not None)):
@@ -125,7 +128,7 @@ def _loss_of_rows(
         prepared = trainer._prepare_inputs(short)
         count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
         loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
-    counted = count is not None and trainer.args.average_tokens_across_devices  # the loss of all ranks is their mean
+    counted = count is not None and trainer.args.average_tokens_across_devices  # then the loss is the mean over ranks
     share = 1 / world.size if counted else mine / left / shared
     total = loss.detach().double().mean().reshape(1) * share if mine else torch.zeros(1, dtype=torch.float64)
     total = total.to(loss.device)

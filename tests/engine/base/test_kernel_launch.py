@@ -148,7 +148,7 @@ def test_a_failed_compilation_leaves_nothing_and_says_why(cupy, tmp_path: Path, 
 def test_cache_that_cannot_be_written_names_the_way_out(cupy, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HF_BMTRAIN_KERNEL_CACHE", str(tmp_path / "file" / "kernels"))
-    with pytest.raises(RuntimeError, match="set HF_BMTRAIN_KERNEL_CACHE"):
+    with pytest.raises(RuntimeError, match="Set HF_BMTRAIN_KERNEL_CACHE"):
         launch.cached_cubin(NORM, 90)
 
 

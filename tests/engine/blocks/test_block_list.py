@@ -111,7 +111,7 @@ def refused():
     x = start(0)
     with pytest.raises(ValueError, match="num_hidden=2"):
         bmt.TransformerBlockList(made(Pair))(x, x, 1.0)
-    with pytest.raises(ValueError, match="passes on 3 hidden states, got 2"):
+    with pytest.raises(ValueError, match="passes on 3 hidden states, but got 2"):
         bmt.TransformerBlockList(made(Pair), num_hidden=3)(x, x)
     with pytest.raises(ValueError, match="num_hidden"):
         bmt.TransformerBlockList([], num_hidden=0)

@@ -213,7 +213,7 @@ def test_ordinary_parameters():
         if alike:
             optimizer.step()
         else:
-            with pytest.raises(RuntimeError, match="nobody averages"):
+            with pytest.raises(RuntimeError, match="nothing averages"):
                 optimizer.step()
 
 

@@ -202,8 +202,8 @@ def test_refusals():
     weights = [torch.nn.Parameter(torch.ones(2))]
     for cls, options, message in (
         (bmt.optim.AdamOptimizer, {"state_bits": 4}, "state_bits must be 32 or 8, got 4"),
-        (bmt.optim.AdamOptimizer, {"state_bits": 8, "exp_avg_dtype": torch.bfloat16}, "leave out exp_avg_dtype"),
-        (bmt.optim.AdamOffloadOptimizer, {"state_bits": 8}, "AdamOffloadOptimizer keeps float32 state"),
+        (bmt.optim.AdamOptimizer, {"state_bits": 8, "exp_avg_dtype": torch.bfloat16}, "Leave out exp_avg_dtype"),
+        (bmt.optim.AdamOffloadOptimizer, {"state_bits": 8}, "AdamOffloadOptimizer keeps its state in float32"),
     ):
         with pytest.raises(ValueError, match=message):
             cls(weights, **options)

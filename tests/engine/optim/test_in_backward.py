@@ -202,7 +202,7 @@ def clipping_comes_too_late():
     with pytest.raises(RuntimeError, match="these gradients were used during the backward"):
         trainee.manager.clip_grad_norm(trainee.optimizer.param_groups, 1.0)
     torch.nn.utils.clip_grad_norm_(trainee.model.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match="gradients were changed after it .* too late"):
+    with pytest.raises(RuntimeError, match="gradients were changed .* too late"):
         trainee.optimizer.step()
 
 
@@ -210,21 +210,21 @@ def a_replaced_gradient_comes_too_late():
     trainee = begun()
     weight = trainee.model.head.weight
     weight.grad = weight.grad * 2
-    with pytest.raises(RuntimeError, match="gradients were changed after it"):
+    with pytest.raises(RuntimeError, match="gradients were changed"):
         trainee.optimizer.step()
 
 
 def a_new_lr_comes_too_late():
     trainee = begun()
     trainee.optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(RuntimeError, match="lr or another setting .* changed between it and step"):
+    with pytest.raises(RuntimeError, match="lr or another setting .* was changed before step"):
         trainee.optimizer.step()
 
 
 def a_scaler_comes_too_late():
     trainee = begun()
     trainee.optimizer.grad_scale = torch.tensor(8.0)
-    with pytest.raises(RuntimeError, match="a loss scale or a clip factor was given to step"):
+    with pytest.raises(RuntimeError, match="received a loss scale or a clip factor"):
         trainee.optimizer.step()
 
 
@@ -268,7 +268,7 @@ def spoilt_weights_are_told():
     with trainee.optimizer.update_in_backward():
         loss = trainee.model(ids(0, 0)) * (float("inf") if bmt.rank() == 0 else 1.0)
         trainee.manager.backward(loss)
-    with pytest.raises(RuntimeError, match="the weights are wrong now"):
+    with pytest.raises(RuntimeError, match="The weights are wrong now"):
         trainee.manager.step()
 
 

@@ -85,9 +85,9 @@ def what_would_vanish_raises():
     unchanged_after(model, lambda m: m.head.weight.data.zero_(), "modify=True")
     for modify in (False, True):
         options = {"modify": modify}
-        unchanged_after(model, lambda m: setattr(m, "head", nn.Linear(6, 3)), "resize, tie or replace", **options)
+        unchanged_after(model, lambda m: setattr(m, "head", nn.Linear(6, 3)), "Resize, tie or replace", **options)
         unchanged_after(
-            model, lambda m: setattr(m.layers[0].linear, "weight", m.layers[1].linear.weight), "resize, tie", **options
+            model, lambda m: setattr(m.layers[0].linear, "weight", m.layers[1].linear.weight), "Resize, tie", **options
         )
         unchanged_after(model, lambda m: m(ids(0, 0)), "after the", **options)
         unchanged_after(model, lambda m: m.layers[0](torch.ones(2, 6)), "after the", **options)

@@ -123,7 +123,7 @@ def test_collectives_are_of_wholes(function):
     whole = weight.gather().detach().clone()
     function(weight.data, whole, [torch.zeros_like(whole) for _ in range(2)], bmt.rank() == 0)
     assert torch.equal(weight.gather(), whole)
-    with pytest.raises(RuntimeError, match="subgroups, async"):
+    with pytest.raises(RuntimeError, match="Subgroups, async"):
         dist.broadcast(weight.data, 0, async_op=True)
 
 

@@ -244,7 +244,8 @@ def some_stay(alone):
         return
     assert [buffer.storage.in_float8 for buffer in float8_buffers(model)] == [False, True, False]
     assert len(told) == (bmt.rank() == 0) and all(
-        "in 1 buffers, in their own dtype in 2: 1 (read was not called), 1 (0 has left float8)" in line for line in told
+        "1 buffers are gathered in float8, 2 in their own dtype: 1 (read was not called), 1 (0 has left float8)" in line
+        for line in told
     )
 
 

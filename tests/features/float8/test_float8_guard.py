@@ -146,7 +146,7 @@ def leaves_float8(use_checkpoint: bool) -> list[str]:
 def test_a_compiled_layer_with_too_much_noise_leaves_float8(world, size, use_checkpoint):
     """Training goes on as that of a model in which this layer was kept out of float8."""
     told = [line for lines in world(size)(leaves_float8, use_checkpoint) for line in lines]
-    warnings = [line for line in told if "from now on" in line]
+    warnings = [line for line in told if "From now on" in line]
     assert len(warnings) == 1 and "'layers.1.two'" in warnings[0] and "keep=['two']" in warnings[0]
     assert sum("was measured): layers.0.one" in line for line in told) == 1
 

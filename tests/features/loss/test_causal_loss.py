@@ -239,7 +239,7 @@ def test_other_heads_keep_their_loss():
         change(model)
         with Heard() as messages:
             assert not fuse_causal_loss(model)
-        assert len(messages) == 1 and reason in messages[0] and "leaves LlamaForCausalLM as it is" in messages[0]
+        assert len(messages) == 1 and reason in messages[0] and "leaves LlamaForCausalLM unchanged" in messages[0]
         assert not isinstance(model.lm_head, ChunkedHead) and model(**inputs("llama", 0)).logits is not None
 
 

@@ -181,7 +181,7 @@ def test_wrong_settings_are_explained():
         FusedCrossEntropy(label_smoothing=1.5)
     with pytest.raises(ValueError, match=r"\(2, 3\)"):
         FusedCrossEntropy(weight=torch.ones(2, 3))
-    with pytest.raises(ValueError, match="4 numbers for 5 classes"):
+    with pytest.raises(ValueError, match="4 class weights were given for 5 classes"):
         FusedCrossEntropy(weight=torch.ones(4))(torch.randn(2, 5), torch.tensor([0, 1]))
 
 

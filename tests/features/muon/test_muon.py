@@ -310,13 +310,13 @@ def test_refusals():
     model = bmt.auto_wrap(Tower())
     plain = Tower()
     cases = [
-        (plain, {}, "has no matrices in blocks"),
+        (plain, {}, "is a matrix in a block"),
         (model, {"momentum": -1}, "momentum must be finite"),
         (model, {"ns_steps": 100}, "ns_steps must be"),
         (model, {"ns_coefficients": (1, 2)}, "ns_coefficients must be three"),
         (model, {"adjust_lr_fn": "none"}, "adjust_lr_fn must be None or one of original, match_rms_adamw"),
-        ([{"params": [*model.parameters()]}], {}, '"muon": True or False'),
-        ([{"params": [*model.parameters()], "muon": True}], {}, r"first of shape \(6,\)|1 other|other parameters"),
+        ([{"params": [*model.parameters()]}], {}, 'needs the key "muon"'),
+        ([{"params": [*model.parameters()], "muon": True}], {}, r"such as one of shape"),
         ([{"params": [model.layers[0].linear.weight], "muon": True, "hold_steps": 2}], {}, "hold_steps"),
     ]
     for params, options, message in cases:

@@ -200,7 +200,7 @@ def test_unpacked_weights_are_reported():
     with log_lines() as lines:
         bmt.auto_wrap(odd_model(True))
     (line,) = [line for line in lines if "bitsandbytes" in line]
-    assert line.startswith("2 weights that bitsandbytes has quantized lie outside blocks and are unpacked, 'layers.0.0")
+    assert line.startswith("2 weights that bitsandbytes has quantized, such as 'layers.0.0")
 
 
 @on_ranks(1)
@@ -275,7 +275,7 @@ def saved(source):
     for name, value in fresh.named_parameters():
         if "lora" in name:
             assert torch.equal(value, before[name]), name
-    with pytest.raises(RuntimeError, match="to merge adapters, load the model without quantize_frozen or load_in_4bit"):
+    with pytest.raises(RuntimeError, match="To merge adapters, load the model without quantize_frozen or load_in_4bit"):
         model.merge_and_unload()
 
 
@@ -398,16 +398,16 @@ def other_groups(layer):
 
 REFUSED = [
     (eight_bits, r"8 bits \(load_in_8bit=True\)"),
-    (change(quant_type="fp4"), "quantized to fp4 in blocks of 64 elements, not nf4"),
-    (change(blocksize=128), "nf4 in blocks of 128 elements, not nf4 in 64"),
-    (change(shape=torch.Size([64, 256])), r"8192 bytes for shape \(64, 256\), and the layer's is \(128, 128\)"),
-    (change(packing_format_for_cpu=True), "evaluated on the CPU.* load the model again"),
-    (own_forward, "a forward of Linear4bit's or its own"),
-    (embedding, "a Linear with a forward of Linear's"),
-    (not_yet, r"not quantized yet: call model.to\(device\)"),
+    (change(quant_type="fp4"), "quantized to fp4 in blocks of 64, but must be nf4"),
+    (change(blocksize=128), "nf4 in blocks of 128, but must be nf4 in blocks of 64"),
+    (change(shape=torch.Size([64, 256])), r"8192 bytes for shape \(64, 256\), but the layer's 4-bit weight is \(128"),
+    (change(packing_format_for_cpu=True), "evaluated on the CPU.* Load the model again"),
+    (own_forward, "found: Linear4bit's, or one of the instance"),
+    (embedding, r"a Linear whose forward is not Linear4bit's \(found: Linear's"),
+    (not_yet, r"not quantized yet\. Call model.to\(device\)"),
     (trained, "requires a gradient"),
-    (other_table, "a table of values of its own"),
-    (other_numbers, "a table of values of its own"),
+    (other_table, "another table of values than nf4's"),
+    (other_numbers, "another table of values than nf4's"),
     (other_groups, "scales that are quantized in blocks of 128, not 256"),
 ]
 
@@ -421,7 +421,7 @@ def test_refused():
         with pytest.raises(ValueError, match=rf"'model.layers.1.self_attn.q_proj.weight', a weight of .*{message}"):
             bmt.auto_wrap(model)
         assert before == [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match="quantized by bitsandbytes already: leave out quantize_frozen='nf4'"):
+    with pytest.raises(ValueError, match="quantized by bitsandbytes: leave out quantize_frozen='nf4'"):
         bmt.auto_wrap(stand_in(True), quantize_frozen="nf4")
     with pytest.raises(RuntimeError, match="cannot be trained"):
         bmt.auto_wrap(stand_in(True)).model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
@@ -429,7 +429,7 @@ def test_refused():
     model.extra = four_bit.Linear4bit(128, 128)
     four_bit.quantize_layers(model, True)
     model.extra.weight, model.extra.compute_dtype = four_bit.quantize(torch.randn(128, 128), True), None
-    with pytest.raises(ValueError, match="quantized by bitsandbytes already: add it before the first auto_wrap"):
+    with pytest.raises(ValueError, match="quantized by bitsandbytes: add it to the model before the first auto_wrap"):
         bmt.auto_wrap(model)
 
 

@@ -149,7 +149,7 @@ def test_refused():
     frozen = base().requires_grad_(False)
     with pytest.raises(ValueError, match="quantize_frozen must be None or one of 'nf4', 'fp8', got 'int4'"):
         bmt.auto_wrap(frozen, quantize_frozen="int4")
-    with pytest.raises(ValueError, match="15 are trained: freeze them first"):
+    with pytest.raises(ValueError, match="15 matrices are trainable: freeze them first"):
         bmt.auto_wrap(base(), quantize_frozen="nf4")
     small = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -159,8 +159,8 @@ def test_refused():
         bmt.auto_wrap(small, quantize_frozen="fp8")
     for name in FORMS:
         for dtype, value, message in [
-            (torch.float32, torch.nan, "holds inf or NaN"),
-            (torch.bfloat16, torch.inf, "holds inf or NaN"),
+            (torch.float32, torch.nan, "contains inf or NaN"),
+            (torch.bfloat16, torch.inf, "contains inf or NaN"),
             (torch.float32, 3.4e38, "overflow torch.float32"),  # the mean of the scales does
             (
                 torch.float16,

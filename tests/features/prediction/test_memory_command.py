@@ -56,7 +56,7 @@ def test_a_quantized_base_takes_less(config, capsys):
     assert rows[True][whole] <= rows[False][whole]
     with pytest.raises(SystemExit):
         run(config, "--quantize", "nf4")
-    assert "add --lora" in capsys.readouterr().err
+    assert "Add --lora" in capsys.readouterr().err
 
 
 @full
@@ -95,7 +95,7 @@ def test_the_largest_number_of_rows_fits_and_one_more_does_not(most, power):
     ("words", "message"),
     [
         (["--rows", "-3"], "argument --batch-size/--rows: '-3' must be an integer of at least 1"),
-        (["--offload", "--optimizer", "sgd"], "--offload stores the state of Adam in host memory: leave out"),
+        (["--offload", "--optimizer", "sgd"], "--offload works only with the Adam optimizer. Leave out"),
         *rows_in_full(
             [
                 (["--rows", "0"], "argument --batch-size/--rows: '0' must be an integer of at least 1"),

@@ -229,7 +229,7 @@ def test_plain_training_goes_on_after_a_prediction():
 @on_ranks(1)
 def test_a_wrapped_model_is_refused():
     model = bmt.auto_wrap(build("llama"))
-    with pytest.raises(ValueError, match="wrapped already. Predict before auto_wrap"):
+    with pytest.raises(ValueError, match="already wrapped. Call predict_memory before auto_wrap"):
         bmt.predict_memory(model, batch("llama", 0))
     with pytest.raises(ValueError, match="micro_batches must be 1 or more, not 0"):
         bmt.predict_memory(build("llama"), batch("llama", 0), micro_batches=0)

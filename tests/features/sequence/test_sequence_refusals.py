@@ -116,5 +116,5 @@ def test_outputs_that_are_not_one_for_each_token():
         transformers.LlamaForSequenceClassification(config),
         transformers.CLIPModel(transformers.CLIPConfig(**towers)),
     ):
-        with pytest.raises(ValueError, match=f"{type(model).__name__}: its outputs are not one for each token"):
+        with pytest.raises(ValueError, match=f"{type(model).__name__}: it does not have one output for each token"):
             bmt.auto_wrap(model, sequence_parallel=2)

@@ -1,9 +1,9 @@
 """use_checkpoint="attention", and plans that choose it: attention is not repeated, and no number changes."""
 
+import importlib.util
 import logging
 from unittest import mock
 
-import peft
 import pytest
 import torch
 import transformers
@@ -93,6 +93,8 @@ def llama(adapters=False):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).train()
     if adapters:
+        import peft
+
         return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
     return model
 
@@ -134,10 +136,11 @@ CASES = {
     "zero_level 2": (tower, tower_loss, {"zero_level": 2}, 3),
     "compiled": (tower, tower_loss, {"compile": "aot_eager"}, 3),
     "nothing differentiable before attention": (frozen_tower, tower_loss, {}, 3),
-    "LoRA over 4 bits": (adapted, llama_loss, {"quantize_frozen": "nf4"}, 2),
     "float8": (llama, llama_loss, {"float8": True}, 2),
 }
 """Model, loss, options of auto_wrap, and how often a backward computes attention that recomputes all."""
+if importlib.util.find_spec("peft") is not None:
+    CASES["LoRA over 4 bits"] = (adapted, llama_loss, {"quantize_frozen": "nf4"}, 2)
 
 
 @on_ranks(2)

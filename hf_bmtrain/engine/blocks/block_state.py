@@ -38,7 +38,7 @@ class BlockState:
         replay: restores, for a recomputation, the state in which the first forward ran.
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
-        inputs: the store that keeps the inputs of recomputed forwards until backward. With None, they stay on the device.
+        inputs: the store that keeps the inputs of recomputed forwards until backward. None leaves them on the device.
         previous: the block before this one in the block list.
         next: the block after this one in the block list.
         own_forward: called instead of the class's forward if not None. It is either a forward that was set on the

@@ -1,7 +1,8 @@
-"""Finds parameters whose gradients are averaged over the ranks of a group although they should be summed, or reverse.
+"""Find parameters whose gradients are averaged over the ranks of a group but should be summed, or the reverse.
 
-Whether the ranks of a group use a parameter for the same rows is declared (`tp_mode`), and a wrong declaration would
-make its gradient tp_size times too large or small. In the same rows the ranks' gradients are equal, otherwise not.
+The user declares with `tp_mode` whether the ranks of a group use a parameter for the same rows. If this is wrong, the
+gradient is tp_size times too large or too small. The check: for the same rows, the ranks' gradients are equal, and for
+different rows they differ.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from .groups import Part, SameRows
 
 _log = logging.getLogger("hf_bmtrain")
 _EQUAL, _SIMILAR = 1e-6, 0.05
-"""Relative differences of norms of gradients, up to which they are of the same values, or may be but for rounding."""
+"""Relative differences of the norms of gradients. Up to the first, the gradients are considered equal. Up to the second,
+they may be equal except for rounding."""
 _QUIET = 100
-"""Backwards without a new parameter after which the check ends."""
+"""The check ends after this many backwards without a new parameter."""
 
 
 class SameRowsCheck(Observer):
     """Compares the norms of the ranks' own gradients in the first backward of each parameter.
 
-    `end_backward` raises RuntimeError on every rank if parameters are declared wrongly, and logs a warning if a single
-    one may be.
+    `end_backward` raises RuntimeError on every rank if `tp_mode` is wrong. It logs a warning if `tp_mode` may be wrong
+    for some parameters.
     """
 
     def __init__(self, world: World) -> None:
@@ -81,7 +83,7 @@ class SameRowsCheck(Observer):
             )
             if len(equal) == undeclared > 1:
                 raise RuntimeError(told)
-            if self._world.rank == 0:  # of a loss such as y.sum(), a bias has the same gradient for all rows
+            if self._world.rank == 0:  # only a warning: with a loss such as y.sum(), a bias has equal gradients for different rows
                 _log.warning("%s", told)
         if unlike:
             raise RuntimeError(

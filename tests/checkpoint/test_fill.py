@@ -147,9 +147,9 @@ def test_plain_models(folder):
         check_same(bmt.auto_wrap(empty(), weights=name), whole)
     for name, message in {
         "differ": r"embedding\.weight and head\.weight are tied in the model, but differ in the files",
-        "more": r"the files have 1 tensors that are not in the model \(more\)\. Names",
+        "more": r"the files have 1 tensors that are not in the model \(more\)\. The names",
         "shape": r"head\.bias has shape \(3,\) in the files, but \(7,\)",
-        "less": r"the files lack 1 tensors of the model \(head\.bias\)\. Names", "nothing": "nothing.safetensors",
+        "less": r"the files lack 1 tensors of the model \(head\.bias\)\. The names", "nothing": "nothing.safetensors",
     }.items():  # fmt: skip
         with pytest.raises(RuntimeError, match=f"auto_wrap: Plain could not be loaded from .*{message}"):
             bmt.auto_wrap(empty(), weights=f"{folder}/{name}.safetensors")

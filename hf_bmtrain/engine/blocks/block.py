@@ -232,8 +232,8 @@ class TransformerBlockList(torch.nn.ModuleList):
         """
         if len(args) < self.num_hidden:
             raise ValueError(
-                f"This TransformerBlockList passes on {self.num_hidden} hidden states, got {len(args)} positional "
-                "arguments: pass every hidden state by position, or set num_hidden."
+                f"This TransformerBlockList passes on {self.num_hidden} hidden states, but got {len(args)} positional "
+                "arguments. Pass every hidden state by position, or set num_hidden."
             )
         hidden, rest = args[: self.num_hidden], args[self.num_hidden :]
         entered: list[tuple] = []

@@ -159,7 +159,7 @@ class BlockState:
                 return self._inside(layer_forward, *args, **kwargs)
 
         with self.replay.record(args, kwargs) as snapshot:
-            saving = self.inputs and self.inputs.saving()
+            saving = None if self.inputs is None else self.inputs.saving()
             if saving is None:
                 return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
             count, names = len(args), list(kwargs)

@@ -55,7 +55,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         if trainer.gather_function == trainer.accelerator.gather:  # set by Seq2SeqTrainer: it would keep repeated rows
-            trainer.gather_function = _GatherRows(trainer)
+            trainer.gather_function = _GatherRows(trainer)  # pyright: ignore[reportAttributeAccessIssue]
         loss, logits, labels = as_in_one_process(model, inputs, prediction_loss_only, ignore_keys)
         if isinstance(trainer.gather_function, _GatherRows):
             trainer.gather_function.loss_comes = loss is not None

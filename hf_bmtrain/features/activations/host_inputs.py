@@ -64,7 +64,7 @@ class HostInputs:
         return None
 
     def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queue copies, given as (target on the device, source in host memory). Return the event of their completion."""
+        """Queue copies, given as (target on the device, source in host memory). Return an event: they are complete."""
         return self._queue(copies)
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:

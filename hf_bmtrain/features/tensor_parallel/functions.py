@@ -42,7 +42,7 @@ def add_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def add(grid: Grid, x: Tensor) -> Tensor:
-    """Sum the ranks' tensors. All ranks get the same sum, so its gradient is also the gradient of each rank's tensor."""
+    """Sum the ranks' tensors. All ranks get the same sum, and its gradient is the gradient of each rank's tensor."""
     return _Add.apply(grid, x)
 
 

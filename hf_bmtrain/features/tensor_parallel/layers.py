@@ -16,7 +16,7 @@ from .functions import add, add_rows, features_of_all_rows, gather_features, gat
 
 
 class ReduceType(Enum):
-    """How `OpParallelLinear` sums the ranks' outputs: every rank gets the whole sum, or each rank gets its rows of it."""
+    """How `OpParallelLinear` sums the ranks' outputs: each rank gets the whole sum, or only its rows of the sum."""
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2

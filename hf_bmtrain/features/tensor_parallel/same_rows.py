@@ -18,8 +18,8 @@ from .groups import Part, SameRows
 
 _log = logging.getLogger("hf_bmtrain")
 _EQUAL, _SIMILAR = 1e-6, 0.05
-"""Relative differences of the norms of gradients. Up to the first, the gradients are considered equal. Up to the second,
-they may be equal except for rounding."""
+"""Relative differences of the norms of gradients. Up to the first, the gradients are considered equal. Up to the
+second, they may be equal except for rounding."""
 _QUIET = 100
 """The check ends after this many backwards without a new parameter."""
 
@@ -83,7 +83,8 @@ class SameRowsCheck(Observer):
             )
             if len(equal) == undeclared > 1:
                 raise RuntimeError(told)
-            if self._world.rank == 0:  # only a warning: with a loss such as y.sum(), a bias has equal gradients for different rows
+            # Only a warning, because with a loss such as y.sum(), a bias has equal gradients for different rows.
+            if self._world.rank == 0:
                 _log.warning("%s", told)
         if unlike:
             raise RuntimeError(

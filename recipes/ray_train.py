@@ -33,10 +33,10 @@ from finetune_bert_boolq import evaluate, make_manager
 
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--workers", type=at_least(1), nargs="+", default=[1], help="number of workers, or its minimum and maximum")
+    parser.add_argument("--workers", type=at_least(1), nargs="+", default=[1], help="number, or minimum and maximum")
     parser.add_argument("--address", help="address of a Ray cluster, or auto (starts Ray on this host)")
     parser.add_argument("--save-every", type=at_least(1), default=50, help="steps between checkpoints")
-    parser.add_argument("--failures", type=at_least(0), default=10, help="number of failures after which to give up")
+    parser.add_argument("--failures", type=at_least(0), default=10, help="number of failures to tolerate")
     mine, rest = parser.parse_known_args()
     options = parse_options(rest)
     options.output = options.output.resolve()
@@ -49,7 +49,7 @@ def main() -> None:
             use_gpu=torch.cuda.is_available(),
         ),
         run_config=RunConfig(
-            # Ray leaves a checkpoint where it is only if it is inside the folder of the run. So that folder is --output.
+            # Ray does not move a checkpoint if it is inside the folder of the run, which is therefore --output.
             name=options.output.name,
             storage_path=str(options.output.parent),
             failure_config=FailureConfig(max_failures=mine.failures),

@@ -75,9 +75,7 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
         def weighted(*args: Any, **kwargs: Any) -> Any:
             loss: Any = compute(*args, **kwargs)
-            return (
-                loss * weight if weight > 0 else loss.nan_to_num() * 0
-            )  # a mean over no labels is nan
+            return loss * weight if weight > 0 else loss.nan_to_num() * 0  # a mean over no labels is nan
 
         trainer.compute_loss = weighted  # pyright: ignore[reportAttributeAccessIssue]
         try:
@@ -109,7 +107,7 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return -1, None
     sampler = loader.sampler if isinstance(loader.sampler, torch.utils.data.BatchSampler) else loader.batch_sampler
-    while isinstance(sampler, SkipBatchSampler):  # used after a resume; its loader has no `remainder`
+    while isinstance(sampler, SkipBatchSampler):  # after a resume, when `remainder` of the loader is not set
         sampler = sampler.batch_sampler
     if not isinstance(sampler, BatchSamplerShard) or not sampler.even_batches or not sampler.batch_size:
         return None, None

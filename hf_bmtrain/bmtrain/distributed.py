@@ -99,7 +99,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
     if x.dim() == 0 or x.shape[0] % ranks.size:
         raise ValueError(
             f"reduce_scatter splits dimension 0 of x evenly over {ranks.size} ranks, so its size must be a multiple "
-            f"of the world size: got shape {tuple(x.shape)}"
+            f"of that number, but the shape is {tuple(x.shape)}"
         )
     rows = x.shape[0] // ranks.size
     return _all_reduce(ranks, x, op)[ranks.rank * rows : (ranks.rank + 1) * rows]

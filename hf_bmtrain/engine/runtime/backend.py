@@ -106,7 +106,9 @@ def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
     if not isinstance(shard_over, str) or shard_over not in SHARD_OVER:
         raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
     if gather == "two-level" and shard_over != "world":
-        raise ValueError("gather='two-level' needs shard_over='world': with 'host', nothing is gathered between hosts")
+        raise ValueError(
+            "gather='two-level' needs shard_over='world', because with 'host' nothing is gathered between hosts"
+        )
     if not isinstance(gather, str) or gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if not isinstance(init_method, str) or "://" not in init_method:
@@ -256,8 +258,8 @@ def _divide(
     if shard_over == "host" and several:
         if not equal:
             raise RuntimeError(
-                f"init_distributed(shard_over='host'): there are {numbers}, so their shards would differ. Start the "
-                "same number of ranks on every host, or use shard_over='world'."
+                f"init_distributed(shard_over='host'): there are {numbers}, so the hosts' shards would differ. Start "
+                "the same number of ranks on every host, or use shard_over='world'."
             )
         members = next(host for host in hosts if rank in host)
         inside, rail = [open_inside(name) for name in ("gather", "reduce")], open_rail("reduce")
@@ -287,7 +289,7 @@ def _divide(
         for name, all_ranks in (("gather", gathering), ("reduce", reducing))
     ]
     _log.info(
-        "rank %d: %s: shards are exchanged between hosts first, each entering a host once, and then inside hosts by %s",
+        "rank %d: %s: shards are exchanged first between hosts, so that each enters a host once, then inside it by %s",
         rank, numbers, "gloo" if device.type == "cpu" else "NCCL",
     )  # fmt: skip
     return flat._replace(gather=two[0], reduce=two[1], sums=two[1])

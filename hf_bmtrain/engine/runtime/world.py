@@ -200,8 +200,8 @@ class World:
         """
         if comm is not None and comm is not self:
             raise NotImplementedError(
-                f"comm={comm!r} is not supported: leave comm out for all ranks, or pass bmt.config['comm'] or, with "
-                "tp_size and where it is offered, bmt.config['tp_comm'] or bmt.config['tp_zero_comm']."
+                f"comm={comm!r} is not supported: leave comm out for all ranks, or pass bmt.config['comm']. With "
+                "tp_size, some functions also accept bmt.config['tp_comm'] and bmt.config['tp_zero_comm']."
             )
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:

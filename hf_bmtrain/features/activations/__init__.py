@@ -27,7 +27,7 @@ def input_store(world: World) -> InputStore | None:
     """Return a store for the block inputs of one model of `world`, or None on the CPU, where it would save nothing."""
     if has_own_memory(world.device):
         return HostInputs(world.device)
-    _log_once("offload_activations=True changes nothing on the CPU, whose activations are in host memory already")
+    _log_once("offload_activations=True changes nothing on the CPU, because activations are already in host memory")
 
 
 class OffloadActivations(Extension):

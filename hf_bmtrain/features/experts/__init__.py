@@ -35,4 +35,7 @@ class Experts(Extension):
         blocks: list[Any] = plan.layers
         changed = sum(sort_experts(block.modules()) for block in blocks if COMPILES or not block._bmt.compiled)
         if changed and plan.world.rank == 0:
-            _log.info("%d layers of experts move rows by permutations in training, in place of grouped_mm", changed)
+            _log.info(
+                "in training, %d layers of experts move rows by permutations instead of transformers' grouped_mm",
+                changed,
+            )

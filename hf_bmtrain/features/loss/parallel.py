@@ -33,8 +33,8 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
     expect_number("label_smoothing", label_smoothing, "from 0 to 1", lambda share: 0 <= share <= 1)
     if target.shape != logits.shape[:-1]:
         raise ValueError(
-            f"target must have the shape of logits without its last dimension, {tuple(logits.shape[:-1])}, got "
-            f"{tuple(target.shape)}: every rank that computes together needs the targets of all rows"
+            f"target must have the shape of logits without the last dimension, {tuple(logits.shape[:-1])}, but has "
+            f"{tuple(target.shape)}. Every rank needs the targets of the rows of all ranks that compute together."
         )
     return _CrossEntropy.apply(current_world().grid, logits, target.long(), label_smoothing)
 

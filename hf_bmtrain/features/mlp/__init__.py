@@ -38,15 +38,15 @@ class MlpChunks(Extension):
         if plan.compiled:
             raise ValueError(
                 "auto_wrap: compile cannot be combined with mlp_chunks, because each MLP computes its own gradients, "
-                "which the compiler cannot trace: leave one of them out."
+                "which the compiler cannot trace. Leave one of them out."
             )
         inside = (module for layer in plan.layers for module in layer.modules())
         self._found = [module for module in inside if _is_mlp(module, plan.shared)]
         if not self._found:
             raise ValueError(
-                f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__}: a "
-                "module whose class is called ...MLP, that takes one tensor, has no dropout, and shares no weights. "
-                "Leave it out."
+                f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__}. An "
+                "MLP is a module whose class name ends in MLP, and which takes one tensor, has no dropout, and shares no "
+                "weights. Leave mlp_chunks out."
             )
 
     def prepare(self, plan: WrapPlan) -> None:

@@ -76,9 +76,9 @@ class SameRowsCheck(Observer):
                 unlike.append(name)
         if equal:
             told = (
-                f"The {grid.size} ranks that compute together have the same gradient of {_listing(equal)}. They are "
-                f"added up, because each rank is expected to use rows of its own. If all ranks have the same rows, the "
-                f"gradient is {grid.size} times too large: make the parameter with "
+                f"The {grid.size} ranks that compute together have the same gradient of {_listing(equal)}. These "
+                "gradients are summed, because each rank is expected to use different rows. If all ranks use the same "
+                f"rows, the sum is {grid.size} times too large. Then create the parameter with "
                 "bmt.DistributedParameter(..., tp_mode=True), or give each rank its part of the rows."
             )
             if len(equal) == undeclared > 1:
@@ -88,9 +88,9 @@ class SameRowsCheck(Observer):
                 _log.warning("%s", told)
         if unlike:
             raise RuntimeError(
-                f"The {grid.size} ranks that compute together have different gradients of {_listing(unlike)}, which "
-                "was declared with tp_mode=True to be used for the same rows: leave tp_mode out where each rank has "
-                "its own rows, and let dropout be the same on these ranks where the rows are."
+                f"The {grid.size} ranks that compute together have different gradients of {_listing(unlike)}, but "
+                "tp_mode=True means that these ranks use the parameter for the same rows. If each rank uses different "
+                "rows, leave tp_mode out. If the rows are the same, make dropout the same on these ranks too."
             )
 
 

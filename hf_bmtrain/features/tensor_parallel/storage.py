@@ -46,7 +46,7 @@ class PartStorage(WholeStorage):
         shape = self.whole_shape(index)
         if whole.shape != shape:
             raise ValueError(
-                f"full must be a tensor of the whole shape {tuple(shape)}, of which {self.grid.size} ranks have a "
-                f"part each, got {tuple(whole.shape)}"
+                f"full must have the shape {tuple(shape)} of the whole tensor, of which {self.grid.size} ranks have "
+                f"one part each, but has {tuple(whole.shape)}"
             )
         return whole.chunk(self.grid.size, self.dim)[self.grid.place]

@@ -57,8 +57,8 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
                 short, reason = _shorten(trainer, inputs, left, size, world)
                 if reason and not told and world.rank == 0:
                     _log.warning(
-                        "the last training batch of an epoch has %s rows for %d ranks: Accelerate fills it with rows "
-                        "of the first one, which count twice, because %s. To avoid it, train on a multiple of "
+                        "the last training batch of an epoch has %s rows for %d ranks, so Accelerate fills it up with "
+                        "rows of the first batch. They count twice, because %s. To avoid this, train on a multiple of "
                         "per_device_train_batch_size times the number of ranks, or set dataloader_drop_last=True",
                         left if left > 0 else "perhaps too few", world.size, reason,
                     )  # fmt: skip

@@ -237,7 +237,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
         if any(is_part(parameter) for parameter in group["params"]):
             raise TypeError(
                 f"{type(optimizer).__name__} computes with full matrices, but with tp_size each rank has only a part "
-                "of a split matrix. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or torch.optim.AdamW."
+                "of a split matrix. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or "
+                "torch.optim.AdamW."
             )
         # A matrix that is large enough for every rank to store a part of it.
         shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size

@@ -45,8 +45,8 @@ class MlpChunks(Extension):
         if not self._found:
             raise ValueError(
                 f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__}. An "
-                "MLP is a module whose class name ends in MLP, and which takes one tensor, has no dropout, and shares no "
-                "weights. Leave mlp_chunks out."
+                "MLP is a module whose class name ends in MLP, and which takes one tensor, has no dropout, and shares "
+                "no weights. Leave mlp_chunks out."
             )
 
     def prepare(self, plan: WrapPlan) -> None:

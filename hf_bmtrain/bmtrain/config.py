@@ -100,7 +100,7 @@ class Config(Mapping):
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return _initialized()
-        if key in _TOGETHER and (grid := current_world().grid) is not None:  # as in BMTrain, absent otherwise
+        if key in _TOGETHER and (grid := current_world().grid) is not None:  # these keys exist only with tp_size
             return _TOGETHER[key](grid)
         if key not in _READ:
             raise KeyError(f"config has no key {key!r}: of BMTrain's keys it has only {', '.join(self)}")

@@ -276,7 +276,7 @@ def test_other_sources(world, tmp_path):
 def refused(folder):
     load, cls = bmt.hf.from_pretrained, transformers.AutoModelForCausalLM
     for given in ({"device_map": "auto"}, {"tp_plan": "auto"}, {"quantization_config": {"quant_method": "fp8"}}):
-        with pytest.raises(ValueError, match=f"leave out {next(iter(given))}.*auto_wrap"):
+        with pytest.raises(ValueError, match=f"Leave out {next(iter(given))}.*auto_wrap"):
             load(cls, folder, **given)
     with pytest.raises(ValueError, match="contains an adapter"):
         load(cls, f"{folder}/adapter")

@@ -180,7 +180,7 @@ def calls() -> Iterator[Call]:
     yield call(
         "init_distributed", seed="number", zero_level="choice", loss_scale_factor="nothing huge",
         loss_scale_steps="size huge", timeout="positive", gather="choice", pipe_size="choice", tp_size="choice",
-        init_method="choice",
+        init_method="choice", shard_over="choice",
     )  # fmt: skip
     yield call(
         "auto_wrap", lambda: {"model": Tower()}, model="model", zero_level="choice none", use_checkpoint="choice true",

@@ -142,7 +142,7 @@ def run_gpt(blocks: list[str]) -> None:
     *setup, loop = blocks
     for code in setup:
         exec(compile(code, "<published>", "exec"), namespace)
-    with pytest.raises(ValueError, match="needs the loss: call manager.backward"):
+    with pytest.raises(ValueError, match="needs the loss. Call manager.backward"):
         exec(compile(loop, "<published>", "exec"), namespace)
     losses.clear()
     exec(compile(loop.replace("backward()", "backward(loss)"), "<published>", "exec"), namespace)

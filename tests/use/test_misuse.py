@@ -46,7 +46,7 @@ def refused(call, message):
 
 
 def test_before_init_distributed():
-    in_one_process("".join(refused(call, "call hf_bmtrain.init_distributed() first") for call in UNINITIALISED))
+    in_one_process("".join(refused(call, "Call hf_bmtrain.init_distributed() first") for call in UNINITIALISED))
 
 
 @full

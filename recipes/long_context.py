@@ -3,8 +3,9 @@
     python recipes/long_context.py
     python recipes/long_context.py --model MODEL --length 131072
 
-It starts the processes itself, or runs in those of torchrun. Without --model a small new model learns to find needles
-in a haystack. First, one process tries a step with the same limit of memory.
+The script starts the processes itself, unless it runs under torchrun. Without --model, a small new model learns to find
+needles in a haystack. To show that one process is not enough, the script first tries a step in one process with the
+same memory limit.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from needle.memory import is_out_of_memory, limit_memory
 from needle.options import parse_options
 
 WARM_UP = 10  # steps
-NO_MEMORY = 3  # exit status of a trial
+NO_MEMORY = 3  # exit status of a trial that runs out of memory
 
 
 def main() -> int:
@@ -53,7 +54,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train in this process and those beside it, or try one step. Return the exit status."""
+    """Train, in this process and the others that were started with it, or try one step. Return the exit status."""
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
     device = bmt.current_world().device
     quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
@@ -68,11 +69,11 @@ def run(options: argparse.Namespace) -> int:
         model, options.zero_level, not options.no_checkpoint, sequence_parallel=bmt.world_size(),
         offload_activations=options.offload, mlp_chunks=options.mlp_chunks,
     )  # fmt: skip
-    bmt.hf.fuse_causal_loss(model)  # no logits of the whole row
+    bmt.hf.fuse_causal_loss(model)  # computes the loss without the logits of the whole row in memory
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    train_step(model, manager, optimizer, next(batches(1, 2 * bmt.world_size() + 64)))  # makes the optimizer's state
+    train_step(model, manager, optimizer, next(batches(1, 2 * bmt.world_size() + 64)))  # allocates its state
     if options.memory is not None:
         limit_memory(options.memory, device)
     if options.trial:
@@ -113,9 +114,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the model, and a function that yields batches of a number of rows of a length.
+    """Return the model, and a function (count, length) that yields batches of `count` rows with `length` tokens.
 
-    All processes draw the same rows. Raises ValueError or OSError.
+    All processes draw the same rows. Raises ValueError or OSError if the model cannot be loaded or rows are too short.
     """
     dtype = getattr(torch, options.dtype)
     if options.model:
@@ -129,7 +130,7 @@ def prepare(options: argparse.Namespace) -> tuple[Any, Any]:
                 yield text_row(tokenizer, max(length, 64), draw)
 
         return model, texts
-    torch.set_num_threads(1)  # for layers this small, waiting for a busy core costs more than a second core gains
+    torch.set_num_threads(1)  # with layers this small, a second thread gains less than waiting for it costs
     torch.manual_seed(options.seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
@@ -145,7 +146,7 @@ def prepare(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def train_step(model: Any, manager: Any, optimizer: Any, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss and the norm of the gradients."""
+    """Train on one batch. Return the loss and the norm of the gradients."""
     device = bmt.current_world().device
     manager.zero_grad()
     loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
@@ -156,7 +157,7 @@ def train_step(model: Any, manager: Any, optimizer: Any, batch: dict) -> tuple[t
 
 
 def trial(model: Any, manager: Any, optimizer: Any, batch: dict, options: argparse.Namespace) -> int:
-    """Take one step in one process, and print whether the memory sufficed. Return the exit status."""
+    """Train one step in one process, and print whether memory is sufficient. Return the exit status."""
     told = f"{options.memory} MiB" if options.memory else "the memory of the device"
     try:
         train_step(model, manager, optimizer, batch)
@@ -171,7 +172,10 @@ def trial(model: Any, manager: Any, optimizer: Any, batch: dict, options: argpar
 
 @torch.no_grad()
 def right(model: Any, batch: dict) -> float:
-    """Return the share of right answers in a row. Collective."""
+    """Return the fraction of correct answers in a row.
+
+    Collective: every rank must call it.
+    """
     device = bmt.current_world().device
     model.eval()
     answers = model(input_ids=batch["input_ids"].to(device)).logits[:, :-1].argmax(-1).cpu()

@@ -1,10 +1,10 @@
-"""Fine-tune a BERT on BoolQ under Ray Train, which starts the workers, and starts them again when one is lost.
+"""Fine-tune BERT on BoolQ with Ray Train, which starts the workers, and restarts them after a failure.
 
     python recipes/ray_train.py --workers 2
     python recipes/ray_train.py --workers 1 8 --address auto --output /shared/boolq
 
-The job is that of finetune_bert_boolq.py, with its options. `--workers 1 8` trains on as many workers as the cluster
-has room for: after the loss of a worker or of a host, on those that are left, from the last checkpoint. The output
+The training and its options are those of finetune_bert_boolq.py. `--workers 1 8` uses as many workers, from 1 to 8, as
+the cluster has room for. If a worker or a host fails, the remaining ones continue from the last checkpoint. The output
 folder must be on a file system that all workers share.
 """
 
@@ -33,10 +33,10 @@ from finetune_bert_boolq import evaluate, make_manager
 
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--workers", type=at_least(1), nargs="+", default=[1], help="a number, or the least and most")
-    parser.add_argument("--address", help="of a Ray cluster, or auto (starts Ray on this host)")
+    parser.add_argument("--workers", type=at_least(1), nargs="+", default=[1], help="number, or minimum and maximum")
+    parser.add_argument("--address", help="address of a Ray cluster, or auto (starts Ray on this host)")
     parser.add_argument("--save-every", type=at_least(1), default=50, help="steps between checkpoints")
-    parser.add_argument("--failures", type=at_least(0), default=10, help="failures of workers to survive")
+    parser.add_argument("--failures", type=at_least(0), default=10, help="number of failures to tolerate")
     mine, rest = parser.parse_known_args()
     options = parse_options(rest)
     options.output = options.output.resolve()
@@ -49,7 +49,7 @@ def main() -> None:
             use_gpu=torch.cuda.is_available(),
         ),
         run_config=RunConfig(
-            # Ray takes a checkpoint as it is only from inside its own folder of the run, which is --output.
+            # Ray does not move a checkpoint if it is inside the folder of the run, which is therefore --output.
             name=options.output.name,
             storage_path=str(options.output.parent),
             failure_config=FailureConfig(max_failures=mine.failures),
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train on one worker. Ray calls it on all of them, and again on those that are left after a failure."""
+    """Train on one worker. Ray calls this on every worker, and after a failure again on the remaining workers."""
     options: argparse.Namespace = config["options"]
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, shard_over=options.shard_over)
     job = prepare_on_all_ranks(options)  # the batch size is 32 divided by the number of workers, unless it is given
@@ -95,14 +95,17 @@ def train(config: dict[str, Any]) -> None:
                 if step % len(batches) == 0:
                     metrics |= evaluate(job, options.batch_size, device)
                     model.train()
-                # None is deleted: Ray refuses to run again in this folder if one that was reported is missing.
+                # Keep all checkpoints, because Ray does not resume in this folder if a reported checkpoint is missing.
                 report(metrics, bmt.save_state(options.output / "checkpoints", model, manager, step=step))
 
 
 def report(metrics: dict[str, Any], saved: Any) -> None:
-    """Report a checkpoint to Ray from rank 0 alone, where it is, so that no worker copies it. Collective.
+    """Report metrics and a checkpoint to Ray. Only rank 0 reports the checkpoint, and no worker copies it.
 
-    metrics: the values to report with it. saved: what `save_state` returned.
+    Collective: every rank must call it.
+
+    metrics: the values to report.
+    saved: the result of `save_state`.
     """
     bmt.print_rank(f"saved {saved.folder.name}, {metrics}", flush=True)
     ray.train.report(

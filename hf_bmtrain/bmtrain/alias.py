@@ -83,8 +83,8 @@ class _Module(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"module '{self.__name__}', provided by hf_bmtrain, has no attribute '{name}': BMTrain's internals and its "
-            "pipeline parallelism are not available"
+            f"module '{self.__name__}', provided by hf_bmtrain, has no attribute '{name}'. BMTrain's internals and its "
+            "pipeline parallelism are not available."
         )
 
 

@@ -16,23 +16,23 @@ def _stream(world: World) -> Any:
 
 
 class Topology:
-    """The groups of BMTrain that this process is in, as `config["topology"]`.
+    """BMTrain's process groups that this process is in: the value of `config["topology"]`.
 
     Attributes:
         rank: this process's rank.
         stages: the number of stages of a pipeline, 1.
-        pipe_idx: the number of the pipeline.
-        stage_id: the stage, 0.
-        tp_id: this rank's number among the ranks that compute together.
-        tp_idx: the number of their group.
-        zero_idx: 0, the group of all ranks.
+        pipe_idx: the index of this rank's pipeline, equal to `rank`.
+        stage_id: the index of the pipeline's stage, 0.
+        tp_id: this rank's index among the ranks that compute together.
+        tp_idx: the index of the group of ranks that compute together.
+        zero_idx: the index of the group of all ranks, 0.
         zero_id: this process's rank.
-        tp_zero_idx: the number of the group of ranks that have the same parts of weights.
-        tp_zero_id: this rank's number in that group.
-        pp_zero_idx: 0, as `stage_id`.
-        pp_zero_id: as `pipe_idx`.
-        pp_tp_zero_idx: as `tp_zero_idx`.
-        pp_tp_zero_id: as `tp_zero_id`.
+        tp_zero_idx: the index of the group of ranks that have the same parts of weights.
+        tp_zero_id: this rank's index in that group.
+        pp_zero_idx: equal to `stage_id`.
+        pp_zero_id: equal to `pipe_idx`.
+        pp_tp_zero_idx: equal to `tp_zero_idx`.
+        pp_tp_zero_id: equal to `tp_zero_id`.
     """
 
     def __init__(self, world: World) -> None:
@@ -43,13 +43,13 @@ class Topology:
         self.tp_zero_idx = self.pp_tp_zero_idx = self.tp_id
 
     def get_group_id(self, group_name: str) -> int:
-        """Return the number of this rank's group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
+        """Return the index of this rank's group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
         return {"pipe": self.pipe_idx, "zero": self.zero_idx, "tp_zero": self.tp_zero_idx, "tp": self.tp_idx}[
             group_name
         ]
 
     def get_group_rank(self, group_name: str) -> int:
-        """Return this rank's number in its group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
+        """Return this rank's index in its group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
         return {"pipe": self.stage_id, "zero": self.zero_id, "tp_zero": self.tp_zero_id, "tp": self.tp_id}[group_name]
 
 
@@ -89,18 +89,18 @@ class Config(Mapping):
     Before `init_distributed` only `initialized` can be read; it is False. The keys are:
 
     * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
-    * Those of BMTrain's process groups. zero_rank and zero_size describe the group of all ranks; tp_rank and tp_size
-      the ranks that compute together; tp_zero_rank and tp_zero_size the ranks that have the same parts of weights;
-      pipe_size and pipe_enabled a group of this rank alone. topology has them as attributes.
-    * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks. With `tp_size` also
-      tp_comm and tp_zero_comm, which mean the ranks that compute together, and those that have the same parts.
-    * calc_stream and load_stream: both are the device's current stream. Communication synchronizes with it by itself.
+    * The properties of BMTrain's process groups. zero_rank and zero_size describe the group of all ranks. tp_rank and
+      tp_size describe the ranks that compute together. tp_zero_rank and tp_zero_size describe the ranks that have the
+      same parts of weights. pipe_size and pipe_enabled describe a group of this rank alone. topology is a `Topology`.
+    * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks. With `tp_size` there are
+      also tp_comm, the ranks that compute together, and tp_zero_comm, the ranks that have the same parts of weights.
+    * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
     """
 
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return _initialized()
-        if key in _TOGETHER and (grid := current_world().grid) is not None:  # as in BMTrain, absent otherwise
+        if key in _TOGETHER and (grid := current_world().grid) is not None:  # these keys exist only with tp_size
             return _TOGETHER[key](grid)
         if key not in _READ:
             raise KeyError(f"config has no key {key!r}: of BMTrain's keys it has only {', '.join(self)}")

@@ -2,13 +2,13 @@
 
 An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
 adjoint of that map: each rank gets the gradient of the *sum* of all ranks' losses with respect to its own input.
-Gradients of sharded parameters are then averaged over the ranks, so do not divide the loss for their sake. If you use
-the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation, in the same
-order, and run its backward.
+For sharded parameters you need not divide the loss, because their gradients are averaged over the ranks afterwards.
+If you use the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation,
+in the same order, and run its backward.
 
-With `comm=config["tp_comm"]` the operations are between the ranks that compute one loss together. What is the same on
-all of them, such as the result of `all_gather`, has the same gradient on each, which is not added up, as in BMTrain and
-as in the layers whose weights are split.
+With `comm=config["tp_comm"]`, the operations are between the ranks that compute one loss together. A tensor that is
+equal on these ranks, such as the result of `all_gather`, also has an equal gradient on each of them. As in BMTrain and
+in layers with split weights, these gradients are not summed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
+        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
+            size and rank numbers here refer to its ranks.
 
     Returns:
         (world size, ...), a new tensor on the device of `x`, equal on all ranks.
@@ -50,7 +51,8 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
         x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
         op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype. If several ranks have the maximum or
             minimum, its gradient is divided evenly between them, as in torch.amax.
-        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
+        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
+            size and rank numbers here refer to its ranks.
 
     Returns:
         (...), a new tensor on the device of `x`, equal on all ranks.
@@ -83,7 +85,8 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
     Args:
         x: (world size * n, ...); shape and dtype must be equal on all ranks.
         op: as in `all_reduce`.
-        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
+        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
+            size and rank numbers here refer to its ranks.
 
     Returns:
         (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
@@ -91,12 +94,12 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
     Raises:
         ValueError: the size of dimension 0 is not a multiple of the world size, or `all_reduce` raises it.
     """
-    ranks = _ranks(comm)._replace(together=False)  # each rank gets other rows, so their gradients are added up
+    ranks = _ranks(comm)._replace(together=False)  # each rank gets different rows, so gradients are summed
     _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % ranks.size:
         raise ValueError(
             f"reduce_scatter splits dimension 0 of x evenly over {ranks.size} ranks, so its size must be a multiple "
-            f"of the world size: got shape {tuple(x.shape)}"
+            f"of that number, but the shape is {tuple(x.shape)}"
         )
     rows = x.shape[0] // ranks.size
     return _all_reduce(ranks, x, op)[ranks.rank * rows : (ranks.rank + 1) * rows]
@@ -108,7 +111,8 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
         root: the rank whose `x` is returned.
-        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
+        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
+            size and rank numbers here refer to its ranks.
 
     Returns:
         (...), a new tensor on the device of `x`.
@@ -124,13 +128,14 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
 
 
 class _Ranks(NamedTuple):
-    """The ranks of an operation.
+    """The ranks that take part in an operation.
 
     Attributes:
         gather: the communicator for all-gathers and broadcasts.
         reduce: the communicator for reductions.
-        groups: all groups of such ranks, this one's among them.
-        together: whether they compute one loss, so that gradients of what is the same on all of them are not added up.
+        groups: the groups into which all ranks are divided. This rank is in one of them.
+        together: whether these ranks compute one loss. The gradients of a tensor that is equal on all of them are then
+            not summed.
     """
 
     gather: Communicator
@@ -148,7 +153,7 @@ class _Ranks(NamedTuple):
 
 
 def _ranks(comm: Any) -> _Ranks:
-    """Return the ranks that an argument `comm` means. Raises NotImplementedError if it is not one of `config`."""
+    """Return the ranks of the argument `comm`. Raises NotImplementedError if it is not a communicator from `config`."""
     world, grid = current_world(), current_world().grid
     if grid is not None and comm is not None:
         for communicator, size, stride in ((grid.together, grid.size, 1), (grid.across, grid.groups, grid.size)):
@@ -167,7 +172,10 @@ def _check_tensor(function: str, name: str, x: Any) -> None:
 
 
 def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> None:
-    """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal in each group. Collective."""
+    """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal in each group.
+
+    Collective: every rank must call it.
+    """
     _check_tensor(function, name, x)
     everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
     if any(everyone[rank] != everyone[group[0]] for group in ranks.groups for rank in group):
@@ -178,7 +186,10 @@ def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> No
 
 
 def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
-    """Return the `x` of all ranks as one new tensor (ranks.size, ...) on the device of `x`. Collective."""
+    """Return the `x` of all `ranks` as one new tensor (ranks.size, ...) on the device of `x`.
+
+    Collective: every rank must call it.
+    """
     local = x.detach().to(current_world().device).contiguous()
     full = local.new_empty((ranks.size, *local.shape))
     if local.numel():
@@ -216,7 +227,10 @@ class _Sum(torch.autograd.Function):
 
 
 def _added_up(ranks: _Ranks, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the ranks of the gradients of what is the same on all of them. Collective."""
+    """Return the gradient of a tensor that is equal on all `ranks`: the sum of theirs, unless they compute one loss.
+
+    Collective: every rank must call it.
+    """
     return gradient if ranks.together else _Sum.apply(ranks, gradient)
 
 
@@ -245,7 +259,8 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
-        comm: the ranks, a communicator of `config`; None for all ranks. Sizes and ranks are then theirs.
+        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
+            size and rank numbers here refer to its ranks.
 
     Returns:
         (...) float32, on the device of `loss`. If every rank calls backward on it, the gradients are those of the mean.

@@ -64,27 +64,28 @@ def init_distributed(
         loss_scale_factor: the default of `OptimManager`'s argument with this name.
         loss_scale_steps: the default of `OptimManager`'s argument with this name.
         timeout: the seconds that a rank waits for the others before all ranks end with an error.
-        gather: how weights and gradients are exchanged. "peer": ranks read shards from each other's memory, and write
-            gradients of blocks to it; this needs all ranks that share the shards on one host and, on GPUs, peer access.
-            "collective": by NCCL or gloo, between all of them at once. "two-level": by NCCL or gloo between hosts
-            first, so that each shard enters a host once, and then inside each host; this needs several hosts with equal
-            numbers of ranks. "auto": on GPUs "peer" for large shards if possible; "two-level" over several hosts if
-            possible; else "collective".
+        gather: how weights and gradients are exchanged. "peer": each rank reads shards from the memory of other ranks,
+            and writes gradients of blocks to it. This needs all ranks of a shard group on one host and, on GPUs, peer
+            access. "collective": with collectives of NCCL or gloo over all ranks of a shard group. "two-level": with
+            collectives first between hosts, so that each shard enters a host once, and then inside each host. This
+            needs several hosts with the same number of ranks. "auto": on GPUs "peer" for large shards if possible;
+            with several hosts "two-level" if possible; otherwise "collective".
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
-        tp_size: the number of consecutive ranks that compute together, over which `nn.ColumnParallelLinear` and its
-            like split their weights. It must divide the number of ranks; 1 or -1 for none. Give the ranks of a group
-            the same rows of the data set.
-        init_method: where the ranks meet, as in torch.distributed.init_process_group.
+        tp_size: the number of consecutive ranks that compute together (tensor parallelism). The layers of `nn` such as
+            ColumnParallelLinear split their weights over them. It must divide the number of ranks; 1 or -1 means none.
+            Give the ranks of a group the same rows of the data set.
+        init_method: the URL at which the ranks meet, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
-        shard_over: the ranks that weights, gradients and optimizer state are divided between. "world": all ranks.
-            "host": those of one host. Every host then stores all of it (hybrid sharding, HSDP), and only gradients are
-            exchanged between hosts. All hosts must have equal numbers of ranks. With one host, both are the same.
-            "auto": "host" if the link between hosts is measured to be less than half as fast as inside a host, else
-            "world". The choice is logged, with the largest model that a host has memory for.
+        shard_over: the ranks over which weights, gradients and optimizer state are sharded (the shard group). "world":
+            all ranks. "host": the ranks of one host. Every host then stores all shards (hybrid sharding, HSDP), and
+            only gradients are exchanged between hosts. All hosts must have the same number of ranks. With one host,
+            both are the same. "auto" measures the bandwidth, and means "host" if it is less than half as high between
+            hosts as inside a host, and otherwise "world". The choice and the largest model that fits in the memory of
+            a host are logged.
 
     Raises:
-        RuntimeError: it was called before, a rank does not call it within `timeout`, or ranks pass different arguments;
-            or the hosts do not allow `gather` or `shard_over`.
+        RuntimeError: it was called before, a rank did not call it within `timeout`, the ranks' arguments differ, or
+            `gather` or `shard_over` is not possible on these hosts.
         NotImplementedError: `pipe_size` is neither 1 nor -1.
         TypeError, ValueError: another argument has the wrong type or is out of range.
 

@@ -136,7 +136,7 @@ def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> 
 
 
 def schedulers_of(given: Any) -> list[Any]:
-    """Return the schedulers in a sequence, [given] for one scheduler, or [] for None."""
+    """Return a list of schedulers, given several schedulers, one scheduler, or None."""
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) else [given]

@@ -266,7 +266,7 @@ class _Keeper:
         self.memory = HostMemory()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that a thread is writing, if any. Collective.
+        """Wait for the checkpoint that a thread is writing, if any. Collective: every rank must call it.
 
         Raises RuntimeError on every rank if saving it failed.
         """
@@ -460,8 +460,9 @@ def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
 
 
 def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:
-    """Return what this rank writes: its elements of sharded tensors, unless another rank writes them too, and, on rank
-    0, all other tensors.
+    """Return the parts that this rank writes: its elements of sharded tensors and, on rank 0, all other tensors.
+
+    Of the ranks that store the same shard, only one writes its elements.
 
     bases: as for `_plan`.
     files: the files that `_plan` returned.

@@ -69,7 +69,7 @@ def decode(data: bytes) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             "extra and the states of schedulers and optimizers may contain only tensors, numbers, strings, lists and "
-            "dicts. If it is the optimizer that keeps other objects, save the model alone (save_only_model=True in "
+            "dicts. If the optimizer keeps other objects, save only the model (save_only_model=True in "
             f"TrainingArguments). {' '.join(str(error).split())[:300]}"
         ) from error
 

@@ -91,10 +91,10 @@ def auto_wrap(
         zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. None uses the value
             given to `init_distributed`.
         use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "attention"
-            keeps what attention returns, and recomputes everything else. "auto" on a GPU measures the first step and
-            then recomputes only as much as memory requires; if it need not recompute any block, it also keeps as many
-            blocks as fit unsharded from forward to backward. "auto" on the CPU, whose memory is not measured,
-            recomputes none.
+            keeps the outputs of attention, and recomputes everything else. "auto" on a GPU measures the first step,
+            then recomputes only as much as memory requires. If no block needs recomputation, "auto" also keeps as many
+            blocks as fit unsharded from forward to backward. On the CPU, where memory is not measured, "auto"
+            recomputes no block.
         compile: whether to compile the blocks with torch.compile. A str names the backend; True takes the default one.
         blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
             ModuleList or Sequential stands for its items.
@@ -106,18 +106,18 @@ def auto_wrap(
             read-only. None quantizes none.
         float8: whether linear layers of blocks compute in float8. "rows" means the same as True.
         keep: names of modules whose linear layers do not compute in float8.
-        sequence_parallel: the number of consecutive ranks that share each row, so that each of them computes a part of
-            the row's tokens. They must get the same rows.
-        offload_activations: whether the inputs of recomputed blocks are kept in host memory until backward. The copies
-            run behind the computation. It changes nothing on the CPU.
-        mlp_chunks: the number of pieces, one after the other, in which the MLP of each block computes its tokens.
-            Intermediate activations then take as many times less memory.
+        sequence_parallel: the number of consecutive ranks that share each row. Each of them computes a part of the
+            row's tokens, and all of them must be given the same rows.
+        offload_activations: whether to keep the inputs of recomputed blocks in host memory until backward. They are
+            copied while the GPU computes. On the CPU this changes nothing.
+        mlp_chunks: the number of pieces in which the MLP of each block computes its tokens, one after the other. N
+            pieces reduce the memory for its intermediate activations to 1/N.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: the model cannot be sharded, for a reason that the message gives, or an argument is out of range.
+        ValueError: the model cannot be sharded (the message says why), or an argument is out of range.
         RuntimeError: the ranks' models or arguments differ, or this version of torch does not support an argument.
 
     Example::

@@ -49,8 +49,8 @@ class Options:
         expect_flag("offload_activations", self.offload_activations)
         if self.offload_activations and self.use_checkpoint is False:
             raise ValueError(
-                "offload_activations=True moves the inputs of recomputed blocks, and use_checkpoint=False recomputes "
-                "none: pass use_checkpoint=True or 'auto'."
+                "offload_activations=True keeps inputs of recomputed blocks in host memory, but use_checkpoint=False "
+                "recomputes none. Pass use_checkpoint=True or 'auto'."
             )
         wanted = "at least 1, the number of pieces of an MLP's tokens"
         expect_number("mlp_chunks", self.mlp_chunks, wanted, lambda chunks: chunks >= 1, integer=True)

@@ -74,7 +74,7 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
     if optim in ("lomo", "adalomo") or (optim.endswith("_layerwise") and current_world().size > 1):
         raise ValueError(
             f"optim={optim!r} updates each weight during the backward pass, but the gradients of a sharded model are "
-            "averaged over the ranks and known only after it. Use another one; bmt.optim.AdamOptimizer with "
+            "averaged over the ranks and known only after it. Use another optimizer. bmt.optim.AdamOptimizer with "
             "state_bits=8 takes about as little memory, because every rank stores only its part of the state."
         )
     for name in ("fsdp", "deepspeed", "parallelism_config"):

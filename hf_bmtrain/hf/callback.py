@@ -92,8 +92,8 @@ class BMTrainCallback(TrainerCallback):
         world, problem = current_world(), None
         if world.grid is not None:
             raise NotImplementedError(
-                "Trainer does not support tp_size, because it gives each rank rows of its own. Leave tp_size out; to "
-                "share the rows of long contexts between ranks, use auto_wrap(sequence_parallel=)."
+                "Trainer does not support tp_size, because it gives each rank different rows. Leave tp_size out. To "
+                "share long rows between ranks, use auto_wrap(sequence_parallel=)."
             )
         world.barrier("Trainer(...)")
         if world.rank == 0:

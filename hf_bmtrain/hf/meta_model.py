@@ -31,8 +31,7 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
             causal language modelling is used.
         dtype: the dtype of the weights.
         lora: the rank r of LoRA adapters that are added to all linear layers, with all other parameters frozen. 0 adds
-        no
-            adapters.
+            no adapters.
         fused: whether to compute the loss without materializing the full logits (`fuse_causal_loss`).
 
     Raises:

@@ -1,1 +1,1 @@
-"""Needles in a haystack: rows whose beginning must be read to answer what is asked at their end."""
+"""Needles in a haystack: rows with questions at the end, whose answers are in the first half of the row."""

@@ -1,4 +1,4 @@
-"""Rows with a few needles in much hay, of numbers for the embedded model or of text for another one."""
+"""Rows with a few needles in much hay: of random tokens for the small new model, or of text for other models."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 KEYS, VALUES, HAY = 4, 16, 16
 VOCABULARY = HAY + KEYS * VALUES + KEYS + VALUES
 SHORTEST = 32  # tokens
-IGNORED = -100  # the loss does not count such a target
+IGNORED = -100  # targets that the loss ignores
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gwen", "Hal")
 SENTENCES = ("The rain fell on the hills.", "A cart went by on the road.", "Nobody spoke for a while.", "It was late.")
 
@@ -17,9 +17,9 @@ SENTENCES = ("The rain fell on the hills.", "A cart went by on the road.", "Nobo
 def rows(count: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return `input_ids` and `labels`, (count, length).
 
-    The first half of a row is hay and, at random places, one needle for each key: a token that stands for the key and
-    its value. Every token of the second half is a key, whose value is to be predicted. So attention must go over half
-    of the row at least.
+    The first half of a row is hay with one needle for each key at a random position: a token that represents the key
+    and its value. Every token of the second half is a key, and the model must predict the key's value as the next
+    token. Attention must therefore reach back into the first half of the row.
     """
     half = length // 2
     ids = torch.randint(HAY, (count, length), generator=generator)
@@ -34,9 +34,10 @@ def rows(count: int, length: int, generator: torch.Generator) -> dict[str, torch
 
 
 def lengths(longest: int, steps: int) -> Iterator[tuple[int, int]]:
-    """Yield the number of rows and their length for each of `steps` steps.
+    """Yield (number of rows, length of a row) for each of `steps` steps.
 
-    For two thirds of the steps rows are short, which teaches the model what to do; then they double up to `longest`.
+    In the first two thirds of the steps the rows are short, so that the model learns the task quickly. Afterwards their
+    length is doubled several times, up to `longest`.
     """
     doublings = max(0, (longest - 1).bit_length() - SHORTEST.bit_length() + 1)
     for step in range(steps):
@@ -48,7 +49,7 @@ def lengths(longest: int, steps: int) -> Iterator[tuple[int, int]]:
 def text_row(tokenizer: Any, length: int, draw: random.Random) -> dict[str, torch.Tensor]:
     """Return one row of text, `input_ids` and `labels` (1, length): hay, a needle in its first half, and the question.
 
-    The labels are the tokens of the answer alone. Raises ValueError if the question does not fit.
+    Only the tokens of the answer are labels. Raises ValueError if `length` is too short for the question.
     """
 
     def tokens(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""A limit of the memory that a process may allocate, on a GPU or on the CPU."""
+"""Limit the memory that a process may allocate, on a GPU or on the CPU."""
 
 import resource
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 def limit_memory(mebibytes: int, device: torch.device) -> None:
-    """Let this process allocate so many MiB more than it has now. Beyond that, allocations fail."""
+    """Limit what this process may allocate in addition to its present memory. Further allocations raise an error."""
     more = mebibytes << 20
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
@@ -22,7 +22,7 @@ def limit_memory(mebibytes: int, device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that memory could not be allocated."""
+    """Return whether `error` was raised because memory could not be allocated."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""The command line of the recipe for long rows."""
+"""The command line of `long_context.py`."""
 
 import argparse
 from pathlib import Path

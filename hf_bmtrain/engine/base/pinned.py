@@ -32,8 +32,8 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
     Args:
         nbytes: the number of bytes.
         device: the device that will read and write the memory; "meta" allocates a meta tensor.
-        purpose: what the memory is for, to be named in the error.
-        instead: how to do without this memory, also for the error.
+        purpose: the purpose of the memory, for the error.
+        instead: what the user can do to need no such memory, for the error.
 
     Returns:
         A uint8 tensor (nbytes,). The memory is unlocked and freed together with its last view.
@@ -54,7 +54,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
         memory = mmap.mmap(-1, nbytes)
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(_shortage(nbytes, purpose, instead, f"the system refused it: {error}")) from error
-    shown = memoryview(memory)  # lives as long as the tensor or a view of it: its finalizer unlocks the memory
+    shown = memoryview(memory)  # lives as long as the tensor and its views; its finalizer unlocks the memory
     tensor = torch.frombuffer(shown, dtype=torch.uint8)
     if device.type == "cuda":
         try:

@@ -105,11 +105,11 @@ pytree = pytree
 
 TorchDispatchMode = TorchDispatchMode
 """The base class of a context that intercepts every operation below autograd. Documented only for extensions of torch
-itself. The package uses it to track storages when it predicts memory, and to find the calls that compute attention."""
+itself. The package uses it to track storages when it predicts memory, and to find the calls of attention."""
 
 modes_see_compiled: bool = hasattr(TorchDispatchMode, "ignore_compile_internals")
-"""Whether such a context may let torch.compile compile inside it, and then sees the operations that the compiled code
-calls. Older versions of torch run the code uncompiled instead, from then on."""
+"""Whether a TorchDispatchMode can allow torch.compile inside it, and sees the operations that compiled code calls. In
+older versions of torch, a function that was called inside such a mode is never compiled again."""
 
 
 def schema_of(operator: Any) -> Any:

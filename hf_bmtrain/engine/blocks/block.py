@@ -1,4 +1,7 @@
-"""CheckpointBlock: a transformer layer that is sharded in place by extending its class; and lists of such blocks."""
+"""CheckpointBlock, a transformer layer that is sharded in place, and lists of such blocks.
+
+To shard a layer, its class is replaced by a subclass of its old class.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,11 @@ class CheckpointBlock(ShardedModule):
 
     Args:
         layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
-        use_checkpoint: whether to recompute the forward in backward instead of keeping its activations; for "attention"
-            and "auto" see `auto_wrap`.
-        zero_level: 3 frees the full parameters between forward and backward, 2 keeps them; None takes the world's.
-        mode: BMTrain's argument for pipelines, accepted for compatibility and ignored.
+        use_checkpoint: whether to recompute the forward in backward instead of keeping its activations. "attention" and
+            "auto" are described in `auto_wrap`.
+        zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them. None uses the level that
+            `init_distributed` got.
+        mode: BMTrain's argument for pipelines. It is accepted for compatibility and ignored.
     """
 
     _bmt: BlockState
@@ -180,19 +184,19 @@ def weak_method(method: Callable) -> Callable:
 
 
 class TransformerBlockList(torch.nn.ModuleList):
-    """CheckpointBlocks in execution order, each linked to its neighbours for prefetching. Collective.
+    """CheckpointBlocks in execution order, each of which knows its neighbours, for prefetching.
 
-    Makes every module a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList (a slice
-    is a plain ModuleList). It can be called as in BMTrain: `blocks(x, *args, **kwargs)` passes `x` through all blocks,
-    each of which gets the same `args` and `kwargs`.
+    Collective: every rank must call it. Every module becomes a CheckpointBlock. The list can be iterated over, indexed
+    and sliced like any ModuleList. (A slice is a plain ModuleList.) It can be called as in BMTrain: `blocks(x, *args,
+    **kwargs)` passes `x` through all blocks, each of which gets the same `args` and `kwargs`.
 
     Args:
         modules: the layers, in execution order.
         num_hidden: the number of hidden states, which are the first arguments of a block and are passed from block to
-            block. Each block returns as many, as a tuple if there are several.
+            block. Each block returns as many values, in a tuple if there are several.
     """
 
-    num_hidden: int = 1  # a class attribute, because `wrap` makes ModuleLists of this class without calling __init__
+    num_hidden: int = 1  # a class attribute, because `wrap` turns ModuleLists into this class without __init__
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
         wanted = "at least 1: it is the number of hidden states that are passed from block to block"
@@ -216,15 +220,15 @@ class TransformerBlockList(torch.nn.ModuleList):
 
         Args:
             *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
-            return_hidden_states: whether to return in addition, for each hidden state, its values before every block,
-                stacked along a new dimension 0: (blocks, ...).
+            return_hidden_states: whether to also return, for each hidden state, its values before every block, stacked
+                along a new dimension 0: (blocks, ...).
             **kwargs: passed to every block.
 
         Returns:
-            The last block's hidden state; a tuple if there are several, or if `return_hidden_states` is set.
+            The last block's hidden state, or a tuple if there are several or if `return_hidden_states` is set.
 
         Raises:
-            ValueError: `args` has fewer than `num_hidden` elements, or a block returns another number of values.
+            ValueError: `args` has fewer than `num_hidden` elements, or a block does not return `num_hidden` values.
         """
         if len(args) < self.num_hidden:
             raise ValueError(
@@ -257,7 +261,7 @@ class TransformerBlockList(torch.nn.ModuleList):
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
-    """A TransformerBlockList under the name of BMTrain's list for pipelines. It has a single stage.
+    """A TransformerBlockList with the name of BMTrain's list for pipelines. It has a single stage.
 
     Args:
         modules: the layers, in execution order.
@@ -271,7 +275,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
         Args:
             *args: as in TransformerBlockList.
-            batch_related: which arguments BMTrain cuts into micro-batches; accepted for compatibility and ignored.
+            batch_related: the arguments that BMTrain cuts into micro-batches. Accepted for compatibility and ignored.
             return_hidden_states: as in TransformerBlockList.
             **kwargs: as in TransformerBlockList.
         """

@@ -38,7 +38,7 @@ class BlockState:
         replay: restores, for a recomputation, the state in which the first forward ran.
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
-        inputs: keeps the inputs of recomputed forwards until backward; None leaves them where they are.
+        inputs: the store that keeps the inputs of recomputed forwards until backward. None leaves them on the device.
         previous: the block before this one in the block list.
         next: the block after this one in the block list.
         own_forward: called instead of the class's forward if not None. It is either a forward that was set on the
@@ -167,7 +167,7 @@ class BlockState:
             def run_on(*values):
                 return run(*values[:count], **dict(zip(names, values[count:])))
 
-            with saving:  # torch saves what it gets by position
+            with saving:  # torch's checkpoint saves only positional arguments
                 return checkpoint(run_on, *args, *kwargs.values(), use_reentrant=False)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:

@@ -41,9 +41,9 @@ class Recompute:
     def contexts(
         self, args: tuple, kwargs: dict[str, Any], pending: int
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
-        """Return contexts for the first run of a forward that backward will recompute, and for each recomputation.
+        """Return two contexts: for the first run of a forward that backward will recompute, and for the recomputation.
 
-        None stands for contexts that do nothing.
+        Returns None for contexts that do nothing.
 
         args, kwargs, pending: as for `recomputes`.
         """
@@ -79,12 +79,13 @@ class Replay(Protocol):
 
 
 class InputStore(Protocol):
-    """Keeps the inputs of recomputed blocks from forward to backward, in place of the device's memory."""
+    """Keeps the inputs of recomputed blocks from forward to backward, outside the device's memory."""
 
     def saving(self) -> AbstractContextManager[Any] | None:
-        """Return the context in which torch's checkpoint saves the inputs of one forward of a block.
+        """Return a context for the call in which torch's checkpoint saves the inputs of one forward of a block.
 
-        Returns None inside saved-tensor hooks, such as those of a checkpoint around the block, which save themselves.
+        Returns None inside saved-tensor hooks, such as those of a checkpoint around the block, because these hooks
+        decide what is saved.
         """
         ...
 
@@ -107,5 +108,5 @@ class LayerFeatures(Protocol):
         ...
 
     def inputs(self) -> InputStore | None:
-        """Return a store in host memory for the inputs of the blocks of one model; None on a CPU."""
+        """Return a store in host memory for the inputs of the blocks of one model, or None on the CPU."""
         ...

@@ -32,7 +32,7 @@ _LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this pack
 
 Ranges = Sequence[tuple[int, int]]
 Groups = Sequence[Sequence[int]]
-"""A division of all ranks into groups: the ranks of each group."""
+"""The groups into which all ranks are divided, each as a list of its ranks."""
 
 
 class Communicator(Protocol):
@@ -72,7 +72,10 @@ class Communicator(Protocol):
         ...
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
-        """Replace the 1-D `tensor` on every rank by its mean over ranks, bit for bit the same on all. Collective."""
+        """Replace the 1-D `tensor` on every rank by its mean over ranks, which is equal bit for bit on all ranks.
+
+        Collective: every rank must call it.
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
@@ -108,7 +111,7 @@ class Communicator(Protocol):
 
 
 class OpenGroup(Protocol):
-    """Opens the communicator of this rank's group, see `group_of`."""
+    """A function that opens the communicator of this rank's group, as defined by `group_of`."""
 
     def __call__(self, size: int, stride: int = 1, /) -> Communicator: ...
 
@@ -285,10 +288,10 @@ class GlooCommunicator:
     reproducible bit by bit.
 
     Args:
-        name: for messages.
-        timeout: how long operations wait for other ranks.
-        groups: the ranks of each group, in ascending order. Each rank is in one group, and each group has operations of
-            its own. None for one group of all ranks.
+        name: the communicator's name, for messages.
+        timeout: the time for which operations wait for other ranks.
+        groups: the ranks of each group, in ascending order. Each rank is in one group, and each group has its own
+            operations. None makes one group of all ranks.
     """
 
     def __init__(self, name: str, timeout: timedelta, groups: Groups | None = None) -> None:
@@ -367,7 +370,7 @@ class GlooCommunicator:
 
 
 def group_of(rank: int, size: int, stride: int) -> range:
-    """Return the ranks of the group of `rank`, if ranks are divided into groups of `size` at a distance of `stride`."""
+    """Return the ranks of the group that contains `rank`. Groups have `size` ranks, each `stride` after the last."""
     first = rank - rank % (size * stride) + rank % stride
     return range(first, first + size * stride, stride)
 

@@ -1,6 +1,6 @@
-"""Communicators of shards that are made of other communicators: of ranks on one host, and of ranks between hosts.
+"""Communicators for shards over several hosts, built from communicators inside each host and between hosts.
 
-A *rail* is a group of the ranks that have the same place on their hosts: one rank of each host.
+A *rail* is a group with one rank of each host: the ranks that have the same index on their hosts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .streams import Immediate, Ticket, WorkStream, work_stream
 
 
 class ShardGroup:
-    """The ranks of one host, which store all shards, where the ranks of every other host store the same shards again.
+    """The communicator of the ranks of this host, if every host stores all shards (`shard_over="host"`).
 
-    Collectives are between the ranks of the host, except for broadcasts, which are from a rank of the first host to all
+    Collectives are between the ranks of the host, except broadcasts, which go from a rank of the first host to all
     ranks of all hosts.
 
     Args:
@@ -56,14 +56,14 @@ class ShardGroup:
         return self._inside.unfinished() or self._world.unfinished()
 
     def close(self, abort: bool) -> None:
-        """Do nothing: whoever opened the communicators closes them."""
+        """Do nothing, because the code that opened the communicators closes them."""
 
 
 class EqualSums(ShardGroup):
-    """A `ShardGroup` whose sums are bit for bit those of the first host on every host.
+    """A `ShardGroup` whose sums are equal bit for bit on all hosts: every host gets the sums of the first host.
 
-    Two hosts may add in different orders. Norms that differ in their last bit would clip the gradients of the replicas
-    differently, and the replicas would drift apart.
+    Otherwise, hosts might add in different orders. Norms that differ in the last bit would clip the gradients of the
+    replicas differently, and the replicas would drift apart.
 
     Args:
         inside, world, first: as for `ShardGroup`.
@@ -83,18 +83,18 @@ class EqualSums(ShardGroup):
 
 
 class TwoLevels:
-    """All ranks of several hosts with equal numbers of ranks: gathers go between hosts first, then inside each host.
+    """The communicator of all ranks of several hosts, which all-gathers first between hosts and then inside each host.
 
-    Every shard enters a host once, where a flat all-gather over all ranks would also bring a host its own shards back.
-    Shard number `place on the host · hosts + host` is a rank's, so that a rail fills one contiguous part of the full
-    buffer, and the ranks of a host then exchange these parts. Means take the opposite way: inside each host first, then
-    between hosts. Other collectives are those of the communicator of all ranks.
+    Every host must have the same number of ranks. Every shard enters each other host only once. A rank stores the shard
+    with the number (its index on its host) · (number of hosts) + (index of its host). A rail therefore fills one
+    contiguous part of the full buffer, and the ranks of a host then exchange these parts. Means are computed in the
+    opposite order: first inside each host, then between hosts. Other collectives use the communicator of all ranks.
 
     Args:
         inside: the communicator of the ranks of this host.
         rail: the communicator of this rank's rail.
         world: the communicator of all ranks.
-        order: the rank that has shard 0, 1, …
+        order: the rank that stores shard 0, the rank that stores shard 1, and so on.
         device: this rank's device.
     """
 
@@ -135,7 +135,7 @@ class TwoLevels:
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Ticket:
-        numbers = [self._number[rank] for rank in range(self.size)]  # the ranks' shards, in the order of the ranks
+        numbers = [self._number[rank] for rank in range(self.size)]  # the shard numbers of the ranks, in rank order
         parts, places = sent.split([*send_counts]), received.split([*receive_counts])
         ordered, arriving = torch.cat([parts[number] for number in numbers]), torch.empty_like(received)
         counts = [[each[number] for number in numbers] for each in (receive_counts, send_counts)]
@@ -151,14 +151,14 @@ class TwoLevels:
         return any(each.unfinished() for each in (self._inside, self._rail, self._world))
 
     def close(self, abort: bool) -> None:
-        """Do nothing: whoever opened the communicators closes them."""
+        """Do nothing, because the code that opened the communicators closes them."""
 
 
 class ReplicatedReduction(Reduction):
-    """Averages gradients inside each host as another reduction does, and then each shard between the hosts.
+    """Averages gradients inside each host with another reduction, and then averages each shard between the hosts.
 
     Args:
-        inside: averages over the ranks of this host. It is not used for anything else.
+        inside: the reduction that averages over the ranks of this host. It must not be used for anything else.
         rail: the communicator of this rank's rail, whose ranks store the same shard.
         device: this rank's device.
     """
@@ -188,8 +188,8 @@ class _ReplicatedReducer:
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        # Not into the running sum, to which the mean over all hosts is added. The sums of squares of the mean over one
-        # host are not those of the mean over all.
+        # The inner reduction must not add to the running sum, because the mean over all hosts is added to it later.
+        # Nor are its sums of squares passed on, because they are those of the mean over one host.
         mean = shard if total is None else torch.empty_like(shard)
         pending, owner = self._inside.send(gradients, mean, None), self._owner
         arrived = _then(owner.stream, pending.arrived, lambda: owner.rail.all_reduce_mean(mean))
@@ -201,7 +201,7 @@ class _ReplicatedReducer:
 
 
 class _After:
-    """The ticket of an operation after which `wait` computes something on the current stream."""
+    """The ticket of an operation. After the operation, `wait` calls `finish` on the current stream."""
 
     def __init__(self, ticket: Ticket, finish: Callable[[], None]) -> None:
         self._ticket, self._finish = ticket, finish
@@ -213,12 +213,12 @@ class _After:
 
 
 def _then(stream: WorkStream | Immediate, first: Ticket, second: Callable[[], Ticket]) -> Ticket:
-    """Issue the operation `second`, which begins once the operation of `first` is complete, and return its ticket.
+    """Issue the operation `second`, to begin after the operation of `first` is complete, and return its ticket.
 
-    It also begins after the work that was queued on the current stream, which `first` need not have waited for, as a
-    communicator of one rank does nothing. On the CPU, where operations have no streams, the host waits for `first`.
+    It also begins after the work that is already queued on the current stream. (`first` may not have waited for this
+    work, because with one rank it does nothing.) On the CPU, which has no streams, the host waits for `first`.
 
-    stream: a work stream for the order.
+    stream: the work stream that puts the two operations in order.
     """
     issued: list[Ticket] = []
 

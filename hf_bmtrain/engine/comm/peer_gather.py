@@ -52,8 +52,7 @@ class PeerGather(Gather):
     These rules ensure that every copy reads complete and current values:
 
     * `allocate` places a shard in memory that every rank maps. `gather` copies all ranks' shards into `full`, on
-    streams
-      of the peer memory that first wait for the work queued on the current stream.
+      streams of the peer memory that first wait for the work queued on the current stream.
     * Weights change at few points. The first gather after a change *publishes* the new values with a meeting. Each rank
       enters the meeting after its own writes, and its later copies wait for the meeting, so they read the new values.
     * Asynchronous updates by an optimizer are not published in this way, because the first gather would then wait for
@@ -91,9 +90,9 @@ class PeerGather(Gather):
             exchange: all-gathers a Python object.
             smallest: the smallest size in bytes of a shard that is copied.
             device: this rank's device.
-            open_meetings: opens the communicator for the meetings of announced updates. Called when the first update is
-                announced. Collective.
-            members: which ranks of `exchange` are those of `communicator`, in its order; None for all of them.
+            open_meetings: a collective function that opens the communicator for the meetings of announced updates. It
+                is called for the first announced update.
+            members: the ranks of `communicator`, in its order, as ranks of `exchange`. None if they are the same.
         """
         self.communicator, self.collective = communicator, collective
         self._memory, self._exchange, self._smallest = memory, exchange, smallest

@@ -8,8 +8,7 @@ into one flat tensor on a separate stream, while the next block computes its bac
 * The collective waits for the packing, and the current stream waits for the collective in `PendingReduce.wait`. After
   `send`, `wait` or `cancel` must be called before the same buffer is sent again.
 * The gradients are referenced until `wait` or `cancel`. Otherwise the allocator, which reuses memory in the order of
-the
-  current stream, would reuse their memory while the packing stream still reads it.
+  the current stream, would reuse their memory while the packing stream still reads it.
 
 Besides the shards, memory contains at most two blocks' gradients from autograd (`Schedule` ensures this), and two
 blocks' packed gradients. With one process, gradients are packed on the current stream.
@@ -215,13 +214,13 @@ class CollectingReducer:
 
 
 class CollectiveReduction(Reduction):
-    """Reduces gradients by reduce-scatter. Packed gradients stay in memory until the reduction was waited for.
+    """Reduces gradients with reduce-scatter. Packed gradients stay in memory until `PendingReduce.wait`.
 
     Args:
-        communicator: the ranks.
+        communicator: the communicator of the ranks.
         device: this rank's device.
-        summed: the number of ranks of a group, if the gradients are summed in each group of ranks and averaged over the
-            groups.
+        summed: the factor by which the mean over all ranks is multiplied. The size of a group of ranks that compute one
+            loss together gives sums over each group, and means over the groups.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device, summed: int = 1) -> None:
@@ -268,7 +267,7 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        # A communicator of one rank has copied on this stream; replicas on other hosts then reduce the copy.
+        # With one rank, the communicator copied on this stream. Replicas on other hosts must wait for the copy.
         arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 

@@ -51,7 +51,7 @@ def variant(
 def macros(
     grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool
 ) -> tuple[tuple[str, str], ...]:
-    """Return the macros of a CUDA source for a combination of dtypes; arguments and errors are those of `variant`."""
+    """Return the macros of a CUDA source for a combination of dtypes. Arguments and errors are as for `variant`."""
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
     if master == torch.int16 and weight != torch.bfloat16:
@@ -65,14 +65,14 @@ def macros(
 
 
 def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
-    """Return the combinations of dtypes that `macros` accepts: of gradients, 16-bit weights and masters."""
+    """Return the combinations of dtypes that `macros` accepts, as (gradient, 16-bit weight or None, master)."""
     kinds: list[tuple[torch.dtype, torch.dtype | None, torch.dtype]] = [(grad, None, torch.float32) for grad in C_NAMES]
     kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
     return kinds + [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
+    """Return every variant of this module's CUDA source. The list does not depend on the architecture `arch`."""
     moments = (torch.float32, torch.bfloat16)
     return [
         variant(grad, exp_avg, weight, master, coupled)

@@ -208,12 +208,12 @@ class _NotedOptions:
 def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raise TypeError if `optimizer` would compute other updates for sharded parameters than for full ones.
 
-    For each parameter group, three new optimizers of the same class and options make three steps: one on a small
-    matrix, and two on 1-D parts of the same matrix, since local parameters are such parts. Adafactor, LAMB, Muon and
-    LBFGS update the parts differently from the matrix. Such an optimizer is then tried on a sharded matrix, since it
-    may still work: torch's functions on a sharded parameter may compute with the full one. So is every optimizer that
-    is not torch's own, since it may call functions that a sharded parameter lacks. That trial is collective; all ranks
-    come to the same decision, because they try the same values.
+    For each parameter group, three new optimizers of the same class and options make three steps: one of them on a
+    small matrix, and two on 1-D parts of this matrix, because local parameters are such parts. Adafactor, LAMB, Muon
+    and LBFGS update the parts differently from the matrix. They may still work, because torch's functions of a sharded
+    parameter may compute with the full one. So such an optimizer is then tried on a sharded matrix. Optimizers that are
+    not in torch are tried too, because they may call functions that sharded parameters do not support. This trial is
+    collective. All ranks come to the same decision, because they try the same values.
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
@@ -236,10 +236,11 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             continue
         if any(is_part(parameter) for parameter in group["params"]):
             raise TypeError(
-                f"{type(optimizer).__name__} computes with full matrices, but with tp_size each rank has a part of a "
-                "split one. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or torch.optim.AdamW."
+                f"{type(optimizer).__name__} computes with full matrices, but with tp_size each rank has only a part "
+                "of a split matrix. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or "
+                "torch.optim.AdamW."
             )
-        # A matrix large enough that every rank stores a part of it.
+        # A matrix that is large enough for every rank to store a part of it.
         shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size
         values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
         moved = _movement(optimizer, group, values, tries)
@@ -297,18 +298,18 @@ def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[
 
 
 def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
-    """Make one step per gradient with a new optimizer of the same class and the options of `group`."""
-    # A step counter in the group may be a tensor, which the trial must not write to.
+    """Make one step for each gradient, with a new optimizer of the same class and with the options of `group`."""
+    # Options are cloned because the group may contain a step counter as a tensor, which the trial must not change.
     options = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     options["params"] = [parameter]
-    if group.get("lr") is not None:  # replace the rate, which may be 0 at the start of a warm-up
+    if group.get("lr") is not None:  # replace the learning rate, which may be 0 at the start of a warm-up
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
     twin: Any = type(optimizer)([options], **given)
-    twin.checked = current_world().buffers.made, [[parameter]], []  # marked as checked: not to be checked in its steps
-    if callable(train := getattr(twin, "train", None)):  # schedule-free optimizers step only after it
+    twin.checked = current_world().buffers.made, [[parameter]], []  # marked as checked, so that its steps do not check
+    if callable(train := getattr(twin, "train", None)):  # schedule-free optimizers require this call before a step
         train()
     for gradient in gradients:
         parameter.grad = gradient

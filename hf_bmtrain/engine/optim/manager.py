@@ -604,7 +604,7 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
     Args:
         parameters: the parameters, all with a `.grad`.
         order: the order of the norm, above 0, or inf.
-        communicator: reduces over the ranks that store different shards.
+        communicator: does the all-reduce, over the ranks that store different shards.
         device: the device of the result.
     """
     infinite = order == float("inf")

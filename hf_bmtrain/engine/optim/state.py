@@ -202,7 +202,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
         return parameter.take_whole(value.reshape(whole_shape))
     if value.numel() == 1 or name in _BLOCKWISE or _is_factor(value.shape, parameter.full_shape):
         return value
-    if value.shape[1:] == parameter.full_shape:  # several full tensors, stacked: every rank has them
+    if value.shape[1:] == parameter.full_shape:  # several full tensors, stacked; every rank keeps all of them
         return value
     raise ValueError(
         f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "

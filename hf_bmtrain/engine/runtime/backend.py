@@ -45,9 +45,9 @@ _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer", "two-level")
 SHARD_OVER = ("world", "host", "auto")
 SLOW_LINK = 0.5
-"""With `shard_over="auto"`, every host stores all shards if a rank receives less than this part of the bytes a second
-from other hosts that it receives inside its host."""
-MEASURED = 4 << 20  # bytes that each rank sends to measure a link
+"""With `shard_over="auto"`, every host stores all shards if the bandwidth between hosts is less than this fraction of
+that inside a host."""
+MEASURED = 4 << 20  # bytes that each rank sends to measure a bandwidth
 SMALLEST_PULLED = 16 << 20
 """The smallest size in bytes of a shard that is gathered with peer copies, which are then faster than NCCL between
 H200s. Smaller shards are gathered with peer copies only if `gather="peer"`."""
@@ -61,14 +61,14 @@ class Backend(NamedTuple):
         reduce: the communicator of all ranks for reductions, whose operations do not wait for those of `gather`.
         shards: allocates and all-gathers shards.
         shard_group: the communicator of the ranks that store different shards, for sums over shards.
-        saves_shards: whether this rank is in the first of the groups that store the same shards.
+        saves_shards: whether this rank writes its shard to checkpoints. If every host stores all shards, only the ranks
+            of the first host do.
         blocks: averages the gradients of blocks.
         outside: averages the gradients of root parameters.
         control: exchanges Python objects.
         opened: all communicators that have been opened.
-        open_group: called with (size, stride), divides the ranks into groups of `size` at a distance of `stride`, and
-            returns the communicator of this rank's group. With the same arguments again, it returns the same
-            communicator. Collective.
+        open_group: a collective function that divides the ranks into groups (see `group_of`), and returns the
+            communicator of this rank's group. Called with the same arguments again, it returns the same communicator.
     """
 
     gather: Communicator
@@ -88,10 +88,10 @@ class _Division(NamedTuple):
 
     Attributes:
         gather: the communicator of the ranks that store different shards, for all-gathers.
-        reduce: the same, for reductions of gradients.
-        sums: the same, for sums over shards.
-        members: these ranks, if they can be on one host; the order is that of their shards.
-        rail: the communicator of the ranks that store the same shard; None if no other rank does.
+        reduce: the communicator of these ranks for reductions of gradients.
+        sums: the communicator of these ranks for sums over shards.
+        members: these ranks. If they are on one host, the order is that of their shards.
+        rail: the communicator of the ranks that store the same shard, or None if each shard is stored once.
     """
 
     gather: Communicator
@@ -106,7 +106,9 @@ def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
     if not isinstance(shard_over, str) or shard_over not in SHARD_OVER:
         raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
     if gather == "two-level" and shard_over != "world":
-        raise ValueError("gather='two-level' needs shard_over='world': with 'host', nothing is gathered between hosts")
+        raise ValueError(
+            "gather='two-level' needs shard_over='world', because with 'host' nothing is gathered between hosts"
+        )
     if not isinstance(gather, str) or gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if not isinstance(init_method, str) or "://" not in init_method:
@@ -134,8 +136,8 @@ def open_backend(
         device: this rank's device.
         timeout: the time for which operations wait for other ranks.
         gather: how shards are all-gathered, one of GATHERS.
-        shard_over: the ranks that the shards are divided between, one of SHARD_OVER.
-        init_method: where the ranks meet, as for `torch.distributed.init_process_group`.
+        shard_over: the ranks over which parameters are sharded, one of SHARD_OVER.
+        init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
         facts: other values that must be equal on all ranks.
         monitor: watches the communicators. This function opens it.
 
@@ -143,8 +145,8 @@ def open_backend(
         The communicators, and the objects built on them.
 
     Raises:
-        RuntimeError: a package is missing; the ranks did not meet in time; the arguments, versions or `facts` differ
-            between ranks; or `gather` or `shard_over` is not possible with these hosts.
+        RuntimeError: a package is missing, the ranks did not meet in time, the arguments, versions or `facts` differ
+            between ranks, or `gather` or `shard_over` is not possible on these hosts.
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
@@ -169,7 +171,7 @@ def open_backend(
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
     def open_communicator(name: str, groups: Groups = (range(size),)) -> Communicator:
-        """Open a communicator of this rank's group. All groups are of equal size."""
+        """Open a communicator of this rank's group. All groups must have the same size."""
         members = next(group for group in groups if rank in group)
         if len(members) == 1:
             return SingleProcess()
@@ -208,11 +210,11 @@ def open_backend(
     if smallest is None:
         return found
     members = divided.members
-    # Two objects, so that gathers and reductions copy on separate streams.
+    # There are two objects, so that gathers and reductions copy on separate streams.
     pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device) for _ in range(2))
 
     def exchange(value: Any) -> list[Any]:
-        """Return the values of `members`. Collective of all ranks."""
+        """Return the values of `members`. Collective: all ranks of the world must call it."""
         values = control.gather(value)
         return [values[member] for member in members]
 
@@ -234,18 +236,20 @@ def _divide(
     open_inside: Callable[[str], Communicator],
     open_rail: Callable[[str], Communicator],
 ) -> _Division:
-    """Divide the shards between ranks, and log how if there are several hosts. Collective.
+    """Choose which ranks store which shards, and log the choice if there are several hosts.
+
+    Collective: every rank must call it.
 
     Args:
         rank, device, gather, shard_over: as for `open_backend`.
         hosts: the ranks of each host.
         gathering: the communicator of all ranks for all-gathers.
         reducing: the communicator of all ranks for reductions.
-        open_inside: opens a communicator of the ranks of each host. Takes its name. Collective.
-        open_rail: opens a communicator of the ranks of each rail. Takes its name. Collective.
+        open_inside: a collective function that opens a communicator inside each host, given its name.
+        open_rail: a collective function that opens a communicator between hosts for each rail, given its name.
 
     Raises:
-        RuntimeError: `gather` or `shard_over` is not possible with these hosts.
+        RuntimeError: `gather` or `shard_over` is not possible on these hosts.
     """
     ranks = [number for host in hosts for number in host]
     flat = _Division(gathering, reducing, reducing, range(len(ranks)), None)
@@ -254,8 +258,8 @@ def _divide(
     if shard_over == "host" and several:
         if not equal:
             raise RuntimeError(
-                f"init_distributed(shard_over='host'): there are {numbers}, so their shards would differ. Start the "
-                "same number of ranks on every host, or use shard_over='world'."
+                f"init_distributed(shard_over='host'): there are {numbers}, so the hosts' shards would differ. Start "
+                "the same number of ranks on every host, or use shard_over='world'."
             )
         members = next(host for host in hosts if rank in host)
         inside, rail = [open_inside(name) for name in ("gather", "reduce")], open_rail("reduce")
@@ -285,7 +289,7 @@ def _divide(
         for name, all_ranks in (("gather", gathering), ("reduce", reducing))
     ]
     _log.info(
-        "rank %d: %s: shards are exchanged between hosts first, each entering a host once, and then inside hosts by %s",
+        "rank %d: %s: shards are exchanged first between hosts, so that each enters a host once, then inside it by %s",
         rank, numbers, "gloo" if device.type == "cpu" else "NCCL",
     )  # fmt: skip
     return flat._replace(gather=two[0], reduce=two[1], sums=two[1])
@@ -299,9 +303,10 @@ def _choose_ranks(
     open_rail: Callable[[str], Communicator],
     exchange: Callable[[Any], list[Any]],
 ) -> str:
-    """Return what `shard_over="auto"` stands for, "world" or "host", the same on all ranks, and log why. Collective.
+    """Return the value "world" or "host" that `shard_over="auto"` chooses on all ranks, and log the reason.
 
-    The model is not known yet, so the log says how large a model may be whose shards a host stores.
+    Collective: every rank must call it. The model is not known yet, so the log also contains the size of the largest
+    model that fits in one host.
 
     Args:
         rank, device, hosts, open_inside, open_rail: as for `_divide`.
@@ -331,10 +336,13 @@ def _choose_ranks(
 
 
 def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
-    """Return how many bytes a second a rank receives in an all-gather, the fastest of three. Collective."""
+    """Return the bytes per second that a rank receives in an all-gather, the fastest of three.
+
+    Collective: every rank must call it.
+    """
     shard = torch.zeros(MEASURED, dtype=torch.uint8, device=device)
     full, seconds = shard.new_empty(communicator.size * MEASURED), []
-    for _ in range(4):  # the first one connects the ranks
+    for _ in range(4):  # the first all-gather also connects the ranks, so its time is not used
         finish(device)
         begin = time.perf_counter()
         communicator.all_gather(full, shard).wait()
@@ -344,14 +352,14 @@ def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
 
 
 def _describe(hosts: Groups) -> str:
-    """Return words such as "2 hosts with 4 ranks each"."""
+    """Return a text such as "2 hosts with 4 ranks each"."""
     least, most = (extreme(len(host) for host in hosts) for extreme in (min, max))
     ranks = f"{least} to {most} ranks" if least < most else f"{most} rank{'s' * (most > 1)}"
     return f"{len(hosts)} host{'s' * (len(hosts) > 1)} with {ranks} each"
 
 
 def _hosts(names: Sequence[Any]) -> list[list[int]]:
-    """Return the ranks of each host, in ascending order, the host of rank 0 first. names: for each rank its host."""
+    """Return the ranks of each host, in ascending order, the host of rank 0 first. names: the host of each rank."""
     found: dict[Any, list[int]] = {}
     for rank, name in enumerate(names):
         found.setdefault(name, []).append(rank)
@@ -410,10 +418,11 @@ def _versions(device: torch.device) -> dict[str, Any]:
 def _smallest_copied(
     rank: int, device: torch.device, gather: str, members: Sequence[int], hosts: Groups, exchange
 ) -> int | None:
-    """Return the size in bytes from which shards are gathered and reduced by peer copies. Collective.
+    """Return the smallest size in bytes of a shard that is gathered and reduced with peer copies.
 
-    Returns None if collectives are used for all: if the user asked for them, if the ranks `members`, which store
-    different shards, cannot access each other's memory, or by default on the CPU, where peer copies are slower.
+    Collective: every rank must call it. Returns None if collectives are used for all shards: if the user chose them, if
+    the ranks `members`, which store different shards, cannot access each other's memory, or by default on the CPU,
+    where peer copies are slower.
     """
     if gather in ("collective", "two-level") or len(members) == 1:
         return None
@@ -431,8 +440,9 @@ def _smallest_copied(
 
 
 def _hindrance(device: torch.device, members: Sequence[int], hosts: Groups, exchange) -> str | None:
-    """Return why the ranks `members` cannot access each other's memory, or None if they can. Collective.
+    """Return why the ranks `members` cannot access each other's memory, or None if they can.
 
+    Collective: every rank must call it.
     The result is equal on all ranks.
     """
     if not any(set(members) <= set(host) for host in hosts):

@@ -47,9 +47,10 @@ def find_place() -> tuple[int, int, int]:
 
 
 def find_host() -> tuple[str, str]:
-    """Return what identifies this process's host: its name, and the kernel's boot identifier if it can be read.
+    """Return (name, boot identifier) of this process's host, which together identify it.
 
-    The environment variable HF_BMTRAIN_HOST replaces both, to make processes of one host stand for several hosts.
+    The kernel's boot identifier distinguishes hosts of the same name. It is "" if it cannot be read. For tests, the
+    environment variable HF_BMTRAIN_HOST replaces both, so that processes on one host can stand for several hosts.
     """
     pretended = os.environ.get("HF_BMTRAIN_HOST")
     if pretended:

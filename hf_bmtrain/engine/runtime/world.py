@@ -48,15 +48,15 @@ class SavedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """A division of the ranks into groups of `size` consecutive ranks, whose ranks compute together.
+    """The groups of `size` consecutive ranks into which all ranks are divided. The ranks of a group compute together.
 
     Attributes:
         size: the number of ranks of a group.
-        place: this rank's number in its group.
+        place: this rank's index in its group.
         groups: the number of groups.
-        group: the number of this rank's group.
+        group: the index of this rank's group.
         together: the communicator of this rank's group.
-        across: the communicator of the ranks with this rank's place, one of each group, in the order of the groups.
+        across: the communicator of one rank of each group: those whose index in their group is `place`.
     """
 
     size: int
@@ -79,9 +79,9 @@ class World:
         gather: the communicator for all-gathers of flat tensors.
         reduce: the communicator for reductions of flat tensors.
         shards: allocates and all-gathers shards.
-        shard_group: the communicator of the ranks that store different shards, for sums over shards: all ranks, or
-            those of one host if every host stores all shards. Its ranks are the numbers of the shards, whose order may
-            differ from that of the ranks of the world. Its broadcasts reach all ranks.
+        shard_group: the communicator of the ranks that store different shards, for sums over shards. These are all
+            ranks, or those of one host if every host stores all shards. Its rank numbers are the numbers of the shards,
+            and may differ from those of the world. Its broadcasts reach all ranks of the world.
         control: exchanges Python objects.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
         inside: the present depth of nested calls of sharded modules.
@@ -91,14 +91,15 @@ class World:
         zero_level: the default for `auto_wrap`.
         loss_scale_factor: the default for OptimManager.
         loss_scale_steps: the default for OptimManager.
-        open_group: called with (size, stride), divides the ranks into groups of `size` at a distance of `stride`, and
-            returns the communicator of this rank's group. Collective.
-        saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, one
-            does.
-        norms: reduces norms, and searches for inf and nan; None for `shard_group`, otherwise it has further ranks.
-        grid: the groups of ranks that compute together; None if each rank computes alone.
-        split_kind: called with a dimension or -1, returns the storage kind of a parameter that ranks which compute
-            together split on this dimension, or do not split; None if each rank computes alone.
+        open_group: a collective function that divides the ranks into groups (see `group_of`), and returns the
+            communicator of this rank's group.
+        saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, only
+            one does.
+        norms: the communicator for norms and for the search for inf and nan, if it has more ranks than `shard_group`.
+            None uses `shard_group`.
+        grid: the groups of ranks that compute together, or None if each rank computes alone.
+        split_kind: a function that returns the storage kind of a parameter which is split on the given dimension over
+            the ranks that compute together, or is not split (-1). None if each rank computes alone.
         poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
         buffers: counts the flat buffers.
         kept: {folder: the object that saves checkpoints to it}.
@@ -199,8 +200,8 @@ class World:
         """
         if comm is not None and comm is not self:
             raise NotImplementedError(
-                f"comm={comm!r} is not supported: leave comm out for all ranks, or pass bmt.config['comm'] or, with "
-                "tp_size and where it is offered, bmt.config['tp_comm'] or bmt.config['tp_zero_comm']."
+                f"comm={comm!r} is not supported: leave comm out for all ranks, or pass bmt.config['comm']. With "
+                "tp_size, some functions also accept bmt.config['tp_comm'] and bmt.config['tp_zero_comm']."
             )
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
@@ -316,7 +317,7 @@ def check_zero_level(zero_level: int) -> None:
 
 
 def refuse_parallelism(what: str) -> NoReturn:
-    """Raise NotImplementedError for `what`, an option of BMTrain's for pipeline parallelism."""
+    """Raise NotImplementedError for `what`, an option of BMTrain for pipeline parallelism."""
     raise NotImplementedError(
         f"{what} is not offered: hf_bmtrain shards weights, gradients and optimizer state over all ranks (ZeRO-2/3), "
         "and each rank computes all layers. Leave pipe_size at 1; PipelineTransformerBlockList then runs all its "

@@ -39,15 +39,16 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective: every rank must call it.
 
-    With `tp_mode` the ranks that compute together (see `tp_size` of `init_distributed`) treat the parameter as one. If
-    there is a `tp_split_dim`, each of them passes its part of a whole tensor, and the parameter, with the part's shape,
-    is sharded over the ranks that have the same part; state dicts have the whole tensor. Otherwise all of them use the
-    parameter for the same rows, so its gradient is the mean over all ranks.
+    The parameter has the full shape, but its memory contains only this rank's elements. They are a 1-D view of the
+    shard of a `ShardedBuffer`, so that writing to the parameter writes to the shard. `part` returns these elements as a
+    plain tensor, which may be empty. A forward that reads the parameter as an attribute of a `DistributedModule` gets
+    the full parameter.
 
-    The parameter has the full shape, but its memory contains only this rank's elements: a 1-D view of the shard of a
-    `ShardedBuffer`, so that writing to the parameter writes to the shard. `part` is the plain tensor of these elements;
-    it may be empty. When a forward reads the parameter as an attribute of a `DistributedModule`, it gets the full
-    parameter.
+    With tensor parallelism (`tp_size` of `init_distributed`), there are three cases. With a `tp_split_dim`, each of the
+    ranks that compute together passes its part of a whole tensor. The parameter has the shape of the part, and is
+    sharded over the ranks that have the same part. State dicts contain the whole tensor. With only `tp_mode`, ranks
+    that compute together use the parameter for the same rows, so its gradient is the mean over all ranks. Without
+    `tp_mode`, they use it for different rows, so its gradient is their sum, averaged over the groups of such ranks.
 
     A backward sets the `.grad` of every parameter that any rank used, in the blocks that backward passed through and
     in the buffers of root parameters that the forward read. A rank that did not use the parameter counts as zero in the
@@ -56,11 +57,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     Args:
         data: the full values, of any shape. Rank 0's values are used.
         requires_grad: whether the parameter requires a gradient.
-        init_method: a function that fills a full tensor in place, see `init_parameters`.
-        group: a name for `grouped_parameters`.
-        tp_mode: see above. Without it, ranks that compute together use the parameter for different rows, whose
-            gradients are added up.
-        tp_split_dim: the dimension on which the whole tensor is split, -1 for none.
+        init_method: a function that fills a full tensor in place; `init_parameters` calls it.
+        group: a name by which `grouped_parameters` groups parameters.
+        tp_mode: whether the ranks that compute together use the parameter for the same rows, or split it.
+        tp_split_dim: the dimension on which the whole tensor is split, or -1. Without `tp_mode` it is ignored.
 
     Attributes:
         full_shape: the shape of the full parameter, equal to `shape`.
@@ -187,9 +187,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.read_full()
 
     def gather_all(self) -> torch.Tensor:
-        """Return the whole tensor of which this parameter is a part, without a gradient. Collective.
+        """Return the whole tensor of which this parameter is a part (see `tp_split_dim`), without a gradient.
 
-        See `tp_split_dim`. Without `tp_split_dim` it is the full parameter.
+        Collective: every rank must call it. For a parameter that is not split, this is the full parameter.
         """
         return self.buffer.storage.whole(self.index, self.gather().detach())
 
@@ -201,7 +201,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Set on `full`, a full copy, how this parameter is initialized, grouped and sharded."""
+        """Set attributes of `full`, a full copy: how this parameter is initialized, grouped and sharded."""
         full.init_method, full.group, full.storage_kind = self.init_method, self.group, self.storage_kind
 
     def gather_gradient(self) -> torch.Tensor | None:
@@ -235,7 +235,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         """Return this rank's elements of the tensor that a state dict has for this parameter. Not collective.
 
         Args:
-            whole: a tensor of the full shape or, of a parameter that is a part of a tensor, of the whole one's shape.
+            whole: a tensor of the full shape or, if this parameter is a part of a whole tensor, of that tensor's shape.
 
         Raises:
             ValueError: `whole` has another shape.
@@ -308,7 +308,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
 
 def is_part(parameter: object) -> bool:
-    """Return whether `parameter` is a DistributedParameter that is one part of a tensor, see its `tp_split_dim`."""
+    """Return whether `parameter` is a DistributedParameter that is a part of a whole tensor (see `tp_split_dim`)."""
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.is_part
 
 

@@ -51,9 +51,9 @@ class Storage:
         read_only: the reason why the parameters can be neither written nor trained, and the way out, for messages; None
             if they can.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
-        is_part: whether the full parameters are parts of whole tensors, see `whole_shape`.
-        kind: the kind that makes this storage again if the parameters are moved to another buffer; None for the plain
-            kind, or if the kind is chosen anew.
+        is_part: whether the full parameters are parts of whole tensors (see `whole_shape`).
+        kind: the kind that makes the new storage if the parameters are moved to another buffer. None for the plain
+            kind, or if the kind is then chosen again.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -115,7 +115,7 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
-            buffer.communicator.broadcast(buffer.shard, 0).wait()  # other hosts may store all shards too
+            buffer.communicator.broadcast(buffer.shard, 0).wait()  # because other hosts may store the same shard
             return
         flat = self.full.allocate().zero_()
         for offset, parameter in zip(buffer.layout.offsets, parameters):
@@ -173,15 +173,18 @@ class Storage:
         """Return whether `tensor` is a view of a full parameter. The result is the same on every rank."""
         return self.full is not None and (self.full.holds(tensor) or shares_storage(tensor, self.buffer.shard))
 
-    # A full parameter may be one part of a tensor whose other parts are full parameters of other ranks. That tensor is
-    # called whole; state dicts contain it, and initializers fill it.
+    # With tensor parallelism, a full parameter is a part of a tensor whose other parts are full parameters of other
+    # ranks. That tensor is called the whole tensor. State dicts contain it, and initializers fill it.
 
     def whole_shape(self, index: int) -> torch.Size:
-        """Return the shape of the whole tensor of parameter `index`, here of the full parameter."""
+        """Return the shape of the whole tensor of parameter `index`. By default this is the full parameter."""
         return self.buffer.full_params[index].shape
 
     def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor. full: this rank's full parameter, or a tensor like it. Collective."""
+        """Return the whole tensor. Collective: every rank must call it.
+
+        full: this rank's full parameter, or another tensor of its shape, such as optimizer state.
+        """
         return full
 
     def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
@@ -221,11 +224,11 @@ class StorageKind:
         return False
 
     def share(self, world: World, reduction: Reduction) -> tuple[World, Reduction]:
-        """Return the ranks that share a buffer of this kind, and what averages its gradients.
+        """Return the ranks over which a buffer of this kind is sharded, and the reduction of its gradients.
 
         Args:
             world: all ranks.
-            reduction: averages gradients of the plain kind.
+            reduction: the reduction for gradients of the plain kind.
         """
         return world, reduction
 

@@ -21,9 +21,9 @@ class Placement:
         layout: the layout of a flat buffer that contains this tensor.
         index: the tensor's index in the layout.
         shape: the shape of the full tensor.
-        communicator: the communicator of the ranks that the tensor is divided between; gathers and reduces it.
-        norms: the communicator that reduces norms, and searches for inf and nan. It has more ranks than `communicator`
-            if the tensor is one part of a tensor whose other parts are other ranks'.
+        communicator: the communicator of the ranks over which the tensor is sharded, which gathers and reduces it.
+        norms: the communicator for norms and for the search for inf and nan. It has more ranks than `communicator` if
+            the tensor is a part of a whole tensor whose other parts are on other ranks.
     """
 
     layout: Layout

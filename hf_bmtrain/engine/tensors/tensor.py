@@ -252,7 +252,7 @@ class WholeCopy(torch.Tensor):
             if written:
                 problem = "autograd records" if any(each.source is None for each in written) else None
                 if problem is None:
-                    target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by keyword
+                    target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes the tensor by keyword
                     overwrites = name_of(func) in _OVERWRITES and isinstance(target, WholeCopy)
                     changed = [each.source for each in written if each.source is not None]
                     problem = _pass_on(list(dict.fromkeys(changed)), target if overwrites else None)

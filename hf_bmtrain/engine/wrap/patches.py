@@ -19,7 +19,7 @@ from ..runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
 _OPTIONS = {"every_n_layers": 1, "offload": False}
-"""Options of transformers' activation checkpointing, in its order, with their defaults."""
+"""Options of transformers' activation checkpointing, in the order of its arguments, with their default values."""
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
@@ -28,7 +28,7 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
     Later calls of `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch the blocks'
     recomputation on and off.
     """
-    # Weak references, because a block may contain a patched module, which would be a reference cycle.
+    # Weak references: a block may contain a patched module, so strong ones would form a reference cycle.
     states = [weakref.ref(block._bmt) for block in blocks]
     for module in model.modules():
         for word in ("activation", "gradient"):  # the new and the old prefix of these methods in transformers
@@ -52,8 +52,8 @@ def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
 def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, **kwargs) -> None:
     """Switch the blocks' recomputation on or off.
 
-    Of the options of transformers, `every_n_layers` recomputes one block of so many, and `offload` keeps the inputs of
-    recomputed blocks in host memory. Options of torch.utils.checkpoint are ignored.
+    Two options of transformers are supported: `every_n_layers=n` recomputes every n-th block, and `offload` keeps the
+    inputs of recomputed blocks in host memory. Options of torch.utils.checkpoint are ignored.
 
     Raises ValueError if `every_n_layers` is not a positive integer.
     """
@@ -71,7 +71,7 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
     store = current_world().layer_features.inputs() if on and offload else None
     for state, again in zip(blocks, recomputed):
         state.recompute = ALWAYS if again else NEVER
-        state.inputs = store or state.inputs  # what auto_wrap was asked for stays
+        state.inputs = store or state.inputs  # offload_activations=True of auto_wrap stays in effect
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:

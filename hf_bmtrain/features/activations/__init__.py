@@ -1,10 +1,10 @@
 """auto_wrap(offload_activations=True): the inputs of recomputed blocks are kept in host memory until backward.
 
-With recomputation, the activations that stay on the GPU from forward to backward are the inputs of the blocks: one
-tensor of tokens times hidden size for each block. For long rows they are most of what a step allocates. They are copied
-to page-locked host memory behind the computation, and back one block ahead of the backward.
+With recomputation, only the inputs of the blocks stay on the GPU from forward to backward: one tensor (tokens, hidden
+size) for each block. With long rows, these are most of the memory that a step allocates. They are copied to page-locked
+host memory while the GPU computes, and copied back one block before backward needs them.
 
-`host_inputs` copies them. A CPU has no other memory to copy to, so that there the option changes nothing.
+`host_inputs` copies them. On the CPU the option changes nothing, because there is no other memory to copy to.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 def input_store(world: World) -> InputStore | None:
-    """Return a store of block inputs for one model of `world`; None on the CPU, where there is nothing to gain."""
+    """Return a store for the block inputs of one model of `world`, or None on the CPU, where it would save nothing."""
     if has_own_memory(world.device):
         return HostInputs(world.device)
-    _log_once("offload_activations=True changes nothing on the CPU, whose activations are in host memory already")
+    _log_once("offload_activations=True changes nothing on the CPU, because activations are already in host memory")
 
 
 class OffloadActivations(Extension):

@@ -19,30 +19,30 @@ _INSTEAD = "pass offload_activations=False"
 class HostInputs:
     """The inputs of the recomputed blocks of one model.
 
-    The copies run on a stream of their own, in the order in which they are queued. The computation waits as follows:
+    The copies run on a separate stream, in the order in which they are queued. The computation waits as follows:
 
-    * When a block saves its input, it waits for the copy of the block before it, whose memory on the device is freed
-      then. So at most one input is on the device only because its copy may not be complete.
-    * The input of the last block stays on the device until its backward, which is the first one.
-    * When a block's backward asks for its input, it waits for that copy, and the copy of the input of the block before
-      it is queued. So at most two inputs are on the device.
+    * When a block saves its input, it waits until the input of the block before it has been copied, and frees that
+      input's memory on the device. So at most one input is on the device only because its copy may be incomplete.
+    * The input of the last block stays on the device, because backward needs it first.
+    * When a block's backward reads its input, it waits for the copy to the device, and queues the copy for the block
+      before it. So at most two inputs are on the device.
 
-    Host memory is allocated in the first step and used again.
+    Host memory is allocated in the first step and reused afterwards.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: WorkStream | Any = None  # created in the first forward, so that it can be copied until then
+        self._stream: WorkStream | Any = None  # created in the first forward; before that, the model can be deep-copied
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        self._saved: list[weakref.ref[_Inputs]] = []  # of the forwards whose backward has not run, in their order
+        self._saved: list[weakref.ref[_Inputs]] = []  # the inputs of forwards whose backward has not run, in order
 
     def __deepcopy__(self, memo: dict) -> HostInputs:
         return HostInputs(self._device)
 
     def saving(self) -> AbstractContextManager[Any] | None:
-        """Return the context in which torch's checkpoint saves the inputs of one forward of a block.
+        """Return a context for the call in which torch's checkpoint saves the inputs of one forward of a block.
 
-        Returns None inside saved-tensor hooks, which only torch 2.6 cannot see.
+        Returns None inside other saved-tensor hooks. (Torch 2.6 cannot detect them, so there it returns a context.)
         """
         if top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None:
             return None
@@ -55,7 +55,7 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs of the forward before that of `inputs`, None if there are none whose backward will run."""
+        """Return the inputs of the forward before that of `inputs`, or None if no such backward is left to run."""
         found = None
         for each in (reference() for reference in self._saved):
             if each is inputs:
@@ -64,7 +64,7 @@ class HostInputs:
         return None
 
     def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queue copies of (target on the device, source in host memory). Return the event of their completion."""
+        """Queue copies, given as (target on the device, source in host memory). Return an event: they are complete."""
         return self._queue(copies)
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
@@ -80,13 +80,13 @@ class HostInputs:
         return copy, self._queue([(copy, tensor)])
 
     def give_back(self, copy: torch.Tensor) -> None:
-        """Use the host memory of `copy` for another input. What is queued for it now runs before."""
+        """Allow reuse of the host memory of `copy`. Copies that are already queued run before any that reuse it."""
         self._free[copy.numel() * copy.element_size()].append(copy.view(-1).view(torch.uint8))
 
     def _queue(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         if self._stream is None:
             self._stream = work_stream(self._device)
-        self._stream.follow()  # the source is being computed, and the target's memory may still be in use
+        self._stream.follow()  # the source may not be computed yet, and the target's memory may still be in use
 
         def copy() -> None:
             for target, source in copies:
@@ -99,7 +99,8 @@ class HostInputs:
 class _Saved:
     """One tensor of the inputs of a forward: its copy in host memory and, at times, the tensor on the device.
 
-    A tensor that the forward saved is checked for writes; one that was fetched belongs to nobody else.
+    The original tensor is checked for writes. A tensor that was fetched back needs no check, because only this object
+    refers to it.
     """
 
     def __init__(self, inputs: _Inputs, tensor: torch.Tensor, copy: torch.Tensor) -> None:
@@ -107,7 +108,7 @@ class _Saved:
         self.tensor: torch.Tensor | None = tensor
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if the tensor was written while it may have been copied."""
+        """Raise RuntimeError if the tensor was modified while its copy may have been running."""
         if self.tensor is not None and self.tensor._version != self.version:
             raise RuntimeError(
                 "The input of a sharded block was modified in place after the block's forward, while it was copied to "
@@ -119,16 +120,16 @@ class _Saved:
 
 
 class _Inputs:
-    """The inputs of one forward. autograd's graph owns it, by way of what `pack` returns."""
+    """The inputs of one forward. They live as long as autograd's graph, which refers to the results of `pack`."""
 
     def __init__(self, store: HostInputs) -> None:
         self._store, self._event = store, DONE
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what is saved in place of `tensor`: itself, unless it is an activation that this block alone has.
+        """Return the object that is saved in place of `tensor`: the tensor itself, unless it is an activation.
 
-        Masks and positions, which no gradient goes through, are the same tensors in every block.
+        Masks and positions, which need no gradient, are not offloaded, because all blocks share the same tensors.
         """
         if not tensor.requires_grad or tensor.is_leaf or not tensor.is_contiguous() or not tensor.numel():
             return tensor
@@ -139,14 +140,14 @@ class _Inputs:
         return saved
 
     def leave_device(self) -> None:
-        """Free the tensors on the device, behind their copies to the host."""
+        """Free the tensors on the device after their copies to the host are complete."""
         self._event.wait()
         for saved in self._saved:
             saved.check_unwritten()
             saved.tensor = None
 
     def fetch(self) -> None:
-        """Queue the copies of those tensors to the device that are not there."""
+        """Queue the copies back to the device, for tensors that are not on it."""
         copies = []
         for saved in self._saved:
             if saved.tensor is None:
@@ -156,7 +157,7 @@ class _Inputs:
             self._event = self._store.upload(copies)
 
     def take(self, saved: _Saved) -> torch.Tensor:
-        """Return a tensor on the device, for the block's backward, and fetch those of the block before it."""
+        """Return a tensor on the device for the block's backward, and fetch the inputs of the block before it."""
         self.fetch()
         self._event.wait()
         tensor, saved.tensor = saved.tensor, None
@@ -167,7 +168,7 @@ class _Inputs:
         return tensor
 
     def give_back(self, saved: _Saved) -> None:
-        """Let others use the host memory of `saved`, which is dropped, and its tensor's, behind what is queued."""
+        """Allow reuse of the memory of `saved`, which is no longer referenced, after the copies that are queued."""
         if saved.tensor is not None:
             self._event.wait()
         self._store.give_back(saved.copy)

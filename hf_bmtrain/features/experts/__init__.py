@@ -1,14 +1,15 @@
-"""Experts of transformers in training: grouped products, between which rows move by permutations alone.
+"""A faster forward and backward of transformers' experts in training: grouped products of sorted rows.
 
-Transformers' grouped_mm takes the rows of the experts by an index, and puts their outputs back by another one. In
-backward, torch adds up gradients by index, for which it sorts the rows again, although each row has a place of its own.
-Transformers 5.17 also masks rows of experts of other ranks, which are not there. Here a permutation's backward is its
-inverse, and the k rows of a token are added where they are adjacent. The forward's bits are the same.
+Transformers' grouped_mm sorts the rows by expert with one index, and puts the outputs back with another index. In
+backward, torch sums gradients by index, and sorts the rows again for this, although no two rows have the same index.
+Transformers 5.17 also masks the rows of experts on other ranks, even if there are none. Here, rows move only by
+permutations. The backward of a permutation is its inverse, and the gradients of a token's k rows are summed after they
+have become adjacent. The results of the forward are equal bit for bit.
 
-It replaces `experts_implementation="grouped_mm"` in blocks. Other implementations, evaluation, expert parallelism and
-experts outside blocks stay transformers' own.
+This replaces `experts_implementation="grouped_mm"` in blocks. With other implementations, in evaluation, with expert
+parallelism and outside blocks, transformers' own code runs.
 
-`sorted` has the experts' forward, also with adapters on their stacks (`features/lora`); `products`: grouped products.
+Files: `sorted` has the experts' forward, also with adapters (`features/lora`). `products` has the grouped products.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from .sorted import sort_experts
 
 _log = logging.getLogger("hf_bmtrain")
 COMPILES = torch.__version__ >= "2.11"
-"""Whether torch compiles these experts without graph breaks. If not (torch 2.6), compiled blocks keep transformers'."""
+"""Whether torch compiles these experts without graph breaks. If not (torch 2.6), compiled blocks run transformers'
+code."""
 
 
 class Experts(Extension):
-    """The feature for mixtures of experts; no keyword of `auto_wrap` enables it, the experts do."""
+    """The extension for mixtures of experts. It needs no keyword of `auto_wrap`, and applies to models with experts."""
 
     def connect(self, plan: WrapPlan) -> None:
         blocks: list[Any] = plan.layers
         changed = sum(sort_experts(block.modules()) for block in blocks if COMPILES or not block._bmt.compiled)
         if changed and plan.world.rank == 0:
-            _log.info("%d layers of experts move rows by permutations in training, in place of grouped_mm", changed)
+            _log.info(
+                "in training, %d layers of experts move rows by permutations instead of transformers' grouped_mm",
+                changed,
+            )

@@ -1,4 +1,4 @@
-"""Grouped products: each row times the matrix of its group, for all groups at once."""
+"""Grouped products: the product of each row with the matrix of its group, for all groups at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 _KERNEL: Any = getattr(torch.nn.functional, "grouped_mm", None)  # public since torch 2.10
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16
-"""Bytes: what torch's kernel requires of the strides of its operands."""
+"""In bytes. The strides of tensors must be multiples of this for torch's kernel."""
 
 
 def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -20,24 +20,24 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     Args:
         x: (rows, K), sorted by group.
         matrices: (groups, K, N), in the dtype of x.
-        ends: (groups,) int32, the row after the last one of each group; the last one is `rows`.
+        ends: (groups,) int32, the end of each group's rows, exclusive; the last element is `rows`.
 
     Returns:
         (rows, N).
     """
-    # Not torch's kernel in compiled code: Inductor may give its operands strides that the kernel refuses.
+    # Compiled code does not call torch's kernel directly: Inductor may give its operands strides that it refuses.
     if not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)
     return _product_of_groups(x, matrices, ends)
 
 
 def has_kernel(stack: Tensor) -> bool:
-    """Return whether torch has a grouped product with `stack` (groups, rows, columns) on its device."""
+    """Return whether torch has a grouped product with `stack` (groups, rows, columns) on the stack's device."""
     return _fits(stack, *stack.shape[1:])
 
 
 def _fits(like: Tensor, rows: int, columns: int) -> bool:
-    """Return whether torch has a grouped product with matrices (rows, columns) of `like`'s dtype and device."""
+    """Return whether torch has a grouped product with matrices (rows, columns) of the dtype and device of `like`."""
     if _KERNEL is None or like.dtype not in _KERNEL_DTYPES:
         return False
     if any(width * like.itemsize % ALIGNMENT for width in (rows, columns)):
@@ -51,7 +51,7 @@ def _fits(like: Tensor, rows: int, columns: int) -> bool:
     "hf_bmtrain::product_of_groups", mutates_args=(), schema="(Tensor x, Tensor matrices, Tensor ends) -> Tensor"
 )
 def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_product`, for any dtype and device. Without torch's kernel the host waits for the device."""
+    """Compute `grouped_product` for any dtype and device. Without torch's kernel, the host waits for the device."""
     if has_kernel(matrices):
         return _KERNEL(x.contiguous(), matrices, offs=ends)
     y = x.new_empty(len(x), matrices.shape[2])
@@ -64,7 +64,7 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     "hf_bmtrain::gradient_of_groups", mutates_args=(), schema="(Tensor x, Tensor dy, Tensor ends) -> Tensor"
 )
 def gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of the matrices of `grouped_product`, (groups, K, N): zero for a group without rows."""
+    """Return the gradient of `matrices` in `grouped_product`, (groups, K, N); it is zero for a group without rows."""
     if _fits(x, x.shape[1], dy.shape[1]):
         return _KERNEL(x.contiguous().t(), dy.contiguous(), offs=ends)
     matrices = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
@@ -92,7 +92,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]
     dx = grouped_product(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None
-    if matrices.stride(1) == 1 != matrices.stride(2):  # a transposed stack, whose gradient has the stack's own layout
+    if matrices.stride(1) == 1 != matrices.stride(2):  # a transposed stack, whose gradient must be transposed too
         return dx, gradient_of_groups(dy, x, ends).transpose(1, 2), None
     return dx, gradient_of_groups(x, dy, ends), None
 
@@ -101,7 +101,7 @@ _product_of_groups.register_autograd(_backward, setup_context=_keep)
 
 
 def _groups(ends: Tensor) -> Iterable[tuple[int, slice]]:
-    """Yield the number and the rows of each group that has rows."""
+    """Yield the index and the rows of each group that has rows."""
     begin = 0
     for group, end in enumerate(ends.tolist()):
         if end > begin:

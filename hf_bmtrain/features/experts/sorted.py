@@ -1,4 +1,4 @@
-"""The forward of experts: rows sorted by expert, grouped products, rows in the order of the tokens again."""
+"""The forward of experts: sort the rows by expert, compute grouped products, and restore the order of the tokens."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ...engine.tensors.backward import double_backward
 from .products import ALIGNMENT, gradient_of_groups, grouped_product, has_kernel
 
 FACTORS = "lora_factors"
-"""The keyword by which `SortedExperts` gets the low-rank factors of its stacks."""
+"""The keyword with which `SortedExperts` gets the adapters of its stacks."""
 _SETTINGS = ("down_proj", "has_gate", "has_bias", "is_transposed", "num_experts", "config")
 
 Factors = list[tuple[Tensor, Tensor, float]]
-"""A, B and a scaling of each product that is added to that of one stack."""
+"""A, B and the scaling of each active adapter of one stack."""
 
 
 class SortedExperts(torch.nn.Module):
     """Experts of transformers, extended in place.
 
-    In training they run `run_experts` instead of `experts_implementation="grouped_mm"`. Factors of their stacks may be
-    passed by keyword.
+    In training they run `run_experts` instead of `experts_implementation="grouped_mm"`. Adapters of their stacks are
+    passed to `forward` by keyword.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -37,13 +37,13 @@ class SortedExperts(torch.nn.Module):
 
 
 def can_sort(experts: Any) -> bool:
-    """Return whether `experts` is a module of transformers that can run by grouped_mm, with several experts."""
+    """Return whether `experts` is a module of transformers with several experts that can run with grouped_mm."""
     known = hasattr(experts, "_apply_gate") and all(hasattr(experts, setting) for setting in _SETTINGS)
     return known and experts.num_experts > 1
 
 
 def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
-    """Make the experts of transformers among `modules` SortedExperts, in place, and return their number."""
+    """Turn the experts of transformers among `modules` into SortedExperts, in place. Return their number."""
     found = [module for module in modules if can_sort(module) and not isinstance(module, SortedExperts)]
     for module in found:
         module.__class__ = _extended_class(type(module))
@@ -57,7 +57,7 @@ def _extended_class(cls: Any) -> Any:
 
 
 def _replaces(experts: Any) -> bool:
-    """Return whether `run_experts` shall compute this forward: in training, where transformers' grouped_mm would."""
+    """Return whether `run_experts` computes this forward: in training, if transformers would use grouped_mm."""
     if not torch.is_grad_enabled() or experts.config._experts_implementation != "grouped_mm":
         return False
     if getattr(experts, "_is_expert_parallel", False) or "forward" in vars(experts):
@@ -74,10 +74,10 @@ def run_experts(
     """Compute the output of experts of transformers, whose stacks may have adapters.
 
     Args:
-        experts: the module, whose stacks are full.
-        factors: the adapters of each adapted stack, by its name.
+        experts: the module, whose stacks are unsharded.
+        factors: the adapters of each adapted stack, by the stack's name.
         hidden_states: (tokens, width).
-        top_k_index: (tokens, k), the numbers of each token's experts.
+        top_k_index: (tokens, k), the indices of each token's experts.
         top_k_weights: (tokens, k), the factors of their outputs.
 
     Returns:
@@ -95,15 +95,16 @@ def run_experts(
     if getattr(experts, "has_post_expert_norm", False):
         y = experts.post_expert_norm(y)
     y = y * Permute.apply(top_k_weights.reshape(-1, 1), order, places)
-    y = Permute.apply(y, places, order)  # back into the order of the tokens
+    y = Permute.apply(y, places, order)  # restore the order of the tokens
     return y.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
 
 def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: Tensor, name: str, x: Tensor) -> Tensor:
     """Return x times the matrix, plus the bias, of each row's expert, with the adapters of stack `name`.
 
-    x: (rows, K), sorted by expert. numbers: (rows,), the experts' numbers. ends: (experts,) int32, the row after the
-    last one of each expert.
+    x: (rows, K), sorted by expert.
+    numbers: (rows,), the experts' indices.
+    ends: (experts,) int32, the end of each expert's rows, exclusive.
     """
     stack = getattr(experts, name)
     matrices = stack if experts.is_transposed else stack.transpose(1, 2)
@@ -118,11 +119,11 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
 
 
 def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Aᵀ and (s B)ᵀ of all experts, (E, K, r) and (E, r, N), for the adapters together.
+    """Return Aᵀ and (s B)ᵀ of all experts, (E, K, r) and (E, r, N), with all adapters combined.
 
-    r is the sum of their ranks, filled with zeros up to what torch's kernel requires.
+    r is the sum of the adapters' ranks, padded with zeros to the alignment that torch's kernel requires.
 
-    matrices: (E, K, N), the experts' own.
+    matrices: (E, K, N), the experts' own matrices.
     """
     count, dtype = len(matrices), matrices.dtype
     all_a = [a.view(count, -1, a.shape[1]) for a, _, _ in factors]
@@ -134,9 +135,10 @@ def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Spread(torch.autograd.Function):
-    """The row of x for each of its k experts, in the given order: x[order // k].
+    """Repeats each row of x for its k experts, in the given order: x[order // k].
 
-    places: the inverse of `order`, by which the backward finds the k rows of a token. That of torch's indexing sorts.
+    places: the inverse of `order`, with which backward finds the k rows of a token. The backward of torch's indexing
+    would sort instead.
     """
 
     @staticmethod
@@ -154,7 +156,7 @@ class Spread(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """x[order], whose backward is dy[places]. places: the inverse of `order`."""
+    """Computes x[order]. The backward is dy[places]. places: the inverse of `order`."""
 
     @staticmethod
     def forward(ctx, x, order, places):
@@ -170,9 +172,9 @@ class Permute(torch.autograd.Function):
 
 
 class Biases(torch.autograd.Function):
-    """bias[numbers] for sorted numbers, whose backward sums the rows of each group, as a product with ones.
+    """Computes bias[numbers] for sorted numbers. The backward sums the rows of each group, as a product with ones.
 
-    ends: the row after the last one of each group.
+    ends: the end of each group's rows, exclusive.
     """
 
     @staticmethod

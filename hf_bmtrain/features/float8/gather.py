@@ -26,8 +26,8 @@ _log = logging.getLogger("hf_bmtrain")
 def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], world: World) -> set[int]:
     """Return the ids of the weights of float8 `layers` that may be gathered in float8.
 
-    A weight that is in several places of the model is left out. The set is empty if one rank stores all shards, and if
-    the model has adapters, since some (DoRA) read the weights of their base layers.
+    A weight that is used in several places of the model is left out. The set is empty if one rank stores all shards,
+    and for a model with adapters, because some adapters (DoRA) read the weights of their base layers.
     """
     if world.shard_group.size == 1 or adapter_parameters(model):
         return set()

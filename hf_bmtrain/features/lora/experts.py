@@ -120,4 +120,4 @@ def _log_once(reason: str, wrapper: Any) -> None:
     name = getattr(wrapper, "split_name", "")  # set on rank 0 alone
     if name and reason not in _logged:
         _logged.add(reason)
-        _log.info("adapters of experts, the first of them '%s', run PEFT's own forward: %s", name, reason)
+        _log.info("adapters on experts, such as '%s', run PEFT's own forward: %s", name, reason)

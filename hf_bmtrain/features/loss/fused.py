@@ -21,11 +21,12 @@ class FusedCrossEntropy(torch.nn.Module):
 
     Args:
         weight: one weight per class, shape (C,), any floating dtype; the mean divides by the sum of the targets'
-        weights.
+            weights.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
-        parallel: BMTrain's keyword for logits that are split over ranks; True raises NotImplementedError.
+        parallel: whether each rank has the logits of its part of the classes only, as with `tp_size` of
+            `init_distributed`. Not supported together with `weight`, `inplace`, `z_loss` and `softcap`.
         inplace: write the gradient over the logits instead of into a new tensor of their size. For a mean or sum of
             bfloat16 or float32 logits, the forward writes it, in the launch that computes the losses. Do not read the
             logits afterwards (autograd raises an error if it needs them itself).
@@ -33,9 +34,8 @@ class FusedCrossEntropy(torch.nn.Module):
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
 
     Raises:
-        ValueError: the reduction is unknown, label smoothing is outside [0, 1], a negative z_loss or softcap, or a
-        weight
-            that is not 1-D.
+        ValueError: the reduction is unknown, label smoothing is outside [0, 1], z_loss or softcap is negative, weight
+            is not 1-D, or `parallel` is set with an argument that it does not support.
     """
 
     weight: Tensor | None
@@ -59,8 +59,8 @@ class FusedCrossEntropy(torch.nn.Module):
             given = {"weight": weight is not None, "inplace": inplace, "z_loss": z_loss != 0, "softcap": softcap != 0}
             if any(given.values()):
                 names = ", ".join(name for name, is_given in given.items() if is_given)
-                raise ValueError(f"FusedCrossEntropy(parallel=True) does not support {names}: leave it out")
-        # Refuses wrong arguments now, not in the first forward.
+                raise ValueError(f"FusedCrossEntropy(parallel=True) does not support {names}. Leave it out.")
+        # Check the arguments now, not in the first forward.
         criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
@@ -77,9 +77,8 @@ class FusedCrossEntropy(torch.nn.Module):
 
         Returns:
             float32: a scalar, or a tensor of the targets' shape with reduction "none". If all targets are ignored, the
-                mean
-            is 0 with zero gradient (a rank may have only padding). A logit of -inf is an impossible class. If a logit
-            is NaN or +inf, the loss and gradient of its row are NaN.
+            mean is 0 with zero gradient (a rank may have only padding). A logit of -inf is an impossible class. If a
+            logit is NaN or +inf, the loss and gradient of its row are NaN.
 
         Raises:
             ValueError: a shape or dtype is wrong; on the CPU also: a target is out of range. On CUDA, where that check
@@ -132,8 +131,7 @@ def cross_entropy(
 
     Returns:
         float32: a scalar, or a tensor of the targets' shape with reduction "none". `FusedCrossEntropy.forward`
-            documents
-        special values.
+        documents special values.
 
     Raises:
         ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd; on

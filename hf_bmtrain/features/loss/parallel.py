@@ -13,13 +13,14 @@ from .criterion import NumItems, criterion
 
 
 def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the cross entropy of each row, of which this rank has the logits of its classes. Collective.
+    """Return the cross entropy of each row, if each rank has the logits of only some of the classes.
 
-    The losses are the same on all ranks that compute together, and so must be what is computed from them.
+    Collective: every rank must call it. The losses are equal on all ranks that compute together. These ranks must also
+    compute equal values from them.
 
     Args:
-        logits: (..., classes / tp_size), floating; the classes are those that a ColumnParallelLinear or the projection
-            of a VPEmbedding assigns to this rank.
+        logits: (..., classes / tp_size), floating, for this rank's classes: the output of a ColumnParallelLinear or of
+            the projection of a VPEmbedding.
         target: (...) int, the classes. Targets below 0, such as -100, have loss 0 and gradient 0.
         label_smoothing: as in torch.nn.functional.cross_entropy.
 
@@ -32,8 +33,8 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
     expect_number("label_smoothing", label_smoothing, "from 0 to 1", lambda share: 0 <= share <= 1)
     if target.shape != logits.shape[:-1]:
         raise ValueError(
-            f"target must have the shape of logits without its last dimension, {tuple(logits.shape[:-1])}, got "
-            f"{tuple(target.shape)}: every rank that computes together needs the targets of all rows"
+            f"target must have the shape of logits without the last dimension, {tuple(logits.shape[:-1])}, but has "
+            f"{tuple(target.shape)}. Every rank needs the targets of the rows of all ranks that compute together."
         )
     return _CrossEntropy.apply(current_world().grid, logits, target.long(), label_smoothing)
 
@@ -46,7 +47,10 @@ def parallel_cross_entropy(
     label_smoothing: float,
     num_items: NumItems,
 ) -> Tensor:
-    """Return the loss of `FusedCrossEntropy(parallel=True)`, whose arguments these are. Collective."""
+    """Return the loss of `FusedCrossEntropy(parallel=True)`, which describes the arguments.
+
+    Collective: every rank must call it.
+    """
     rows = criterion(None, ignore_index, reduction, label_smoothing, 0.0, 0.0, num_items)
     targets = targets.long()
     losses = parallel_cross_entropy_func(logits, targets.masked_fill(targets == ignore_index, -100), label_smoothing)
@@ -70,7 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
         others = (target < start) | (target >= start + own)
         index = (target - start).masked_fill(others, 0).unsqueeze(-1)
         chosen = wide.gather(-1, index).squeeze(-1).masked_fill(others, 0)
-        sums = torch.stack([chosen, wide.exp().sum(-1), wide.sum(-1)])  # one exchange for all
+        sums = torch.stack([chosen, wide.exp().sum(-1), wide.sum(-1)])  # in one tensor, for a single all-reduce
         chosen, total, every = reduce(sums).unbind()
         log_total, ignored = total.log(), target < 0
         loss = (1 - smoothing) * (log_total - chosen) + smoothing * (log_total - every / classes)

@@ -1,10 +1,10 @@
 """Plans of device memory: which blocks are recomputed, and which frozen parameters stay unsharded between steps.
 
-With "auto", which needs a GPU, training passes are measured, and the ranks agree on a plan. `activations` plans
-`use_checkpoint="auto"`, `residents` plans `keep_frozen="auto"`. Both measure with a `meter`, and a MemoryPlanner passes
-them the events of training. `plan` chooses the blocks that are recomputed. `attention` keeps what attention returns in
-blocks that are recomputed, so that it is not computed again. `shortage` adds to an out-of-memory
-error what would need less memory.
+With "auto", which needs a GPU, training passes are measured and the ranks agree on a plan. `activations` plans
+`use_checkpoint="auto"`; `residents` plans `keep_frozen="auto"`. Both measure with `meter`. A MemoryPlanner forwards the
+events of training to them. `plan` chooses the blocks that are recomputed. `attention` keeps the outputs of attention in
+recomputed blocks, so that attention is not recomputed. `shortage` explains out-of-memory errors: it lists what takes
+memory and how to save some.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
     """Return the recomputation policy that `use_checkpoint` selects for `block`.
 
     Args:
-        use_checkpoint: whether the block is recomputed in backward: True, False, "attention" for all but attention, or
-            "auto" for a plan.
+        use_checkpoint: the argument of `auto_wrap`: whether the block is recomputed in backward. "attention" recomputes
+            everything except attention. "auto" lets a plan choose.
         block: the state of the block.
         world: the world whose device runs the block.
 
     Raises:
-        RuntimeError: "auto" with torch 2.6, which cannot count the bytes that autograd saves; "attention" with a torch
-            that does not show which operations compiled code calls.
+        RuntimeError: "auto" with torch 2.6, which cannot count the bytes that autograd saves, or "attention" with a
+            version of torch that cannot intercept the operations of compiled code.
     """
     if use_checkpoint is True or use_checkpoint is False:
         return ALWAYS if use_checkpoint else NEVER

@@ -50,9 +50,9 @@ class Measurement:
         shapes: the shapes of the forward's inputs.
         nbytes: the bytes that autograd saved in the forward for backward.
         calls: how many forwards of the block, including this one, were waiting for their backward.
-        attention: the bytes that attention returned in the forward.
-        watch: the time of the forward.
-        meter: the time of attention in it.
+        attention: the size in bytes of the outputs of attention.
+        watch: the stopwatch of the forward.
+        meter: the time that attention took in the forward.
     """
 
     shapes: Shapes
@@ -64,25 +64,25 @@ class Measurement:
 
 
 class AutoCheckpoint(Recompute):
-    """The policy of one block that keeps its activations or is recomputed, as the plan in `activations` chooses.
+    """The policy of a block with use_checkpoint="auto": the plan in `activations` decides whether it is recomputed.
 
-    A block that is recomputed may keep what attention returns.
+    A recomputed block may keep the outputs of attention.
 
     A plan is valid for inputs that are in no dimension larger than the inputs of some measured forward, because they
     need no more memory. Larger inputs start a new measurement.
 
     Attributes:
         kept: whether the plan keeps the block's activations.
-        attention: whether the plan recomputes the block but keeps what attention returns.
-        calls: the largest number of the block's forwards that waited for their backward at the same time, in all
-            measured passes.
+        attention: whether the plan recomputes the block but keeps the outputs of attention.
+        calls: in all measured passes, the largest number of the block's forwards that were waiting for their backward
+            at the same time.
     """
 
     def __init__(self, activations: Activations, block: Block) -> None:
-        self.activations, self.block = activations, weakref.proxy(block)  # weak: the block owns this object
+        self.activations, self.block = activations, weakref.proxy(block)  # weak, because the block owns this object
         self.kept = self.attention = False
         self.calls = self._most = self._attention = 0
-        self._measured: Measurement | None = None  # the last one
+        self._measured: Measurement | None = None  # the last measurement
         self._inputs = MeasuredInputs()
 
     @property
@@ -92,13 +92,13 @@ class AutoCheckpoint(Recompute):
 
     @property
     def attention_nbytes(self) -> int:
-        """Bytes of `nbytes` that attention returned; 0 if they cannot be kept alone."""
+        """The part of `nbytes` that is outputs of attention, or 0 if these cannot be kept separately."""
         return self._attention * self.calls
 
     def prefers_attention(self) -> bool:
-        """Return whether to keep what attention returns saves more time a byte than to keep all activations.
+        """Return whether keeping only the outputs of attention saves more time per byte than keeping all activations.
 
-        Waits for the device. False if times are not known, in a simulation.
+        Waits for the device. Returns False in a simulation, where times are not known.
         """
         last = self._measured
         if last is None or not last.attention:
@@ -156,10 +156,12 @@ class AutoCheckpoint(Recompute):
 
     @contextmanager
     def _measure(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
-        """Under `with`, measure what the block's forward saves and how long it takes; at its end add a Measurement.
+        """Under `with`, measure the block's forward: the bytes that autograd saves, and the time. Add a Measurement.
 
-        A forward inside a backward is not measured: it is a recomputation by torch's checkpoint around the block.
-        pending: how many earlier forwards of the block are waiting for their backward.
+        A forward inside a backward is not measured, because it is a recomputation by torch's checkpoint around the
+        block.
+
+        pending: the number of earlier forwards of the block that are waiting for their backward.
         """
         if self.activations.in_backward:
             yield
@@ -334,7 +336,7 @@ class Activations:
             self._meter.has_stepped(_buffers(blocks)), self._rooms(free), tuple(block.nbytes for block in blocks),
             tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
         )  # fmt: skip
-        # Ranks that may enter different blocks have measured different ones, and may also gather differently.
+        # Ranks of an uneven model have measured different blocks, and may also gather in different order.
         agreed = agree(world, mine) if self._schedule.negotiated is None else combine([mine])
         if agreed is None:
             return False
@@ -351,7 +353,7 @@ class Activations:
         return True
 
     def _plan_alone(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
-        """Make a new choice of the blocks that this rank recomputes. free: the bytes free as the pass began."""
+        """Choose anew which blocks this rank recomputes. free: the bytes that were free when the pass began."""
         attention, no_parameters = [block.attention_nbytes for block in blocks], [0] * len(blocks)
         sizes = Sizes([block.nbytes for block in blocks], attention, no_parameters, _attention_first(blocks))
         rooms = self._rooms(free - self._unsharded)
@@ -367,9 +369,9 @@ class Activations:
 
 
 def _attention_first(blocks: Sequence[AutoCheckpoint]) -> bool:
-    """Return whether most of the blocks in which attention was measured prefer to keep what it returns.
+    """Return whether most of the blocks with measured attention prefer to keep only the outputs of attention.
 
-    The time of the first block often includes that of its compilation.
+    A majority decides, because some measurements may be wrong: the first block's often includes compilation.
     """
     votes = [block.prefers_attention() for block in blocks if block.attention_nbytes]
     return 2 * sum(votes) > len(votes)

@@ -1,14 +1,15 @@
-"""Keeps what attention computed in a block's forward, so that the block's recomputation does not run attention again.
+"""Keep the output of attention in a block's forward, so that the block's recomputation does not run attention again.
 
-With long rows attention takes a large part of a forward's time, and its output is only as large as the block's input.
-The operations that are kept are those that compute attention as a whole: of `scaled_dot_product_attention` (flash,
-memory-efficient, cuDNN), and of packages that register theirs with torch, such as flash-attn. They are found by name,
-in eager and in compiled blocks. What is recomputed: compiled FlexAttention, whose kernel is no operation of torch, and
-attention as single products and a softmax, such as torch's "math" and transformers' "eager" implementation.
+With long rows, attention takes a large part of a forward's time, and its output is only as large as the block's input.
+The output is kept if one operation computes attention as a whole: the operations of `scaled_dot_product_attention`
+(flash, memory-efficient, cuDNN), and those that packages such as flash-attn register with torch. They are found by
+name, in eager and in compiled blocks. Other implementations are recomputed: compiled FlexAttention, whose kernel is not
+an operation of torch, and attention as separate products and a softmax, such as torch's "math" and transformers'
+"eager" implementations.
 
-torch's own selective checkpointing (`create_selective_checkpoint_contexts`) is not used: it expects a recomputation to
-run the same operations as the first forward, which is not so if one of them gathers parameters or fills a cache and the
-other does not. It also refuses a second backward, which here recomputes attention.
+torch's selective checkpointing (`create_selective_checkpoint_contexts`) is not used, because it requires that a
+recomputation runs the same operations as the first forward. This is not so if only one of them gathers parameters or
+fills a cache. It also does not allow a second backward. Here, a second backward recomputes attention.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _ATEN = {
 
 @functools.cache
 def _dropout_of(operator: Any) -> int | None:
-    """Return the position of the dropout probability among the arguments of an operator that computes attention.
+    """Return the position of the dropout probability in the arguments of an operator that computes attention.
 
-    Return -1 if it has none, and None if the operator does not compute attention, or writes to an argument.
+    Returns -1 if the operator has no dropout, and None if it does not compute attention, or writes to an argument.
     """
     schema = schema_of(operator)
     if schema is None or schema.is_mutable:
@@ -51,9 +52,9 @@ def _dropout_of(operator: Any) -> int | None:
 
 
 def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return whether the output of a call of an operator is kept: it computes attention, without dropout.
+    """Return whether the output of this call of an operator is kept, because it is attention without dropout.
 
-    With dropout, a recomputation that left the call out would draw other random numbers after it.
+    If a recomputation skipped a call with dropout, it would draw other random numbers after it.
     """
     position = _dropout_of(operator)
     if position is None or position < 0:
@@ -64,11 +65,11 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 class _Attention(TorchDispatchMode):
     """A context that intercepts the calls whose output is kept, also in compiled code."""
 
-    supports_higher_order_operators = True  # they run as without this mode
+    supports_higher_order_operators = True  # they run in the same way as without this mode
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # torch.compile compiles inside this mode, and runs what it has compiled under it
+        return True  # torch.compile compiles inside this mode, and this mode sees the compiled code's operations
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -82,7 +83,7 @@ class _Attention(TorchDispatchMode):
 
 
 class _Keep(_Attention):
-    """Under `with`, appends what attention returns to `outputs`."""
+    """Under `with`, appends the outputs of attention to `outputs`."""
 
     def __init__(self, outputs: list[Any]) -> None:
         super().__init__()
@@ -90,21 +91,21 @@ class _Keep(_Attention):
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
-        # Without a gradient autograd does not hold the output, and compiled code may use its memory for something else.
-        # In compiled code no tensor requires one.
+        # If the output needs no gradient, autograd does not keep it, and compiled code may reuse its memory. So it is
+        # copied. Inside compiled code no tensor requires a gradient.
         graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         self._outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach if graph else _copied, output))
         return output
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same strides, which compiled code expects."""
+    """Return a copy with the same strides, because compiled code expects these strides."""
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
 
 
 class _Reuse(_Attention):
-    """Under `with`, attention returns what is in `outputs`, once. After that it is computed."""
+    """Under `with`, attention returns the outputs in `outputs`. Each is used once; in a later pass it is computed."""
 
     def __init__(self, outputs: list[Any]) -> None:
         super().__init__()
@@ -123,16 +124,16 @@ class _Reuse(_Attention):
 
 
 def keep_attention() -> Contexts:
-    """Return the contexts of a forward that keeps what attention returns, and of its recomputation, which uses that."""
+    """Return two contexts: for a forward that keeps the outputs of attention, and for recomputations that use them."""
     outputs: list[Any] = []
     return _Keep(outputs), _Reuse(outputs)
 
 
 class AttentionMeter(_Attention):
-    """Under `with`, counts the bytes that attention returns, and the time that it takes.
+    """Under `with`, measures the size of the outputs of attention, and the time that attention takes.
 
     Attributes:
-        nbytes: the bytes.
+        nbytes: the size of all outputs, in bytes.
     """
 
     def __init__(self) -> None:
@@ -148,7 +149,7 @@ class AttentionMeter(_Attention):
         return output
 
     def milliseconds(self) -> float:
-        """Return the milliseconds that attention took, nan if that is not known. Waits for the device."""
+        """Return the milliseconds that attention took, or nan if the time is not known. Waits for the device."""
         return sum(watch.milliseconds() for watch in self._watches)
 
 

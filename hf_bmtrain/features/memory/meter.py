@@ -54,7 +54,7 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inside_hooks() -> bool:
-    """Return whether hooks for saved tensors are active; False with torch 2.6, where that is not known.
+    """Return whether saved-tensor hooks are active. In torch 2.6, which cannot tell, return False.
 
     Such hooks, for example those of torch's checkpoint or of offloading, decide which tensors are kept.
     """
@@ -62,9 +62,9 @@ def inside_hooks() -> bool:
 
 
 class Stopwatch:
-    """Measures, under `with`, the time that a device takes for the operations that are started on the current stream.
+    """Measures, under `with`, the time that a device takes for the operations queued on its current stream.
 
-    device: the device; on the meta device no time passes that could be measured.
+    device: the device. Nothing is measured on the meta device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Stopwatch:
             self._events[index].record()
 
     def milliseconds(self) -> float:
-        """Return the milliseconds, nan on the meta device. Waits for the device."""
+        """Return the milliseconds, or nan on the meta device. Waits for the device."""
         if self._events:
             self._events[1].synchronize()
             return self._events[0].elapsed_time(self._events[1])
@@ -212,8 +212,8 @@ class Reading:
         rooms: the bytes that may still be allocated at each of the plan's memory peaks; None if the rank does not
             know them yet.
         activations: the bytes of each block's activations.
-        attention: the bytes that attention returns in each block.
-        attention_first: whether to keep these saves more time a byte than to keep all activations.
+        attention: the size in bytes of the outputs of attention in each block.
+        attention_first: whether keeping these outputs saves more time per byte than keeping all activations.
     """
 
     stepped: bool
@@ -225,13 +225,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks assume that make a plan together.
+    """The readings of all ranks that plan together, combined.
 
     Attributes:
-        rooms: for each peak the smallest of any rank.
-        activations: for each block the largest of any rank.
-        attention: for each block the largest of any rank.
-        attention_first: whether it is true on every rank.
+        rooms: for each peak, the smallest `rooms` of any rank.
+        activations: for each block, the largest `activations` of any rank.
+        attention: for each block, the largest `attention` of any rank.
+        attention_first: whether `attention_first` is true on every rank.
     """
 
     rooms: list[int]
@@ -241,7 +241,7 @@ class Agreed:
 
 
 def agree(world: World, mine: Reading) -> Agreed | None:
-    """Return what the ranks assume for a plan. Collective.
+    """Return the combined readings of all ranks that plan together.
 
     Collective: every rank must call it. Return None if it is too early for a plan: no rank's optimizer has stepped, or
     a rank does not know its rooms.
@@ -254,7 +254,7 @@ def agree(world: World, mine: Reading) -> Agreed | None:
 
 
 def combine(readings: Sequence[Reading]) -> Agreed | None:
-    """Return what `agree` returns, from the readings of all ranks that make a plan together."""
+    """Return the result of `agree`, given the readings of all ranks that plan together."""
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):
         return None

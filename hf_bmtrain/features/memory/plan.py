@@ -10,14 +10,14 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Sizes:
-    """What keeping something costs, in bytes: one number for each block, in execution order.
+    """The sizes in bytes of what can be kept until backward, for each block in execution order.
 
     Attributes:
-        activations: all activations.
-        attention: what attention returns, which is a part of the activations; 0 if it cannot be kept alone.
-        parameters: the full parameters; 0 for a block that is never resharded between forward and backward, or must
-            always be.
-        attention_first: whether to keep what attention returns saves more time a byte than to keep all activations.
+        activations: all activations of the block.
+        attention: the outputs of attention, a part of the activations. 0 if they cannot be kept separately.
+        parameters: the full parameters. 0 for a block for which there is no choice, because it always, or never, stays
+            unsharded between forward and backward.
+        attention_first: whether keeping the outputs of attention saves more time per byte than keeping all activations.
     """
 
     activations: Sequence[int]
@@ -32,7 +32,7 @@ class Plan:
 
     Attributes:
         kept: for each block, whether it keeps its activations.
-        attention: for each block, whether it is recomputed but keeps what attention returns.
+        attention: for each block, whether it is recomputed but keeps the outputs of attention.
         full: for each block, whether it stays unsharded from its forward to its backward.
         left: the bytes that the plan leaves free at the forward's or the backward's peak, whichever are fewer. Negative
             if even a step that recomputes every block takes too much memory.
@@ -61,14 +61,15 @@ class Plan:
 def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     """Choose the blocks that keep activations and, if all keep all of them, those that stay unsharded until backward.
 
-    What saves more time a byte is given to as many blocks as possible first: all activations, or what attention
-    returns. Blocks are chosen from the last one to the first, and a block that does not fit is skipped. What is kept is
-    alive when backward begins, before any block is recomputed. Kept activations of the first blocks would also be alive
-    while the last blocks are recomputed, so the last blocks are preferred. What the last block keeps does not count
-    against `backward_room`, because a step that recomputes this block also has it in memory at that peak.
+    There are two passes over the blocks: one chooses the blocks that keep all activations, and the other those that
+    keep the outputs of attention. The choice that saves more time per byte is made first. Each pass goes from the last
+    block to the first, and skips a block that does not fit. The last blocks come first because of the peak in backward:
+    activations of the first blocks would still be alive while the last blocks are recomputed. The activations of the
+    last block do not count against `backward_room`, because a step that recomputes this block has them in memory at
+    that peak too.
 
     Args:
-        sizes: what can be kept.
+        sizes: the sizes of what can be kept.
         forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and the
             loss. May be negative.
         backward_room: the bytes that the same step leaves free at its peak while recomputed activations of a block are
@@ -79,7 +80,7 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     kept, attention = [False] * count, [False] * count
 
     def fits(index: int, size: int) -> bool:
-        """Return whether block `index` may take `size` bytes, and if so, let it."""
+        """Return whether `size` bytes fit for block `index`. If so, set its entry in `taken`."""
         before, taken[index] = taken[index], size
         if sum(taken) <= forward_room and sum(taken[:-1]) <= backward_room:
             return True

@@ -1,11 +1,11 @@
 """auto_wrap(mlp_chunks=N): the MLP of each block computes its tokens in N pieces, one after the other.
 
-For long rows, the intermediate activations of one MLP (tokens times intermediate size, several times) are the peak of
-a step in which everything else is recomputed. In pieces they are N times smaller, and they are never kept: backward
-computes each piece again. With use_checkpoint=True, that takes no more operations than without pieces, because the
-recomputation of a block ends at its MLP. Gradients of weights are added in float32.
+If a step with long rows recomputes everything else, its peak of memory is the intermediate activations of one MLP:
+several tensors (tokens, intermediate size). With N pieces they take 1/N of the memory. They are never kept until
+backward, which computes each piece again. With use_checkpoint=True this costs no additional operations, because the
+recomputation of a block ends before its MLP. Gradients of weights are summed in float32.
 
-`chunked` computes; this file finds the modules.
+This file finds the modules, and `chunked` computes them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class MlpChunks(Extension):
         if plan.compiled:
             raise ValueError(
                 "auto_wrap: compile cannot be combined with mlp_chunks, because each MLP computes its own gradients, "
-                "which the compiler cannot trace: leave one of them out."
+                "which the compiler cannot trace. Leave one of them out."
             )
         inside = (module for layer in plan.layers for module in layer.modules())
         self._found = [module for module in inside if _is_mlp(module, plan.shared)]
         if not self._found:
             raise ValueError(
-                f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__}: a "
-                "module whose class is called ...MLP, that takes one tensor, has no dropout, and shares no weights. "
-                "Leave it out."
+                f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__}. An "
+                "MLP is a module whose class name ends in MLP, and which takes one tensor, has no dropout, and shares "
+                "no weights. Leave mlp_chunks out."
             )
 
     def prepare(self, plan: WrapPlan) -> None:
@@ -60,9 +60,11 @@ class MlpChunks(Extension):
 
 
 def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
-    """Return whether `module` computes its output for each token alone, from one tensor, and draws no numbers.
+    """Return whether `module` is an MLP that can compute its tokens in pieces.
 
-    shared: ids of parameters that other modules use too.
+    It must be called ...MLP, take one tensor, use no random numbers (dropout), and share no parameters.
+
+    shared: ids of parameters that several modules use.
     """
     if not type(module).__name__.endswith("MLP") or "forward" in vars(module):
         return False

@@ -1,8 +1,9 @@
 """The forward and backward of a module that computes its tokens in pieces.
 
-Two nodes of autograd stand for the module: `_Keep`, which saves its input, and `_Compute` behind it, which saves
-nothing. So the last tensor that a recomputed block saves is the input of its MLP, and torch's checkpoint ends the
-recomputation there. Backward reaches `_Compute` first, which passes the output's gradient on, and `_Keep` computes.
+In autograd's graph, the module is two nodes: first `_Keep`, which saves the input, and then `_Compute`, which computes
+the output and saves nothing. The last tensor that a recomputed block saves is therefore the input of its MLP, and
+torch's checkpoint ends the recomputation there. In backward, `_Compute` runs first and only passes the output's
+gradient to `_Keep`, which computes all gradients.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class _Call:
     Attributes:
         forward: the forward of the module.
         count: the number of pieces.
-        parameters: those of the module that require a gradient.
-        autocast: the device and the dtype of autocast, None if it is off.
-        gradient: that of the output, once backward has reached it.
+        parameters: the parameters of the module that require a gradient.
+        autocast: the device type and the dtype of autocast, or None if it is off.
+        gradient: the gradient of the output, between the backwards of `_Compute` and `_Keep`.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -37,17 +38,17 @@ class _Call:
     gradient: Tensor | None = field(default=None)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return a context with the autocast of the forward, without its cache, which would keep casts of weights."""
+        """Return a context with the forward's autocast, but without its cache, which would keep casts of weights."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
 
 
 def in_chunks(count: int, forward: Callable[[Any, Tensor], Tensor], module: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Compute `forward(module, tokens)` in `count` pieces, and its gradients likewise.
+    """Compute `forward(module, tokens)` and its gradients in `count` pieces.
 
     Args:
-        count: the number of pieces. Fewer are made of fewer tokens.
+        count: the number of pieces. If there are fewer tokens, each of them is a piece.
         forward: the forward of the module's class.
         module: the module.
         tokens: (..., tokens, features).
@@ -106,19 +107,19 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
         ctx.call.gradient = gradients[0]
-        return None, gradients[0].new_zeros(()).expand(ctx.shape)  # `_Keep` does not read it
+        return None, gradients[0].new_zeros(()).expand(ctx.shape)  # takes no memory; `_Keep` does not read it
 
 
 def _pieces(count: int, *tensors: Any) -> Any:
-    """Yield for each of `count` pieces its first token, and the views of `tensors` with its tokens."""
+    """Yield, for each of `count` pieces, the index of its first token, and the tokens of each of `tensors`."""
     at = 0
     for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
-        yield at, *(view.contiguous() for view in views)  # as modules get them without pieces
+        yield at, *(view.contiguous() for view in views)  # contiguous, as the module's input is without pieces
         at += views[0].shape[-2]
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Add a piece's gradient of a weight to that of the pieces before it, in float32."""
+    """Add the gradient of a weight from one piece to the sum of the earlier pieces, in float32."""
     if gradient is None:
         return total
     return gradient.float() if total is None else total.add_(gradient)

@@ -32,7 +32,7 @@ def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch
     inside = {module for block in model.modules() if isinstance(block, CheckpointBlock) for module in block.modules()}
     if any(map(is_part, model.parameters())):
         raise ValueError(
-            "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has a part of a split one. Use "
+            "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has a part of a split matrix. Use "
             "bmt.optim.AdamOptimizer(model.parameters()), or leave tp_size out."
         )
     hidden: set[torch.nn.Parameter] = set()

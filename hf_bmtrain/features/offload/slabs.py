@@ -72,7 +72,7 @@ def allocate_slabs(
     Args:
         runs: the runs.
         masters: the dtype of each run's stored masters, or None if it stores none. It is the same for all runs of a
-        slab.
+            slab.
         exp_avg_dtype: the dtype of the first moment.
 
     Returns:

@@ -79,7 +79,7 @@ class Format:
 
     @property
     def _codes(self) -> int:
-        """Bytes of a cell's codes."""
+        """The bytes of a cell that store codes. The others store scales."""
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:

@@ -76,7 +76,7 @@ def check_parity(
     world.barrier("check_parity")
     sharded_params = [p for p in dict.fromkeys(model.parameters()) if isinstance(p, DistributedParameter)]
     if not sharded_params:
-        raise ValueError(f"check_parity takes a wrapped model: call bmt.auto_wrap on {type(model).__name__} first.")
+        raise ValueError(f"check_parity needs a wrapped model. Call bmt.auto_wrap on {type(model).__name__} first.")
     if world.grid is not None:
         raise NotImplementedError(
             "check_parity does not support tp_size, with which no rank computes full layers. Compare with a plain "

@@ -96,8 +96,8 @@ def quiet_world(size: int, zero_level: int, memory: Any) -> World:
 
     Args:
         size: the number of ranks.
-        zero_level: the level that blocks get by default.
-        memory: an object with the methods of `DeviceMemory` that stands for the device's memory.
+        zero_level: the default ZeRO level of blocks.
+        memory: an object that stands for the device's memory, with the methods of `DeviceMemory`.
     """
     communicator, control = _Quiet(size), _Echo(size)
     shards: Gather = CollectiveGather(communicator)

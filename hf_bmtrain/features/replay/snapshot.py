@@ -1,6 +1,6 @@
-"""Snapshot: a copy of the state that a forward may change, for restoring it later.
+"""Copy the state that a forward may change, to restore it later.
 
-Its four parts are buffers, attributes, containers in the arguments, and random generators.
+The state has four parts: buffers, attributes, containers in the arguments, and random generators.
 """
 
 from __future__ import annotations
@@ -262,9 +262,9 @@ def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def generators_of(layer: torch.nn.Module) -> list[Any]:
-    """Return the global generators of Python and NumPy, and the generators among the attributes of the layer's modules.
+    """Return the global generators of Python and NumPy, and those that are attributes of the layer's modules.
 
-    Returns an empty list while torch.compile traces the layer, because it cannot trace how their states are read.
+    Returns an empty list while torch.compile traces the layer, because reading their states cannot be traced.
     """
     if torch.compiler.is_compiling():
         return []
@@ -274,7 +274,7 @@ def generators_of(layer: torch.nn.Module) -> list[Any]:
 
 
 class Generators:
-    """The states of some random generators at the time when this object is created."""
+    """The states of some random generators when this object is created."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
         self._states = [(generator, _read(generator)) for generator in generators]
@@ -284,7 +284,7 @@ class Generators:
         return [generator for generator, state in self._states if not _equal(state, _read(generator))]
 
     def restore(self) -> Generators:
-        """Set the generators back to the saved states. Returns the states that they had just before."""
+        """Set the generators back to the saved states. Return the states that they had before this call."""
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:
             access = _access(generator)
@@ -294,7 +294,7 @@ class Generators:
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return two functions that get and set the state of `generator`; None if it is not a random generator."""
+    """Return functions that get and set the state of `generator`, or None if it is not a random generator."""
     if isinstance(generator, random.Random) or generator is random:
         return generator.getstate, generator.setstate
     if isinstance(generator, torch.Generator):
@@ -311,7 +311,7 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | 
 
 
 def _numpy_random() -> Any:
-    """Return numpy.random, or None if NumPy has not been imported. (NumPy imports this submodule on first use.)"""
+    """Return numpy.random (which NumPy imports on first use), or None if NumPy has not been imported."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random
 

@@ -1,11 +1,15 @@
-"""Tensor parallelism: consecutive ranks compute together, each with its parts of the weights of BMTrain's layers.
+"""Tensor parallelism: groups of consecutive ranks compute together, each rank with its part of the layers' weights.
 
-`groups` divides the ranks, and says which ranks shard a part and how gradients are averaged. `storage` converts between
-a part and the whole tensor of checkpoints. `layers` has the layers, and `functions` their collectives; the loss is in
-`features/loss/parallel.py`. `same_rows` finds parameters that are declared wrongly.
+Files: `groups` divides the ranks into groups, and defines which ranks shard a part and how its gradient is averaged.
+`storage` converts between parts and the whole tensors of checkpoints. `layers` has BMTrain's layers, and `functions`
+has their collectives. `same_rows` finds parameters with a wrong `tp_mode`. `refuse` refuses models without split
+layers. The loss is in `features/loss/parallel.py`.
 
-All follow one convention. The ranks of a group compute one loss together. A tensor is either the same on all ranks of
-the group, and so is its gradient; or each rank has a part of it, of rows or of features, and the part's gradient. The
-gradient of a part of a weight is averaged over the groups. That of a parameter that is not split is summed over the
-ranks of a group first, because each has other rows, unless it is declared with `tp_mode=True`.
+Convention: the ranks of a group compute one loss together. For each tensor in the computation there are two cases.
+Either the tensor is equal on all ranks of the group, and its gradient is too. Or each rank has a part of the rows or
+features of the tensor, and the gradient of this part.
+
+Gradients of parameters: that of a part of a split weight is averaged over the groups. That of another parameter is
+summed over the ranks of each group and averaged over the groups, because each rank uses it for different rows. With
+`tp_mode=True`, all ranks of a group use the parameter for the same rows, and the gradient is averaged over all ranks.
 """

@@ -1,8 +1,8 @@
-"""Differentiable exchanges between the ranks of a group.
+"""Differentiable collectives between the ranks of a group.
 
-"Rows" are dimension 0 and "features" the last dimension. Each function is collective in the group, in forward or in
-backward. Gradients follow the convention of `__init__`: of a tensor that is the same on all ranks, each rank has the
-full gradient; of a tensor of which each rank has a part, that part's.
+"Rows" are dimension 0, and "features" are the last dimension. Every rank of the group must call each function, and run
+its backward. Gradients follow the convention of `__init__`: if a tensor is equal on all ranks, each rank has its full
+gradient; if each rank has a part of a tensor, it has the gradient of this part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...engine.runtime.world import Grid
 
 
 def gather_rows(grid: Grid, x: Tensor) -> Tensor:
-    """Concatenate the ranks' rows. Each rank then uses all rows in its own way, so backward adds up its gradients.
+    """Concatenate the ranks' rows. Each rank uses the result differently, so backward sums the ranks' gradients.
 
     Args:
         grid: the groups.
@@ -29,7 +29,7 @@ def gather_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def add_rows(grid: Grid, x: Tensor) -> Tensor:
-    """Add up the ranks' tensors, and return this rank's rows of the sum. The adjoint of `gather_rows`.
+    """Sum the ranks' tensors, and return this rank's rows of the sum. The adjoint of `gather_rows`.
 
     Args:
         grid: the groups.
@@ -42,22 +42,29 @@ def add_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def add(grid: Grid, x: Tensor) -> Tensor:
-    """Add up the ranks' tensors. The sum is the same on all ranks, so its gradient is the gradient of each summand."""
+    """Sum the ranks' tensors. All ranks get the same sum, and its gradient is the gradient of each rank's tensor."""
     return _Add.apply(grid, x)
 
 
 def share(grid: Grid, x: Tensor) -> Tensor:
-    """Return `x`, which is the same on all ranks, and which each rank uses in its own way. The adjoint of `add`."""
+    """Return `x`, which is equal on all ranks. Each rank uses it differently, so backward sums the ranks' gradients.
+
+    The adjoint of `add`.
+    """
     return _Share.apply(grid, x)
 
 
 def gather_features(grid: Grid, x: Tensor) -> Tensor:
-    """Concatenate the ranks' features: (..., k) becomes (..., grid.size * k), the same on all ranks."""
+    """Concatenate the ranks' features: (..., k) becomes (..., grid.size * k), equal on all ranks."""
     return _GatherFeatures.apply(grid, x)
 
 
 def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
-    """Exchange all features of the own rows, (n, ..., grid.size * k), for the own features of all rows.
+    """Return this rank's features of all ranks' rows, given all features of this rank's rows.
+
+    Args:
+        grid: the groups.
+        x: (n, ..., grid.size * k), of equal shape on all ranks of the group.
 
     Returns:
         (grid.size * n, ..., k)
@@ -66,12 +73,12 @@ def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def same_rows_of(grid: Grid, x: Tensor) -> Tensor:
-    """Concatenate the ranks' rows. The result is used in the same way on all ranks, so backward takes the own rows."""
+    """Concatenate the ranks' rows. All ranks use the result in the same way, so backward returns this rank's rows."""
     return _SameRowsOf.apply(grid, x)
 
 
 def _gathered(grid: Grid, x: Tensor) -> Tensor:
-    """Return the ranks' tensors (grid.size, *x.shape)."""
+    """Return the tensors of all ranks, (grid.size, *x.shape)."""
     part = x.detach().contiguous()
     every = part.new_empty((grid.size, *part.shape))
     if part.numel():
@@ -83,7 +90,7 @@ def _rows_of_sum(grid: Grid, x: Tensor) -> Tensor:
     if x.shape[0] % grid.size:
         raise ValueError(
             f"the {x.shape[0]} rows (dimension 0) of a tensor of shape {tuple(x.shape)} cannot be divided between the "
-            f"{grid.size} ranks that compute together: pad them to a multiple of tp_size, or pass "
+            f"{grid.size} ranks that compute together. Pad them to a multiple of tp_size, or pass "
             "all_reduce_output=True."
         )
     every = x.detach().contiguous()

@@ -1,4 +1,4 @@
-"""The groups of ranks that compute together, and which ranks share a parameter."""
+"""The groups of ranks that compute together, and the storage kinds of parameters with `tp_mode=True`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .storage import PartStorage, WholeStorage
 
 
 def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
-    """Divide the ranks into groups of `size` consecutive ranks; `size` divides their number. Collective."""
+    """Divide the ranks into groups of `size` consecutive ranks. `size` must divide the number of ranks.
+
+    Collective: every rank must call it.
+    """
     together, across = open_group(size), open_group(ranks // size, size)
     return Grid(size, rank % size, ranks // size, rank // size, together, across)
 
@@ -28,17 +31,17 @@ class Groups:
     Args:
         grid: the groups.
         device: this rank's device.
-        mean: averages gradients over all ranks.
+        mean: the reduction that averages gradients over all ranks.
     """
 
     def __init__(self, grid: Grid, device: torch.device, mean: Reduction) -> None:
         self.grid, self.mean = grid, mean
-        # With one group each rank has a part of its own, and nothing to send.
+        # With one group, no two ranks have the same part, so no gradient needs to be sent.
         self.across = LocalReduction() if grid.groups == 1 else CollectiveReduction(grid.across, device)
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return the storage kind of parameters that are split on dimension `dim`; -1: that are not split."""
+        """Return the storage kind of parameters that are split on dimension `dim`, or not split if it is -1."""
         return SameRows(self) if dim < 0 else Part(self, dim)
 
     def ranks_with_this_part(self, world: World) -> World:
@@ -55,7 +58,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class SameRows(StorageKind):
-    """Parameters that all ranks of a group use for the same rows: the mean of their gradients is over all ranks."""
+    """Parameters that all ranks of a group use for the same rows. Their gradients are averaged over all ranks."""
 
     groups: Groups
 
@@ -68,7 +71,7 @@ class SameRows(StorageKind):
 
 @dataclass(frozen=True)
 class Part(StorageKind):
-    """Parameters that are one part of a tensor, split on dimension `dim` over the ranks of a group."""
+    """Parameters that are parts of whole tensors, which are split on dimension `dim` over the ranks of a group."""
 
     groups: Groups
     dim: int
@@ -81,7 +84,7 @@ class Part(StorageKind):
 
 
 class _Posts(ObjectComm):
-    """The posts of some of the ranks, under keys of their own in the store of all ranks. It has no collectives."""
+    """Posts between the ranks that have the same parts, under separate keys of the common store. No collectives."""
 
     def __init__(self, control: ObjectComm, size: int, group: int) -> None:
         self.size, self._control, self._group = size, control, group

@@ -1,4 +1,4 @@
-"""BMTrain's layers whose weights are split over the ranks that compute together. Without such ranks they are whole."""
+"""BMTrain's layers whose weights are split over the ranks that compute together. With tp_size=1 they are not split."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .functions import add, add_rows, features_of_all_rows, gather_features, gat
 
 
 class ReduceType(Enum):
-    """How `OpParallelLinear` adds up outputs: on every rank, or each rank its rows."""
+    """How `OpParallelLinear` sums the ranks' outputs: each rank gets the whole sum, or only its rows of the sum."""
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
 
 
 class OpParallelLinear:
-    """The function of the parallel linear layers, in the form of BMTrain's autograd function."""
+    """The function that the parallel linear layers compute, with the interface of BMTrain's autograd function."""
 
     @staticmethod
     def apply(
@@ -36,17 +36,20 @@ class OpParallelLinear:
         reduce_output_type: ReduceType | None = None,
         async_gather_chunks: int = 2,
     ) -> Tensor:
-        """Compute x weightᵀ + bias with this rank's part of the weight. Differentiable. Collective.
+        """Compute x weightᵀ + bias with this rank's part of the weight. Differentiable.
+
+        Collective: every rank must call it.
 
         Args:
-            input: this rank's rows or, without `gather_input`, all rows. It has this rank's features if outputs are
-                added up, otherwise all features.
-            weight: this rank's part, (own out_features, in_features) or (out_features, own in_features).
-            bias: (own out_features,) or None; it is added before outputs are added up.
-            gather_input: whether `input` has this rank's rows (dimension 0), and those of all ranks are needed.
-            gather_output: whether to return all features, and not this rank's.
-            split_input: with `gather_input`, whether `input` has all features, and this rank's are needed.
-            reduce_output_type: how to add up the ranks' outputs; None not to.
+            input: this rank's rows (dimension 0) if `gather_input` is set, otherwise all rows. It has all features if
+                `split_input` is set or the outputs are not summed, otherwise this rank's features.
+            weight: this rank's part: (out_features / tp_size, in_features), or (out_features, in_features / tp_size) if
+                the outputs are summed.
+            bias: the bias for this rank's outputs, or None. It is added before the outputs are summed.
+            gather_input: whether to concatenate the rows of all ranks first.
+            gather_output: whether to return the features of all ranks instead of this rank's.
+            split_input: whether to use only this rank's features of `input`.
+            reduce_output_type: how to sum the ranks' outputs. With None they are not summed.
             async_gather_chunks: for compatibility with BMTrain; ignored.
         """
         grid = current_world().grid
@@ -73,7 +76,7 @@ def parts() -> int:
 
 
 def _own_part(name: str, size: int) -> int:
-    """Return this rank's share of a dimension `name` of `size` elements. Raises ValueError if it is not even."""
+    """Return the size of this rank's part of a dimension. Raises ValueError if `size` cannot be split evenly."""
     expect_number(name, size, "one of the positive sizes below 2**48", lambda size: 1 <= size < 2**48, integer=True)
     if size % parts():
         raise ValueError(f"{name}={size} must be a multiple of tp_size={parts()}, over which it is split")
@@ -97,19 +100,21 @@ def _bias(size: int, dtype: torch.dtype | None, tp_mode: bool, dim: int) -> Dist
 
 
 class ColumnParallelLinear(DistributedModule):
-    """Linear layer y = x Aᵀ + b whose outputs are split over the ranks that compute together. Collective.
+    """Linear layer y = x Aᵀ + b whose outputs are split over the ranks that compute together.
 
-    Each rank has out_features / tp_size rows of `weight` and `bias`; state dicts have all of them. They are zero until
-    they are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
+    Collective: every rank must call it. Each rank has out_features / tp_size rows of `weight` and `bias`; state dicts
+    contain all rows. They are zero until they are loaded, or until `init_parameters` draws the weight from the Glorot
+    normal distribution. The output has the rows of all ranks.
 
     Args:
         in_features: the size of the last dimension of the input.
-        out_features: the size of the last dimension of the output on all ranks together, a multiple of tp_size.
+        out_features: the number of output features of all ranks together, a multiple of tp_size.
         bias: whether the layer has a bias.
-        dtype: a floating dtype; None for torch's default dtype.
-        gather_output: whether the output has all features, and is the same on all ranks; otherwise it has this rank's.
-        gather_input: whether the input has this rank's rows (dimension 0, equally many on all ranks); otherwise it has
-            all rows, and is the same on all ranks. The output has all rows.
+        dtype: a floating dtype. None uses torch's default dtype.
+        gather_output: whether the output has the features of all ranks, and is equal on all of them. Otherwise it has
+            this rank's features.
+        gather_input: whether the input has this rank's rows (dimension 0; the same number on all ranks). Otherwise it
+            has the rows of all ranks, and is equal on all of them.
         async_gather_chunks: for compatibility with BMTrain; ignored.
 
     Raises:
@@ -145,19 +150,21 @@ class ColumnParallelLinear(DistributedModule):
 
 
 class RowParallelLinear(DistributedModule):
-    """Linear layer y = x Aᵀ + b whose inputs are split over the ranks that compute together. Collective.
+    """Linear layer y = x Aᵀ + b whose inputs are split over the ranks that compute together.
 
-    Each rank has in_features / tp_size columns of `weight`; state dicts have all of them. They are zero until they are
-    loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
+    Collective: every rank must call it. Each rank has in_features / tp_size columns of `weight`; state dicts contain
+    all columns. They are zero until they are loaded, or until `init_parameters` draws the weight from the Glorot normal
+    distribution.
 
     Args:
-        in_features: the size of the last dimension of the input on all ranks together, a multiple of tp_size.
+        in_features: the number of input features of all ranks together, a multiple of tp_size.
         out_features: the size of the last dimension of the output.
         bias: whether the layer has a bias.
-        dtype: a floating dtype; None for torch's default dtype.
-        split_input: whether the input has all features of this rank's rows (dimension 0, equally many on all ranks);
-            otherwise it has this rank's features of all rows, as a ColumnParallelLinear returns them.
-        all_reduce_output: whether the output has all rows, and is the same on all ranks; otherwise it has this rank's.
+        dtype: a floating dtype. None uses torch's default dtype.
+        split_input: whether the input has all features of this rank's rows (dimension 0; the same number on all ranks).
+            Otherwise it has this rank's features of the rows of all ranks, as the output of a ColumnParallelLinear.
+        all_reduce_output: whether the output has the rows of all ranks, and is equal on all of them. Otherwise it has
+            this rank's rows.
         async_chunks: for compatibility with BMTrain; ignored.
 
     Raises:
@@ -183,7 +190,7 @@ class RowParallelLinear(DistributedModule):
         self.in_features_per_partition = _own_part("in_features", in_features)
         glorot = ParameterInitializer(torch.nn.init.xavier_normal_)
         self.weight = _weight(out_features, self.in_features_per_partition, dtype, glorot, 1)
-        # Added to all rows on every rank, or by each rank to its own rows.
+        # With all_reduce_output, every rank adds the bias to all rows. Otherwise each rank adds it to its own rows.
         self.bias = _bias(out_features, dtype, all_reduce_output, -1) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -197,19 +204,19 @@ class RowParallelLinear(DistributedModule):
 
 
 class VPEmbedding(DistributedModule):
-    """Embedding whose vocabulary is split over the ranks that compute together, and the projection with it. Collective.
+    """Embedding whose vocabulary is split over the ranks that compute together. It also projects states to logits.
 
-    Each rank has vocab_size / tp_size rows of `weight`; state dicts have all of them. They are zero until they are
-    loaded, or until `init_parameters` draws them from a normal distribution.
+    Collective: every rank must call it. Each rank has vocab_size / tp_size rows of `weight`; state dicts contain all
+    rows. They are zero until they are loaded, or until `init_parameters` draws them from a normal distribution.
 
     Args:
-        vocab_size: the number of tokens on all ranks together, a multiple of tp_size.
+        vocab_size: the number of tokens in the vocabulary of all ranks together, a multiple of tp_size.
         embedding_size: the size of an embedding.
-        dtype: a floating dtype; None for torch's default dtype.
+        dtype: a floating dtype. None uses torch's default dtype.
         init_mean: the mean of the normal distribution.
-        init_std: its standard deviation.
-        same_rows: whether all ranks look up the same tokens and project the same rows. By default each has rows of its
-            own (dimension 0, equally many on all ranks).
+        init_std: the standard deviation of the normal distribution.
+        same_rows: whether the inputs are equal on all ranks. Otherwise each rank has different rows (dimension 0; the
+            same number on all ranks).
 
     Raises:
         ValueError: a size is not positive or cannot be split, or `dtype` is not a floating dtype.
@@ -239,12 +246,12 @@ class VPEmbedding(DistributedModule):
         """Look up tokens, or project hidden states to logits.
 
         Args:
-            x: tokens (...), or with `projection` hidden states (..., embedding_size).
+            x: tokens (...) or, with `projection`, hidden states (..., embedding_size).
             projection: whether to project.
 
         Returns:
-            (..., embedding_size), embeddings of `x`; or (..., vocab_size / tp_size), this rank's logits of all rows,
-            those of `x` from all ranks.
+            The embeddings of `x`, (..., embedding_size). With `projection`, the logits of this rank's part of the
+            vocabulary for the rows of all ranks, (..., vocab_size / tp_size).
         """
         grid = current_world().grid
         if projection:
@@ -254,5 +261,5 @@ class VPEmbedding(DistributedModule):
         tokens = x if self.same_rows else gather_rows(grid, x)
         others = (tokens < self.start_index) | (tokens >= self.end_index)
         own = F.embedding((tokens - self.start_index).masked_fill(others, 0), self.weight)
-        own = own.masked_fill(others.unsqueeze(-1), 0)  # each token is on one rank
+        own = own.masked_fill(others.unsqueeze(-1), 0)  # each token's embedding is on one rank; the others add zeros
         return add(grid, own) if self.same_rows else add_rows(grid, own)

@@ -1,4 +1,4 @@
-"""What `auto_wrap` refuses with `tp_size`."""
+"""Models and arguments of `auto_wrap` that are refused with `tp_size`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .groups import Part
 
 
 class TensorParallel(Extension):
-    """Refuses models in which nothing is split over the ranks that compute together."""
+    """Refuses models without layers that are split over the ranks that compute together."""
 
     def __init__(self, options: Options) -> None:
         self._shares_rows = options.sequence_parallel > 1
@@ -21,11 +21,11 @@ class TensorParallel(Extension):
         if grid is None:
             return
         if self._shares_rows:
-            raise ValueError("auto_wrap: sequence_parallel cannot be combined with tp_size: leave one of them out.")
-        # A deep copy's parameters are plain ones, marked with their kind.
+            raise ValueError("auto_wrap: sequence_parallel cannot be combined with tp_size. Leave one of them out.")
+        # Parameters of a deep copy are plain Parameters with the attribute `storage_kind`.
         if not any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters()):
             raise ValueError(
-                f"auto_wrap: tp_size={grid.size}, {grid.size} ranks compute together, but {type(model).__name__} has "
-                "no layers that are split over them (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding): "
-                "leave tp_size out."
+                f"auto_wrap: with tp_size={grid.size}, {grid.size} ranks compute together, but {type(model).__name__} "
+                "has no layers that are split over them (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding). "
+                "Leave tp_size out."
             )

@@ -1,7 +1,8 @@
-"""Finds parameters whose gradients are averaged over the ranks of a group although they should be summed, or reverse.
+"""Find parameters whose gradients are averaged over the ranks of a group but should be summed, or the reverse.
 
-Whether the ranks of a group use a parameter for the same rows is declared (`tp_mode`), and a wrong declaration would
-make its gradient tp_size times too large or small. In the same rows the ranks' gradients are equal, otherwise not.
+The user declares with `tp_mode` whether the ranks of a group use a parameter for the same rows. If this is wrong, the
+gradient is tp_size times too large or too small. The check: for the same rows, the ranks' gradients are equal, and for
+different rows they differ.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from .groups import Part, SameRows
 
 _log = logging.getLogger("hf_bmtrain")
 _EQUAL, _SIMILAR = 1e-6, 0.05
-"""Relative differences of norms of gradients, up to which they are of the same values, or may be but for rounding."""
+"""Relative differences of the norms of gradients. Up to the first, the gradients are considered equal. Up to the
+second, they may be equal except for rounding."""
 _QUIET = 100
-"""Backwards without a new parameter after which the check ends."""
+"""The check ends after this many backwards without a new parameter."""
 
 
 class SameRowsCheck(Observer):
     """Compares the norms of the ranks' own gradients in the first backward of each parameter.
 
-    `end_backward` raises RuntimeError on every rank if parameters are declared wrongly, and logs a warning if a single
-    one may be.
+    `end_backward` raises RuntimeError on every rank if `tp_mode` is wrong. It logs a warning if `tp_mode` may be wrong
+    for some parameters.
     """
 
     def __init__(self, world: World) -> None:
@@ -74,20 +76,21 @@ class SameRowsCheck(Observer):
                 unlike.append(name)
         if equal:
             told = (
-                f"The {grid.size} ranks that compute together have the same gradient of {_listing(equal)}. They are "
-                f"added up, because each rank is expected to use rows of its own. If all ranks have the same rows, the "
-                f"gradient is {grid.size} times too large: make the parameter with "
+                f"The {grid.size} ranks that compute together have the same gradient of {_listing(equal)}. These "
+                "gradients are summed, because each rank is expected to use different rows. If all ranks use the same "
+                f"rows, the sum is {grid.size} times too large. Then create the parameter with "
                 "bmt.DistributedParameter(..., tp_mode=True), or give each rank its part of the rows."
             )
             if len(equal) == undeclared > 1:
                 raise RuntimeError(told)
-            if self._world.rank == 0:  # of a loss such as y.sum(), a bias has the same gradient for all rows
+            # Only a warning, because with a loss such as y.sum(), a bias has equal gradients for different rows.
+            if self._world.rank == 0:
                 _log.warning("%s", told)
         if unlike:
             raise RuntimeError(
-                f"The {grid.size} ranks that compute together have different gradients of {_listing(unlike)}, which "
-                "was declared with tp_mode=True to be used for the same rows: leave tp_mode out where each rank has "
-                "its own rows, and let dropout be the same on these ranks where the rows are."
+                f"The {grid.size} ranks that compute together have different gradients of {_listing(unlike)}, but "
+                "tp_mode=True means that these ranks use the parameter for the same rows. If each rank uses different "
+                "rows, leave tp_mode out. If the rows are the same, make dropout the same on these ranks too."
             )
 
 

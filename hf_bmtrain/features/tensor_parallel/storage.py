@@ -1,4 +1,4 @@
-"""How the parts of a tensor that ranks of a group have become the whole tensor in checkpoints, and back."""
+"""Storage of split parameters, which converts between the parts of a tensor and the whole tensor of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ...engine.sharding.storage import Storage, StorageKind
 
 
 class WholeStorage(Storage):
-    """Plain elements, of a kind that parameters keep when they are moved to another buffer."""
+    """Stores plain elements. Parameters that are moved to another buffer keep this kind of storage."""
 
     def __init__(self, kind: StorageKind) -> None:
         self.kind = kind
 
 
 class PartStorage(WholeStorage):
-    """Plain elements of parameters that are one part of a tensor.
+    """Stores plain elements of parameters that are parts of whole tensors.
 
     Args:
         kind: the kind of storage.
-        grid: the groups of ranks; each rank of a group has one part.
+        grid: the groups of ranks. Each rank of a group has one part.
         dim: the dimension on which the tensors are split.
     """
 
@@ -46,7 +46,7 @@ class PartStorage(WholeStorage):
         shape = self.whole_shape(index)
         if whole.shape != shape:
             raise ValueError(
-                f"full must be a tensor of the whole shape {tuple(shape)}, of which {self.grid.size} ranks have a "
-                f"part each, got {tuple(whole.shape)}"
+                f"full must have the shape {tuple(shape)} of the whole tensor, of which {self.grid.size} ranks have "
+                f"one part each, but has {tuple(whole.shape)}"
             )
         return whole.chunk(self.grid.size, self.dim)[self.grid.place]

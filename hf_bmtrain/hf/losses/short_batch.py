@@ -19,10 +19,11 @@ IGNORED = -100
 def follow_short_batch(trainer: transformers.Trainer) -> None:
     """Make the evaluation loss of `trainer` on several ranks equal that of one process, even with a short last batch.
 
-    To let all ranks take the same number of steps, Accelerate fills the last batch with rows of the first one. Trainer
-    drops their predictions, but a rank's loss is a mean over its rows, repeated ones included. `prediction_step` of
-    `trainer` is replaced: after such a batch it computes the loss once more, of the rows that are left. It also makes
-    Seq2SeqTrainer drop the predictions of repeated rows, and average its loss, where it generates, over all labels.
+    Accelerate fills up the last batch with rows of the first one, so that all ranks take the same number of steps.
+    Trainer drops the predictions for these rows, but a rank's loss is a mean over all its rows, including repeated
+    ones. This function replaces `prediction_step` of `trainer`: after such a batch, it computes the loss again without
+    the repeated rows. Seq2SeqTrainer also drops the predictions of repeated rows then. If it generates, its loss is
+    averaged over the labels of all ranks.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
@@ -54,7 +55,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         return loss, logits, labels
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        if trainer.gather_function == trainer.accelerator.gather:  # set by Seq2SeqTrainer: it would keep repeated rows
+        if trainer.gather_function == trainer.accelerator.gather:  # set by Seq2SeqTrainer; it keeps repeated rows
             trainer.gather_function = _GatherRows(trainer)  # pyright: ignore[reportAttributeAccessIssue]
         loss, logits, labels = as_in_one_process(model, inputs, prediction_loss_only, ignore_keys)
         if isinstance(trainer.gather_function, _GatherRows):
@@ -65,10 +66,10 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
 
 class _GatherRows:
-    """Gathers for Seq2SeqTrainer, and drops repeated rows, which its own function keeps.
+    """Gathers the outputs of ranks for Seq2SeqTrainer without repeated rows, which its own function would keep.
 
-    A batch's loss, which Trainer gathers first, stays as it is: with that function each batch of an evaluation counts
-    alike, in one process too.
+    The loss of a batch, which Trainer gathers first, is gathered from all ranks as before. Seq2SeqTrainer gives each
+    batch of an evaluation the same weight, in one process too.
     """
 
     def __init__(self, trainer: transformers.Trainer) -> None:
@@ -83,9 +84,10 @@ class _GatherRows:
 
 
 def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world: World) -> torch.Tensor:
-    """Return a rank's mean `loss` times its share of all ranks' labels and their number. Collective.
+    """Return `loss`, a rank's mean, weighted so that its mean over ranks is the mean over the labels of all ranks.
 
-    Seq2SeqTrainer does not pass the number of labels where it generates, so that no other correction acts.
+    Collective: every rank must call it. This is needed because Seq2SeqTrainer does not pass the number of labels to the
+    model if it generates.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or ranks_per_row(trainer.model) > 1:
@@ -137,7 +139,7 @@ def _loss_of_rows(
 
 
 def computes_loss(trainer: transformers.Trainer) -> bool:
-    """Return whether `trainer` computes its loss as Trainer does: another method might use other ranks' rows."""
+    """Return whether `trainer` uses Trainer's own methods to compute the loss. Others might use other ranks' rows."""
     if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
         return False  # segmentation, where a label of -100 is out of range
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
@@ -145,7 +147,7 @@ def computes_loss(trainer: transformers.Trainer) -> bool:
 
 
 def first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | None:
-    """Return the first `kept` of the rows of `inputs`, None if not every tensor or list in it has that many rows."""
+    """Return the first `kept` of the `rows` of `inputs`, or None if a tensor or list does not have that many rows."""
     found = {}
     for name, value in inputs.items():
         if isinstance(value, (torch.Tensor, list, tuple)):

@@ -1,4 +1,4 @@
-"""The last training batch of an epoch, if it has too few rows for all ranks and Accelerate repeats some to fill it."""
+"""The loss of the last training batch of an epoch, which Accelerate fills up with repeated rows if it is too short."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ _log = logging.getLogger("hf_bmtrain")
 
 @dataclass(frozen=True)
 class _Short:
-    """A short batch as this rank trains on it.
+    """This rank's part of a short batch.
 
-    inputs: what Trainer gets. rows: those of this rank that are not repeated. weight: what the loss is multiplied by
-    if it is a mean over this rank's rows; 0 if there are none.
+    Attributes:
+        inputs: the inputs that Trainer gets.
+        rows: the rows of this rank that are not repeated, possibly none.
+        weight: the factor of the loss if the loss is a mean over this rank's rows. It is 0 if `rows` has no rows.
     """
 
     inputs: dict[str, Any]
@@ -33,12 +35,12 @@ class _Short:
 
 
 def follow_short_training_batch(trainer: transformers.Trainer) -> None:
-    """Make `trainer` train on several ranks as in one process, also on a short last batch of an epoch.
+    """Make `trainer` train on several ranks as on one, even with a short last batch of an epoch.
 
-    To let all ranks take the same number of steps, Accelerate fills that batch with rows of the first one, which would
-    count twice in this epoch. They are left out. A rank that has only repeated rows keeps one, whose loss counts
-    nothing, because every rank must run the model. `get_batch_samples`, `training_step` and the method that counts
-    tokens are replaced on `trainer`.
+    Accelerate fills up that batch with rows of the first one, so that all ranks take the same number of steps. These
+    rows would count twice in this epoch, so they are removed. A rank that has only repeated rows keeps one of them with
+    weight 0, because every rank must run the model. This function replaces `get_batch_samples`, `training_step` and the
+    method that counts tokens in `trainer`.
     """
     world = current_world()
     if world.size == 1 or "get_batch_samples" in vars(trainer):
@@ -55,8 +57,8 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
                 short, reason = _shorten(trainer, inputs, left, size, world)
                 if reason and not told and world.rank == 0:
                     _log.warning(
-                        "the last training batch of an epoch has %s rows for %d ranks: Accelerate fills it with rows "
-                        "of the first one, which count twice, because %s. To avoid it, train on a multiple of "
+                        "the last training batch of an epoch has %s rows for %d ranks, so Accelerate fills it up with "
+                        "rows of the first batch. They count twice, because %s. To avoid this, train on a multiple of "
                         "per_device_train_batch_size times the number of ranks, or set dataloader_drop_last=True",
                         left if left > 0 else "perhaps too few", world.size, reason,
                     )  # fmt: skip
@@ -92,10 +94,10 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
 
 def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
-    """Return how many rows of all ranks' last batch are not repeated, and how many each rank should have.
+    """Return the number of rows of all ranks' last batch without repeated rows, and the number of rows per rank.
 
-    The first is None for other batches and for a last one that is full, and -1 if it is unknown. The second is None if
-    Accelerate divides whatever rank 0 has read.
+    The first number is None for other batches and for a full last batch, and -1 if it is unknown. The second is None if
+    it is not fixed, because rank 0 reads the batch and Accelerate divides it.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or not loader.end_of_dataloader or loader._drop_last:
@@ -105,7 +107,7 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return -1, None
     sampler = loader.sampler if isinstance(loader.sampler, torch.utils.data.BatchSampler) else loader.batch_sampler
-    while isinstance(sampler, SkipBatchSampler):  # after a resume; its loader does not know `remainder`
+    while isinstance(sampler, SkipBatchSampler):  # after a resume, when `remainder` of the loader is not set
         sampler = sampler.batch_sampler
     if not isinstance(sampler, BatchSamplerShard) or not sampler.even_batches or not sampler.batch_size:
         return None, None
@@ -121,7 +123,10 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
 def _shorten(
     trainer: transformers.Trainer, inputs: Any, left: int, size: int | None, world: World
 ) -> tuple[_Short | None, str]:
-    """Return the batch without repeated rows, or None and the reason why it cannot be shortened. Collective."""
+    """Return the batch without repeated rows, or None and the reason why they cannot be removed.
+
+    Collective: every rank must call it. The reason is empty if the batch needs no change.
+    """
     found, shared = find_batch_size(inputs), ranks_per_row(trainer.model)
     groups, group = world.size // shared, world.rank // shared
     rows = found or 0
@@ -136,7 +141,7 @@ def _shorten(
         if own is None or kept is None:
             reason = "not every tensor in it has that many rows"
         else:
-            if counted:  # by their labels; one that is ignored counts nothing
+            if counted:  # the loss is a mean over labels, so ignored labels have no effect
                 labels = inputs["labels"][: len(kept["labels"])].clone()
                 labels[mine:] = IGNORED
                 kept["labels"] = labels
@@ -146,7 +151,7 @@ def _shorten(
 
 
 def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | None, size: int | None) -> str:
-    """Return why repeated rows cannot be left out; an empty string if nothing speaks against it."""
+    """Return why repeated rows cannot be removed, or an empty string if they can be."""
     if left < 0:
         return "the dataset has no length"
     if found is None or size not in (None, found):

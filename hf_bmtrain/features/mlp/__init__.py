@@ -32,6 +32,16 @@ class MlpChunks(Extension):
         self._count = options.mlp_chunks
         self._found: list[torch.nn.Module] = []
 
+    def admit(self, model: torch.nn.Module, late: bool) -> None:
+        for name, module in model.named_modules() if late else ():
+            forward = getattr(vars(module).get("forward"), "__func__", None)
+            if isinstance(forward, functools.partial) and forward.func is in_chunks and _draws(module):
+                raise ValueError(
+                    f"auto_wrap: mlp_chunks={forward.args[0]} cannot be combined with dropout in '{name}', which was "
+                    "added after the model was wrapped: backward computes each piece again, and would draw other "
+                    "numbers. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
+                )
+
     def choose(self, plan: WrapPlan) -> None:
         if self._count == 1:
             return
@@ -45,8 +55,8 @@ class MlpChunks(Extension):
         if not self._found:
             raise ValueError(
                 f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__}: a "
-                "module whose class is called ...MLP, that takes one tensor, has no dropout, and shares no weights. "
-                "Leave it out."
+                "module whose class is called ...MLP, that takes one tensor, has no dropout and no router, and shares "
+                "no weights. Leave it out."
             )
 
     def prepare(self, plan: WrapPlan) -> None:
@@ -62,6 +72,8 @@ class MlpChunks(Extension):
 def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
     """Return whether `module` computes its output for each token alone, from one tensor, and draws no numbers.
 
+    A router is left out: its experts may take a limited number of tokens of a row, and hooks record its outputs.
+
     shared: ids of parameters that other modules use too.
     """
     if not type(module).__name__.endswith("MLP") or "forward" in vars(module):
@@ -70,5 +82,11 @@ def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if len(names) != 2 or code is None or {"functional", "dropout"} <= {*code.co_names}:
         return False
-    draws = any(isinstance(each, torch.nn.modules.dropout._DropoutNd) and each.p > 0 for each in module.modules())
-    return not draws and not any(id(parameter) in shared for parameter in module.parameters())
+    if _draws(module) or any("Router" in type(each).__name__ for each in module.children()):
+        return False
+    return not any(id(parameter) in shared for parameter in module.parameters())
+
+
+def _draws(module: torch.nn.Module) -> bool:
+    """Return whether a module in `module` drops values at random."""
+    return any(isinstance(each, torch.nn.modules.dropout._DropoutNd) and each.p > 0 for each in module.modules())

@@ -77,7 +77,19 @@ def test_gradients_in_16_bits(autocast):
 def test_refusals():
     with pytest.raises(ValueError, match="finds no MLP"):
         bmt.auto_wrap(MODELS["bert"](), mlp_chunks=2)
+    with pytest.raises(ValueError, match="finds no MLP"):  # its router's outputs are those of all tokens
+        bmt.auto_wrap(MODELS["gpt-oss"](), mlp_chunks=2)
     with pytest.raises(ValueError, match="compile cannot be combined with mlp_chunks"):
         bmt.auto_wrap(MODELS["llama"](), mlp_chunks=2, compile=True)
     with pytest.raises(ValueError, match="mlp_chunks must be at least 1"):
         bmt.auto_wrap(MODELS["llama"](), mlp_chunks=0)
+
+
+@on_ranks(1)
+def test_dropout_in_later_adapters():
+    """Backward computes each piece again, with other random numbers."""
+    peft = pytest.importorskip("peft")
+    model = bmt.auto_wrap(MODELS["llama"](), mlp_chunks=2)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.5)
+    with pytest.raises(ValueError, match="mlp_chunks=2 .* dropout"):
+        bmt.auto_wrap(peft.get_peft_model(model, config))

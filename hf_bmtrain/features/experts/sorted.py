@@ -37,6 +37,10 @@ class SortedExperts(torch.nn.Module):
             return super().forward(*args, **kwargs)
         return run_experts(self, factors or {}, *args, **kwargs)
 
+    def __reduce_ex__(self, protocol):
+        """Pickle a copy of the experts as one of their own class: the extended one is not in its module."""
+        return object.__new__, (type(self)._extends,), self.__dict__  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def can_sort(experts: Any) -> bool:
     """Return whether `experts` is a module of transformers that can run by grouped_mm, with several experts.

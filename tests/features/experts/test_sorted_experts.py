@@ -1,5 +1,6 @@
 """Experts whose rows move by permutations, against transformers' own grouped_mm."""
 
+import pickle
 from unittest import mock
 
 import pytest
@@ -83,6 +84,7 @@ def test_others_are_transformers() -> None:
         layer.experts._is_expert_parallel = True
         layer(x, weights)
     assert not runs.called
+    assert type(pickle.loads(pickle.dumps(layer.experts))) is type(Layer("mixtral").experts)
 
 
 def test_a_forward_of_the_user_stays() -> None:

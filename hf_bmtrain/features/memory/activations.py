@@ -166,11 +166,11 @@ class AutoCheckpoint(Recompute):
             yield
             return
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        held = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
+        views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
         # Inputs that a recomputed block has in host memory stay on the device if the block keeps its activations.
-        held += [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
-        saved, meter = SavedBytes(held), AttentionMeter()
-        device = given[0].device if given else torch.device("cpu")
+        held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
+        saved, meter = SavedBytes([*held, *views]), AttentionMeter()
+        device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))
         with saved.counting(), Stopwatch(device) as watch, meter if modes_see_compiled else nullcontext():
             yield
         shapes = shapes_of(args, kwargs)

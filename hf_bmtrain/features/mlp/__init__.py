@@ -10,17 +10,14 @@ recomputation of a block ends at its MLP. Gradients of weights are added in floa
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-import types
-from typing import Any
 
 import torch
 
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
-from .chunked import in_chunks
+from .chunked import ChunkedMlp, compute_in_chunks
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -34,10 +31,9 @@ class MlpChunks(Extension):
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
         for name, module in model.named_modules() if late else ():
-            forward = getattr(vars(module).get("forward"), "__func__", None)
-            if isinstance(forward, functools.partial) and forward.func is in_chunks and _draws(module):
+            if isinstance(module, ChunkedMlp) and _draws(module):
                 raise ValueError(
-                    f"auto_wrap: mlp_chunks={forward.args[0]} cannot be combined with dropout in '{name}', which was "
+                    f"auto_wrap: mlp_chunks={module.chunks} cannot be combined with dropout in '{name}', which was "
                     "added after the model was wrapped: backward computes each piece again, and would draw other "
                     "numbers. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
                 )
@@ -61,9 +57,7 @@ class MlpChunks(Extension):
 
     def prepare(self, plan: WrapPlan) -> None:
         for module in self._found:
-            whole: Any = type(module).forward
-            forward = functools.wraps(whole)(functools.partial(in_chunks, self._count, whole))
-            module.forward = types.MethodType(forward, module)  # pyright: ignore[reportAttributeAccessIssue]
+            compute_in_chunks(module, self._count)
         if self._found and plan.world.rank == 0:
             kind = type(self._found[0]).__name__
             _log.info("mlp_chunks=%d in %d modules, such as %s", self._count, len(self._found), kind)

@@ -1,5 +1,7 @@
 """auto_wrap(mlp_chunks=N): losses and gradients of a plain process; no piece is larger than it may be."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -48,6 +50,11 @@ def test_operations_and_sizes():
             layer.mlp.gate_proj.register_forward_hook(lambda _, args, output, seen=seen: seen.append(output.shape[1]))
         ids = torch.arange(1, 23)[None]
         model(input_ids=ids, labels=ids).loss.backward()
+        mlp = weakref.ref(model.model.layers[0].mlp)
+        gc.disable()
+        del model, layer
+        gc.enable()
+        assert mlp() is None  # freed with its model
     assert sum(calls[1]) == sum(calls[4]) == 2 * 2 * 22
     assert max(calls[4]) == 6
 

@@ -311,9 +311,10 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     twin.checked = current_world().buffers.made, [[parameter]], []  # marked as checked, so that its steps do not check
     if callable(train := getattr(twin, "train", None)):  # schedule-free optimizers require this call before a step
         train()
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     for gradient in gradients:
         parameter.grad = gradient
-        if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
+        if closure is not None and closure.default is inspect.Parameter.empty:
             twin.step(lambda: torch.zeros((), device=parameter.device))
         else:
             twin.step()

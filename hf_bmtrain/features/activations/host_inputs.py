@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
 import weakref
-from collections import defaultdict
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,13 +27,13 @@ class HostInputs:
     * When a block's backward reads its input, it waits for the copy to the device, and queues the copy for the block
       before it. So at most two inputs are on the device.
 
-    Host memory is allocated in the first step and reused afterwards.
+    Host memory is allocated in the first steps and reused afterwards, also for shorter rows. Longer rows replace it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: WorkStream | Any = None  # created in the first forward; before that, the model can be deep-copied
-        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._free: list[torch.Tensor] = []  # host memory that no input uses, as bytes, in ascending order of size
         self._saved: list[weakref.ref[_Inputs]] = []  # the inputs of forwards whose backward has not run, in order
 
     def __deepcopy__(self, memo: dict) -> HostInputs:
@@ -67,21 +67,29 @@ class HostInputs:
         """Queue copies, given as (target on the device, source in host memory). Return an event: they are complete."""
         return self._queue(copies)
 
-    def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Event]:
         """Queue a copy of a contiguous tensor to host memory.
 
         Returns:
-            The copy, of the same shape, and the event of its completion.
+            The copy, of the same shape, its memory for `give_back`, and the event of its completion.
         """
         nbytes = tensor.numel() * tensor.element_size()
-        free = self._free[nbytes]
-        memory = free.pop() if free else pinned_bytes(nbytes, self._device, "inputs of recomputed blocks", _INSTEAD)
-        copy = memory.view(tensor.dtype).view(tensor.shape)
-        return copy, self._queue([(copy, tensor)])
+        memory = self._memory(nbytes)
+        copy = memory[:nbytes].view(tensor.dtype).view(tensor.shape)
+        return copy, memory, self._queue([(copy, tensor)])
 
-    def give_back(self, copy: torch.Tensor) -> None:
-        """Allow reuse of the host memory of `copy`. Copies that are already queued run before any that reuse it."""
-        self._free[copy.numel() * copy.element_size()].append(copy.view(-1).view(torch.uint8))
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        """Return at least `nbytes` of host memory: the smallest that is free, or new memory in place of the largest."""
+        position = bisect.bisect_left(self._free, nbytes, key=_size)
+        if position < len(self._free):
+            return self._free.pop(position)
+        if self._free:
+            self._free.pop()
+        return pinned_bytes(nbytes, self._device, "inputs of recomputed blocks", _INSTEAD)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Allow reuse of host memory. Copies that are already queued run before any that reuse it."""
+        bisect.insort(self._free, memory, key=_size)
 
     def _queue(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         if self._stream is None:
@@ -103,16 +111,17 @@ class _Saved:
     refers to it.
     """
 
-    def __init__(self, inputs: _Inputs, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        self.inputs, self.copy, self.version = inputs, copy, tensor._version
+    def __init__(self, inputs: _Inputs, tensor: torch.Tensor, copy: torch.Tensor, memory: torch.Tensor) -> None:
+        self.inputs, self.copy, self.memory = inputs, copy, memory
         self.tensor: torch.Tensor | None = tensor
+        self.version: int | None = tensor._version  # None for a tensor that was fetched
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if the tensor was modified while its copy may have been running."""
-        if self.tensor is not None and self.tensor._version != self.version:
+        """Raise RuntimeError if the tensor that the forward saved was modified since."""
+        if self.tensor is not None and self.version not in (None, self.tensor._version):
             raise RuntimeError(
-                "The input of a sharded block was modified in place after the block's forward, while it was copied to "
-                "host memory. Write `x = x + y` instead of `x += y`, or pass offload_activations=False."
+                "The input of a sharded block was modified in place after the block's forward, but backward needs it. "
+                "Write `x = x + y` instead of `x += y`."
             )
 
     def __del__(self) -> None:
@@ -134,8 +143,8 @@ class _Inputs:
         if not tensor.requires_grad or tensor.is_leaf or not tensor.is_contiguous() or not tensor.numel():
             return tensor
         plain = tensor.detach()
-        copy, self._event = self._store.download(plain)
-        saved = _Saved(self, plain, copy)
+        copy, memory, self._event = self._store.download(plain)
+        saved = _Saved(self, plain, copy, memory)
         self._saved.add(saved)
         return saved
 
@@ -152,6 +161,7 @@ class _Inputs:
         for saved in self._saved:
             if saved.tensor is None:
                 saved.tensor = torch.empty_like(saved.copy, device=self._store._device, pin_memory=False)
+                saved.version = None
                 copies.append((saved.tensor, saved.copy))
         if copies:
             self._event = self._store.upload(copies)
@@ -160,6 +170,7 @@ class _Inputs:
         """Return a tensor on the device for the block's backward, and fetch the inputs of the block before it."""
         self.fetch()
         self._event.wait()
+        saved.check_unwritten()
         tensor, saved.tensor = saved.tensor, None
         assert tensor is not None
         before = self._store.before(self)
@@ -171,7 +182,11 @@ class _Inputs:
         """Allow reuse of the memory of `saved`, which is no longer referenced, after the copies that are queued."""
         if saved.tensor is not None:
             self._event.wait()
-        self._store.give_back(saved.copy)
+        self._store.give_back(saved.memory)
+
+
+def _size(memory: torch.Tensor) -> int:
+    return memory.nbytes
 
 
 def _unpack(saved: Any) -> torch.Tensor:

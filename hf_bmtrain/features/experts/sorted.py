@@ -17,6 +17,8 @@ from .products import ALIGNMENT, gradient_of_groups, grouped_product, has_kernel
 FACTORS = "lora_factors"
 """The keyword with which `SortedExperts` gets the adapters of its stacks."""
 _SETTINGS = ("down_proj", "has_gate", "has_bias", "is_transposed", "num_experts", "config")
+_MODULE = "transformers.integrations.moe"
+"""Defines the forward of all classes whose experts can run by grouped_mm."""
 
 Factors = list[tuple[Tensor, Tensor, float]]
 """A, B and the scaling of each active adapter of one stack."""
@@ -35,11 +37,22 @@ class SortedExperts(torch.nn.Module):
             return super().forward(*args, **kwargs)
         return run_experts(self, factors or {}, *args, **kwargs)
 
+    def __reduce_ex__(self, protocol):
+        """Pickle a copy of the experts as one of their own class: the extended one is not in its module."""
+        return object.__new__, (type(self)._extends,), self.__dict__  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def can_sort(experts: Any) -> bool:
-    """Return whether `experts` is a module of transformers with several experts that can run with grouped_mm."""
-    known = hasattr(experts, "_apply_gate") and all(hasattr(experts, setting) for setting in _SETTINGS)
-    return known and experts.num_experts > 1
+    """Return whether `experts` is a module of transformers with several experts that can run with grouped_mm.
+
+    It is not if its forward was replaced, by a subclass or in its class.
+    """
+    if not hasattr(experts, "_apply_gate") or not all(hasattr(experts, setting) for setting in _SETTINGS):
+        return False
+    cls: Any = type(experts)
+    while hasattr(cls, "_extends"):
+        cls = cls._extends
+    return getattr(cls.forward, "__globals__", {}).get("__name__") == _MODULE and experts.num_experts > 1
 
 
 def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
@@ -96,7 +109,7 @@ def run_experts(
         y = experts.post_expert_norm(y)
     y = y * Permute.apply(top_k_weights.reshape(-1, 1), order, places)
     y = Permute.apply(y, places, order)  # restore the order of the tokens
-    return y.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+    return y.view(tokens, k, y.shape[1]).sum(1).to(hidden_states.dtype)
 
 
 def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: Tensor, name: str, x: Tensor) -> Tensor:
@@ -152,7 +165,8 @@ class Spread(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward()
         (places,) = ctx.saved_tensors
-        return dy.index_select(0, places).view(-1, ctx.k, dy.shape[1]).sum(1), None, None, None
+        dx = dy.index_select(0, places).view(len(places) // ctx.k, ctx.k, dy.shape[1]).sum(1)
+        return dx, None, None, None
 
 
 class Permute(torch.autograd.Function):

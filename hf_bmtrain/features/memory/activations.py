@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ...engine.base.torch_internals import modes_see_compiled, pytree
-from ...engine.blocks.recompute import Recompute
+from ...engine.blocks.recompute import InputStore, Recompute
 from ...engine.sharding.buffer import ShardedBuffer
 from .attention import AttentionMeter, Contexts, keep_attention
 from .meter import (
@@ -40,6 +40,7 @@ class Block(Protocol):
 
     buffers: list[ShardedBuffer]
     zero_level: int
+    inputs: InputStore | None
 
 
 @dataclass(frozen=True)
@@ -166,10 +167,12 @@ class AutoCheckpoint(Recompute):
         if self.activations.in_backward:
             yield
             return
-        held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        held += [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
-        saved, meter = SavedBytes(held), AttentionMeter()
-        device = held[0].device if held else torch.device("cpu")
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
+        # Inputs that a recomputed block has in host memory stay on the device if the block keeps its activations.
+        held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
+        saved, meter = SavedBytes([*held, *views]), AttentionMeter()
+        device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))
         with saved.counting(), Stopwatch(device) as watch, meter if modes_see_compiled else nullcontext():
             yield
         shapes = shapes_of(args, kwargs)

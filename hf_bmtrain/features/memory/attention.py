@@ -35,10 +35,11 @@ _ATEN = {
 
 
 @functools.cache
-def _dropout_of(operator: Any) -> int | None:
-    """Return the position of the dropout probability in the arguments of an operator that computes attention.
+def _dropout_of(operator: Any) -> tuple[int, str] | None:
+    """Return the position and the name of the dropout probability in the arguments of an attention operator.
 
-    Returns -1 if the operator has no dropout, and None if it does not compute attention, or writes to an argument.
+    Returns (-1, "") if the operator has no dropout. Returns None if it does not compute attention, or writes to an
+    argument.
     """
     schema = schema_of(operator)
     if schema is None or schema.is_mutable:
@@ -47,8 +48,12 @@ def _dropout_of(operator: Any) -> int | None:
     known = name in _ATEN if library == "aten" else "attn" in schema.name or "attention" in schema.name
     if not known or "backward" in name or "bwd" in name:
         return None
-    positions = [n for n, argument in enumerate(schema.arguments) if argument.name == "dropout_p"]
-    return positions[0] if positions else -1
+    found = [(n, argument.name) for n, argument in enumerate(schema.arguments) if _is_dropout(argument)]
+    return found[0] if found else (-1, "")
+
+
+def _is_dropout(argument: Any) -> bool:
+    return "dropout" in argument.name and str(argument.type) == "float"  # `dropout_p` in torch, `p_dropout` elsewhere
 
 
 def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -56,10 +61,11 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
     If a recomputation skipped a call with dropout, it would draw other random numbers after it.
     """
-    position = _dropout_of(operator)
-    if position is None or position < 0:
-        return position is not None
-    return not (kwargs.get("dropout_p", 0.0) if position >= len(args) else args[position])
+    dropout = _dropout_of(operator)
+    if dropout is None:
+        return False
+    position, name = dropout
+    return not (args[position] if 0 <= position < len(args) else kwargs.get(name, 0.0))
 
 
 class _Attention(TorchDispatchMode):

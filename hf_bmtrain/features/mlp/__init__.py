@@ -10,17 +10,14 @@ This file finds the modules, and `chunked` computes them.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-import types
-from typing import Any
 
 import torch
 
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
-from .chunked import in_chunks
+from .chunked import ChunkedMlp, compute_in_chunks
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -31,6 +28,15 @@ class MlpChunks(Extension):
     def __init__(self, options: Options) -> None:
         self._count = options.mlp_chunks
         self._found: list[torch.nn.Module] = []
+
+    def admit(self, model: torch.nn.Module, late: bool) -> None:
+        for name, module in model.named_modules() if late else ():
+            if isinstance(module, ChunkedMlp) and _draws(module):
+                raise ValueError(
+                    f"auto_wrap: mlp_chunks={module.chunks} cannot be combined with dropout in '{name}', which was "
+                    "added after the model was wrapped: backward computes each piece again, and would draw other "
+                    "numbers. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
+                )
 
     def choose(self, plan: WrapPlan) -> None:
         if self._count == 1:
@@ -45,15 +51,13 @@ class MlpChunks(Extension):
         if not self._found:
             raise ValueError(
                 f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__}. An "
-                "MLP is a module whose class name ends in MLP, and which takes one tensor, has no dropout, and shares "
-                "no weights. Leave mlp_chunks out."
+                "MLP is a module whose class name ends in MLP, and which takes one tensor, has no dropout and no "
+                "router, and shares no weights. Leave mlp_chunks out."
             )
 
     def prepare(self, plan: WrapPlan) -> None:
         for module in self._found:
-            whole: Any = type(module).forward
-            forward = functools.wraps(whole)(functools.partial(in_chunks, self._count, whole))
-            module.forward = types.MethodType(forward, module)  # pyright: ignore[reportAttributeAccessIssue]
+            compute_in_chunks(module, self._count)
         if self._found and plan.world.rank == 0:
             kind = type(self._found[0]).__name__
             _log.info("mlp_chunks=%d in %d modules, such as %s", self._count, len(self._found), kind)
@@ -62,7 +66,8 @@ class MlpChunks(Extension):
 def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
     """Return whether `module` is an MLP that can compute its tokens in pieces.
 
-    It must be called ...MLP, take one tensor, use no random numbers (dropout), and share no parameters.
+    It must be called ...MLP, take one tensor, use no random numbers (dropout), and share no parameters. Modules with a
+    router are left out: their experts may accept a limited number of a row's tokens, and hooks record their outputs.
 
     shared: ids of parameters that several modules use.
     """
@@ -72,5 +77,11 @@ def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if len(names) != 2 or code is None or {"functional", "dropout"} <= {*code.co_names}:
         return False
-    draws = any(isinstance(each, torch.nn.modules.dropout._DropoutNd) and each.p > 0 for each in module.modules())
-    return not draws and not any(id(parameter) in shared for parameter in module.parameters())
+    if _draws(module) or any("Router" in type(each).__name__ for each in module.children()):
+        return False
+    return not any(id(parameter) in shared for parameter in module.parameters())
+
+
+def _draws(module: torch.nn.Module) -> bool:
+    """Return whether a module in `module` drops values at random."""
+    return any(isinstance(each, torch.nn.modules.dropout._DropoutNd) and each.p > 0 for each in module.modules())

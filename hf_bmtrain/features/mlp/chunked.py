@@ -8,15 +8,45 @@ gradient to `_Keep`, which computes all gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
+from ...engine.blocks.sharded_module import extend_class
+
+
+class ChunkedMlp(torch.nn.Module):
+    """An MLP, extended in place.
+
+    chunks: the number of pieces.
+    """
+
+    chunks: ClassVar[int]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        (tokens,) = (*args, *kwargs.values())
+        return in_chunks(self.chunks, super().forward, [*self.parameters()], tokens)
+
+    def __reduce_ex__(self, protocol):
+        """Pickle a copy of the MLP as one of its own class: the extended one is not in its module."""
+        return object.__new__, (type(self)._extends,), self.__dict__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def compute_in_chunks(module: torch.nn.Module, chunks: int) -> None:
+    """Make `module`, whose forward takes one tensor of tokens, a ChunkedMlp, in place."""
+    module.__class__ = _extended_class(type(module), chunks)
+
+
+@functools.cache
+def _extended_class(cls: Any, chunks: int) -> Any:
+    """Return the subclass of ChunkedMlp and `cls` that all modules of class `cls` get."""
+    return extend_class(ChunkedMlp, cls, {"chunks": chunks})
 
 
 @dataclass(eq=False)
@@ -44,26 +74,26 @@ class _Call:
         return torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
 
 
-def in_chunks(count: int, forward: Callable[[Any, Tensor], Tensor], module: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Compute `forward(module, tokens)` and its gradients in `count` pieces.
+def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[Tensor], tokens: Tensor) -> Tensor:
+    """Compute `forward(tokens)` and its gradients in `count` pieces.
 
     Args:
         count: the number of pieces. If there are fewer tokens, each of them is a piece.
-        forward: the forward of the module's class.
-        module: the module.
+        forward: the forward of a module.
+        parameters: the parameters of the module.
         tokens: (..., tokens, features).
 
     Returns:
         The output, (..., tokens, features of the output).
     """
     count = min(count, tokens.shape[-2] if tokens.dim() > 1 else 1)
-    parameters: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if count < 2 or not torch.is_grad_enabled() or not (parameters or tokens.requires_grad):
-        return forward(module, tokens)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if count < 2 or not torch.is_grad_enabled() or not (trained or tokens.requires_grad):
+        return forward(tokens)
     device = autocast_type(tokens.device)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    call = _Call(lambda piece: forward(module, piece), count, parameters, dtype and (device, dtype))
-    return _Compute.apply(call, _Keep.apply(call, tokens, *parameters))
+    call = _Call(forward, count, trained, dtype and (device, dtype))
+    return _Compute.apply(call, _Keep.apply(call, tokens, *trained))
 
 
 class _Keep(torch.autograd.Function):

@@ -36,6 +36,11 @@ class Lamb(optim.Optimizer):
                     p.sub_(group["lr"] * direction * p.norm() / direction.norm().clamp_min(1e-9))
 
 
+class WithoutClosure(Lamb):
+    def step(self):
+        Lamb.step(self)
+
+
 class NeedsAGpu(optim.SGD):
     def step(self, closure=None):
         if all(type(p) is torch.nn.Parameter for group in self.param_groups for p in group["params"]):
@@ -302,6 +307,7 @@ def test_bfloat16_inside_is_refused(world, size):
 def test_reductions_of_a_part_are_refused(world, size):
     """On one rank a slice is all of its parameter."""
     world(size)(refused, Lamb, "Lamb depends on the shapes")
+    world(size)(refused, WithoutClosure, "WithoutClosure depends on the shapes")
     world(size)(lamb_in_one_of_two_groups)
 
 

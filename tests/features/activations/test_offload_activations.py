@@ -75,8 +75,8 @@ def test_the_same_bits(name):
     assert all(map(torch.equal, found, expected))
     assert clock.lag > 0
     store = next(module._bmt.inputs for module in model.modules() if isinstance(module, bmt.CheckpointBlock))
-    (free,) = store._free.values()  # host memory: one input for each block, used in every step
-    assert len(free) == BLOCKS - (name == "lora")  # the first block of a frozen model has an input without a gradient
+    # Host memory: one input for each block, used in every step. That of a frozen model's first block has no gradient.
+    assert len(store._free) == BLOCKS - (name == "lora")
 
 
 @on_ranks(1)
@@ -114,14 +114,28 @@ def test_graphs_that_are_dropped_kept_or_written_to():
                 loss.backward(retain_graph=True)
         assert all(torch.equal(a.grad.part, b.grad.part) for a, b in zip(model.parameters(), plain.parameters()))
         del losses, loss
-        (free,) = model.model.layers[0]._bmt.inputs._free.values()
-        assert len(free) == 3
+        assert len(model.model.layers[0]._bmt.inputs._free) == 3
 
-        model.model.layers[1].register_forward_hook(
-            lambda module, args, output: torch.autograd.graph.increment_version(args[0])
-        )
-        with pytest.raises(RuntimeError, match="modified in place after the block's forward"):
-            model(**batch("llama", 3))
+        for number in (2, 1):  # the input of the last block stays on the device, where backward looks at it
+            model.model.layers[number].register_forward_hook(
+                lambda module, args, output: torch.autograd.graph.increment_version(args[0])
+            )
+            with pytest.raises(RuntimeError, match="modified in place after the block's forward"):
+                model(**batch("llama", 3)).loss.backward()
+
+
+@on_ranks(1)
+def test_host_memory_of_rows_of_any_length():
+    """It is as large as the longest rows need."""
+    with as_on_a_gpu():
+        model = bmt.auto_wrap(build("llama", blocks=BLOCKS), offload_activations=True)
+        sizes = []
+        for length in (5, 3, 7, 4, 6, 7):
+            ids = torch.arange(1, length + 1)[None]
+            model(input_ids=ids, labels=ids).loss.backward()
+            sizes.append(sum(memory.nbytes for memory in model.model.layers[0]._bmt.inputs._free))
+    width = model.config.hidden_size * 4
+    assert sizes == [BLOCKS * width * most for most in (5, 5, 7, 7, 7, 7)]
 
 
 @on_ranks(1)

@@ -1,5 +1,6 @@
 """Experts whose rows move by permutations, against transformers' own grouped_mm."""
 
+import pickle
 from unittest import mock
 
 import pytest
@@ -83,6 +84,28 @@ def test_others_are_transformers() -> None:
         layer.experts._is_expert_parallel = True
         layer(x, weights)
     assert not runs.called
+    assert type(pickle.loads(pickle.dumps(layer.experts))) is type(Layer("mixtral").experts)
+
+
+def test_a_forward_of_the_user_stays() -> None:
+    """Of a subclass, or put in place of that of the class."""
+    plain, layer = Layer("mixtral"), Layer("mixtral")
+    cls = type(layer.experts)
+    layer.experts.__class__ = type("Doubled", (cls,), {"forward": lambda self, *args: 2 * cls.forward(self, *args)})
+    assert sort_experts(layer.modules()) == 0
+    x, weights = torch.randn(6, WIDTH), torch.rand(6, 2)
+    assert torch.equal(layer(x, weights), 2 * plain(x, weights))
+    with mock.patch.object(cls, "forward", lambda self, x, *args: x):
+        assert sort_experts(plain.modules()) == 0
+
+
+def test_no_tokens() -> None:
+    layer = Layer("mixtral")
+    sort_experts(layer.modules())
+    x, weights = torch.randn(0, WIDTH, requires_grad=True), torch.rand(0, 2)
+    y = layer.experts(x, torch.zeros(0, 2, dtype=torch.long), weights)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, WIDTH) and not layer.experts.down_proj.grad.any()
 
 
 @pytest.mark.parametrize("transposed", [False, True])

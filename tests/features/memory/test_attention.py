@@ -198,6 +198,10 @@ def test_which_calls_are_kept():
     assert not attention.is_kept(aten._scaled_dot_product_flash_attention.default, (values,) * 3, {"dropout_p": 0.1})
     assert not attention.is_kept(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (), {})
     assert not attention.is_kept(aten.mm.default, (values, values), {})
+    with torch.library._scoped_library("hf_bmtrain_attn", "FRAGMENT") as library:
+        library.define("fwd(Tensor q, float p_dropout, *, Tensor? mask=None) -> Tensor")
+        other = torch.ops.hf_bmtrain_attn.fwd.default
+        assert attention.is_kept(other, (values, 0.0), {}) and not attention.is_kept(other, (values, 0.1), {})
 
 
 @full

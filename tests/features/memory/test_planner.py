@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import hf_bmtrain as bmt
 from cases import by_default, full, pairwise
 from hf_bmtrain.engine.blocks.recompute import ALWAYS, NEVER
+from hf_bmtrain.features import activations as activations_feature
 from hf_bmtrain.features import memory as memory_feature
 from hf_bmtrain.features.memory import MemoryPlanner
 from inner import device_memory, memory_planner, state_of
@@ -111,6 +112,13 @@ def measured_then_planned():
             assert memory.passes(4) == 1, "measured again"
             whole = room == ENOUGH and bmt.world_size() > 1
             assert [state_of(layer).zero_level for layer in model.layers] == [3 - whole] * 4
+
+
+def offloaded_inputs_count():
+    """A block that keeps its activations keeps its input on the device, too."""
+    size = layer_bytes()
+    with mock.patch.object(activations_feature, "has_own_memory", return_value=True):
+        assert layer_bytes(offload_activations=True) == 2 * size  # as much as what tanh returns
 
 
 def rank_dependent_room():
@@ -557,7 +565,8 @@ def compiled(family):
 # -----------------------------------------------------------------------------------------------------------------
 
 DECISIONS = [
-    measured_then_planned, rank_dependent_room, waits_for_the_optimizer, larger_batches, more_is_allocated,
+    measured_then_planned, offloaded_inputs_count, rank_dependent_room, waits_for_the_optimizer,
+    larger_batches, more_is_allocated,
     less_is_usable, fixed, gradients_of_the_last_step, forwards_ahead_of_backward, dropped_forward,
     inside_a_reentrant_checkpoint, two_models, asked_for_later,
     a_torch_whose_hooks_cannot_be_read, on_the_cpu, told_once,

@@ -1,5 +1,7 @@
 """auto_wrap(mlp_chunks=N): losses and gradients of a plain process; no piece is larger than it may be."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -48,6 +50,11 @@ def test_operations_and_sizes():
             layer.mlp.gate_proj.register_forward_hook(lambda _, args, output, seen=seen: seen.append(output.shape[1]))
         ids = torch.arange(1, 23)[None]
         model(input_ids=ids, labels=ids).loss.backward()
+        mlp = weakref.ref(model.model.layers[0].mlp)
+        gc.disable()
+        del model, layer
+        gc.enable()
+        assert mlp() is None  # freed with its model
     assert sum(calls[1]) == sum(calls[4]) == 2 * 2 * 22
     assert max(calls[4]) == 6
 
@@ -77,7 +84,19 @@ def test_gradients_in_16_bits(autocast):
 def test_refusals():
     with pytest.raises(ValueError, match="finds no MLP"):
         bmt.auto_wrap(MODELS["bert"](), mlp_chunks=2)
+    with pytest.raises(ValueError, match="finds no MLP"):  # its router's outputs are those of all tokens
+        bmt.auto_wrap(MODELS["gpt-oss"](), mlp_chunks=2)
     with pytest.raises(ValueError, match="compile cannot be combined with mlp_chunks"):
         bmt.auto_wrap(MODELS["llama"](), mlp_chunks=2, compile=True)
     with pytest.raises(ValueError, match="mlp_chunks must be at least 1"):
         bmt.auto_wrap(MODELS["llama"](), mlp_chunks=0)
+
+
+@on_ranks(1)
+def test_dropout_in_later_adapters():
+    """Backward computes each piece again, with other random numbers."""
+    peft = pytest.importorskip("peft")
+    model = bmt.auto_wrap(MODELS["llama"](), mlp_chunks=2)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.5)
+    with pytest.raises(ValueError, match="mlp_chunks=2 .* dropout"):
+        bmt.auto_wrap(peft.get_peft_model(model, config))

@@ -102,12 +102,12 @@ def init_distributed(
     expect_number("pipe_size", pipe_size, "1", integer=True)
     if pipe_size not in (1, -1):  # BMTrain accepts -1 too, and treats it as 1
         refuse_parallelism(f"pipe_size={pipe_size}")
-    check_no_world()
     rank, size, local_rank = find_place()
     together = "1, or a number that divides the number of ranks"
     expect_number(
         "tp_size", tp_size, f"{together}, {size}", lambda n: n == -1 or (n > 0 and size % n == 0), integer=True
     )
+    check_no_world()
     if tp_size > 1 and shard_over != "world":
         raise ValueError(f"tp_size={tp_size} needs shard_over='world', not {shard_over!r}")
     device = choose_device(local_rank)

@@ -89,7 +89,7 @@ def other_folders(folder, non_blocking):
     training = saved_before(folder)
     own = f"{folder}/{bmt.rank()}"
     with pytest.raises(
-        RuntimeError, match=rf"rank 1: {folder}/1 lacks .*, which rank 0 has created in {folder}/0: all"
+        RuntimeError, match=rf"rank 1: {folder}/1 lacks .*, which rank 0 has created in {folder}/0\. All"
     ):
         training.save(own, keep=1, non_blocking=non_blocking)
     bmt.synchronize()

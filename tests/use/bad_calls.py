@@ -429,8 +429,8 @@ def hugging_face() -> Iterator[Row]:
     )
     yield read("blocks that it lacks", "blocks= must be names of modules.*'no.such'", blocks=["no.such"])
     yield read("modules as blocks", "blocks must be a list of module names", blocks=[nn.ReLU()])
-    yield read("device_map", "leave out device_map", device_map="auto")
-    yield read("8 bits", "leave out load_in_8bit", load_in_8bit=True)
+    yield read("device_map", "Leave out device_map", device_map="auto")
+    yield read("8 bits", "Leave out load_in_8bit", load_in_8bit=True)
     trainer = lambda model, **options: bmt.hf.Trainer(model, **options)  # noqa: E731
     arguments = transformers.TrainingArguments(scratch(), use_cpu=True, report_to=[])
     yield "hf.Trainer", "not sharded", lambda: trainer(build("gpt2"), args=arguments), "Call model = bmt.auto_wrap"

@@ -44,7 +44,8 @@ def train(offload, prepare=lambda model: model, family="llama", use_checkpoint=T
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(3):
         for micro in range(2):
-            loss = model(**batch(family, 10 * step + micro + bmt.rank())).loss
+            rows = 10 * step + micro + bmt.rank() // wrap.get("sequence_parallel", 1)
+            loss = model(**batch(family, rows)).loss
             loss.backward()
             found.append(loss.detach())
         found += [p.grad.part.clone() for p in model.parameters() if p.grad is not None]

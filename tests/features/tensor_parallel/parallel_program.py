@@ -268,11 +268,14 @@ def refusals(folder: Path) -> None:
     bmt.init_parameters(model)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
+    matrices = {"params": [model.linear.weight], "muon": True}
     for message, call in (
         ("no layers that are split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
         ("sequence_parallel cannot be", lambda: bmt.auto_wrap(Small(), sequence_parallel=TOGETHER)),
         ("do not support weights that are split", lambda: bmt.save_state(folder / "states", model)),
+        ("DCPState do not support weights that are split", lambda: bmt.DCPState(model)),
         ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer(model)),
+        ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer([matrices])),
         ("check_parity does not support tp_size", lambda: bmt.check_parity(model, {})),
         ("out_features=7 must be a multiple of tp_size=2", lambda: bmt.nn.ColumnParallelLinear(WIDTH, 7)),
         ("computes with full matrices", torch.optim.Adafactor(model.parameters()).step),

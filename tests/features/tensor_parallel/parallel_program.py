@@ -272,6 +272,7 @@ def refusals(folder: Path) -> None:
     for message, call in (
         ("no layers that are split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
         ("sequence_parallel cannot be", lambda: bmt.auto_wrap(Small(), sequence_parallel=TOGETHER)),
+        ("quantize_frozen cannot be", lambda: bmt.auto_wrap(Small().requires_grad_(False), quantize_frozen="nf4")),
         ("do not support weights that are split", lambda: bmt.save_state(folder / "states", model)),
         ("DCPState do not support weights that are split", lambda: bmt.DCPState(model)),
         ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer(model)),

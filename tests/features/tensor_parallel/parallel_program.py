@@ -255,6 +255,10 @@ def collectives() -> None:
         assert x.grad.tolist() == [1.0 + i // 2 for i in range(2 * len(members))], (key, x.grad)
 
 
+class OwnSGD(torch.optim.SGD):
+    """An element-wise optimizer that is not torch's."""
+
+
 class Small(bmt.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
@@ -283,6 +287,7 @@ def refusals(folder: Path) -> None:
     ):
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
             call()
+    OwnSGD(model.parameters(), lr=0.1).step()
     state = model.state_dict()
     copied = bmt.auto_wrap(copy.deepcopy(model))
     assert all(torch.equal(value, state[name]) for name, value in copied.state_dict().items())

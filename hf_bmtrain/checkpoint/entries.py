@@ -58,11 +58,7 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
     """
     if chosen is None:
         refuse_quantized(model)
-    if any(map(is_part, model.parameters())):
-        raise NotImplementedError(
-            "save_state and load_state do not support weights that are split over ranks by tp_size. Save whole tensors "
-            "with bmt.save(model, file) and torch.save(manager.state_dict(gather_opt=True), file), on all ranks."
-        )
+    refuse_parts(model)
     entries = [
         _of_parameter(name, parameter, parameter)
         for name, parameter in model.named_parameters()
@@ -85,6 +81,16 @@ def refuse_quantized(model: torch.nn.Module) -> None:
             "a checkpoint cannot contain quantized weights. Save and resume only trained parameters, with "
             "save_state(..., trained_only=True). bmt.save(model, file) writes all weights to a file, with the "
             "quantized ones dequantized."
+        )
+
+
+def refuse_parts(model: torch.nn.Module) -> None:
+    """Raise NotImplementedError if ranks that compute together have different parts of a weight."""
+    if any(map(is_part, model.parameters())):
+        raise NotImplementedError(
+            "save_state, load_state and DCPState do not support weights that are split over ranks by tp_size. Save "
+            "whole tensors with bmt.save(model, file) and torch.save(manager.state_dict(gather_opt=True), file), on "
+            "all ranks."
         )
 
 

@@ -13,7 +13,7 @@ from ..engine.optim.adam import AdamOptimizer
 from ..engine.optim.state import divide_state, save_state
 from ..engine.runtime.world import current_world
 from ..engine.sharding.parameter import DistributedParameter
-from .entries import LoadedState, check_groups, groups_of, named, refuse_quantized
+from .entries import LoadedState, check_groups, groups_of, named, refuse_parts, refuse_quantized
 
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
@@ -40,6 +40,7 @@ class DCPState:
 
     Raises:
         RuntimeError: torch is older than 2.15.
+        NotImplementedError: weights are split over ranks by `tp_size`.
         ValueError: the optimizer is a MuonOptimizer, whose state other programs would not understand.
 
     Example::
@@ -52,6 +53,7 @@ class DCPState:
         from torch.distributed import checkpoint  # this import takes a second
 
         expect_module("model", model)
+        refuse_parts(model)
         if optimizer is not None:
             expect_kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
         if not hasattr(checkpoint, "CheckpointableTensor"):

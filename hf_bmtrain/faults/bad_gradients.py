@@ -134,7 +134,7 @@ class _Bad:
             `parameters`). Backward reaches higher places earlier.
         block: the name of the parameter's block, or "" for a root parameter.
         name: the parameter's name.
-        numel: the number of elements of the full parameter.
+        numel: the number of elements of the full parameter, or of the tensor of which it is a part.
         nan: the number of nan elements, or 0 if every rank has freed the averaged gradient.
         inf: the number of inf elements, or 0 if every rank has freed the averaged gradient.
         partly: whether only some ranks could count, because others had freed the averaged gradient.
@@ -185,35 +185,49 @@ def explain(
     every = mine.new_empty(world.size, *mine.shape)
     world.reduce.all_gather(every.view(-1), mine.view(-1)).wait()
     ranks = every.cpu()
-    bad = [found for found in map(_judge, parameters, ranks.unbind(1), range(len(parameters))) if found is not None]
+    shards = _by_shard(ranks[:, :, :2], world.gather_objects(world.shard_group.rank))
+    judged = map(_judge, parameters, shards.unbind(1), ranks[:, :, 2].unbind(1), range(len(parameters)))
+    bad = [found for found in judged if found is not None]
     if not bad:
         return None
-    present = int((ranks[:, :, 0] != _UNKNOWN).any(0).sum()) or len(parameters)
+    present = int((shards[:, :, 0] != _UNKNOWN).any(0).sum()) or len(parameters)
     return _describe(bad, present, bool((ranks[:, :, 3] > 0).any()), world.size)
 
 
-def _judge(parameter: torch.nn.Parameter, rows: torch.Tensor, number: int) -> _Bad | None:
+def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+    """Return the counts (shards, ...) of each shard, which ranks of several hosts may store.
+
+    counts: (ranks, ...), -1 where unknown. numbers: the number of each rank's shard.
+    """
+    ranks: dict[int, list[int]] = {}
+    for rank, number in enumerate(numbers):
+        ranks.setdefault(number, []).append(rank)
+    return torch.stack([counts[each].amax(0) for each in ranks.values()])
+
+
+def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Tensor, number: int) -> _Bad | None:
     """Combine the ranks' facts about the gradient of `parameter`. Return None if it is finite as far as known.
 
-    rows: (ranks, 4) int64. For each rank: the number of nan and of inf elements in its part of the averaged gradient
-        (-1 if freed), the position in backward of its own non-finite gradient (-1 if none), and whether it checked its
-        own gradients (-1 if not).
+    counts: (shards, 2) int64. For each shard: the number of nan and of inf elements of the averaged gradient in it (-1
+        if freed).
+    places: (ranks,) int64. For each rank: the position in backward of its own non-finite gradient (-1 if none).
     number: the parameter's position in `parameters`, which serves as a name if it has none.
     """
-    sharded = isinstance(parameter, DistributedParameter)
-    known, missing = rows[:, :2].clamp_min(0), rows[:, 0] == _UNKNOWN
+    known, missing = counts.clamp_min(0), counts[:, 0] == _UNKNOWN
     partly = bool(missing.any() and not missing.all())
-    nan, inf = (known.sum(0) if sharded else known.amax(0)).tolist()
-    ranks = tuple((rows[:, 2] != _UNKNOWN).nonzero().flatten().tolist())
+    ranks = tuple((places != _UNKNOWN).nonzero().flatten().tolist())
+    numel, (nan, inf) = parameter.numel(), known.amax(0).tolist()
+    if isinstance(parameter, DistributedParameter):
+        numel, (nan, inf) = parameter.buffer.storage.whole_shape(parameter.index).numel(), known.sum(0).tolist()
     if not nan and not inf and not ranks:
         return None
     origin = parameter.origin if isinstance(parameter, DistributedParameter) else None
     if origin is None:
         owner = parameter.buffer.number if isinstance(parameter, DistributedParameter) else 0
         label = f"parameter {number}, of shape {tuple(parameter.shape)}"
-        return _Bad((owner, 0, number), "", label, parameter.numel(), nan, inf, partly, ranks)
+        return _Bad((owner, 0, number), "", label, numel, nan, inf, partly, ranks)
     place = (origin.model, origin.number, number)
-    return _Bad(place, origin.block, origin.name, parameter.numel(), nan, inf, partly, ranks)
+    return _Bad(place, origin.block, origin.name, numel, nan, inf, partly, ranks)
 
 
 def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> str:

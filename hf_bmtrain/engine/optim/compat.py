@@ -234,7 +234,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
         parted = _difference(flat, moved)
         if parted is None and type(optimizer).__module__.startswith("torch.optim."):
             continue
-        if any(is_part(parameter) for parameter in group["params"]):
+        if parted is not None and any(is_part(parameter) for parameter in group["params"]):
             raise TypeError(
                 f"{type(optimizer).__name__} computes with full matrices, but with tp_size each rank has only a part "
                 "of a split matrix. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or "

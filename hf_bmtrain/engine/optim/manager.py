@@ -392,7 +392,7 @@ class OptimManager:
         Args:
             gather_opt: True returns the full state of the optimizers on rank 0, which any number of ranks can load, and
                 no tensors on other ranks. False returns each rank's own state, which the same rank can load if the
-                number of ranks is the same.
+                number of ranks, `tp_size` and the division of the shards between hosts are the same.
 
         Returns:
             A dict for `load_state_dict`. It contains checksums, with which `load_state_dict` verifies it.

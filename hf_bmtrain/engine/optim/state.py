@@ -37,9 +37,9 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     Args:
         optimizer: the optimizer.
         world: the ranks.
-        gather: False returns this rank's state, which the same rank can load if the number of ranks is the same. True
-            returns the full state on rank 0, which any number of ranks can load, and only parameter groups on the other
-            ranks. Its entry "sliced" then lists the names of the tensors that have the layout of the parameters.
+        gather: False returns this rank's state, which the same rank can load if it stores the same shard. True returns
+            the full state on rank 0, which any number of ranks can load, and only parameter groups on the other ranks.
+            Its entry "sliced" then lists the names of the tensors that have the layout of the parameters.
     """
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
@@ -50,7 +50,15 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
         full, sharded = _gather(optimizer, state, world, keep=world.rank == 0)
         return {**state, "state": full, "sliced": sharded}
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
-    return {**state, "state": own, "rank": world.rank, "world_size": world.size}
+    return {**state, "state": own, "rank": world.rank, "world_size": world.size, "shard": _shard(world)}
+
+
+def _shard(world: World) -> tuple[int, int, int]:
+    """Return (this rank's shard, the number of shards, the number of ranks that compute together).
+
+    Two worlds of the same size may differ in these numbers. A rank then stores other elements, possibly as many.
+    """
+    return world.shard_group.rank, world.shard_group.size, 1 if world.grid is None else world.grid.size
 
 
 def copy_full_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
@@ -82,11 +90,11 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
         world: the ranks.
 
     Raises:
-        ValueError: the state belongs to another rank, another number of ranks, or other parameters.
+        ValueError: the state belongs to another rank, another number of ranks, another shard, or other parameters.
         RuntimeError: the ranks pass different full states or different settings.
     """
     state: States = saved["state"]
-    own = () if "sliced" in saved else ("state", "rank")
+    own = () if "sliced" in saved else ("state", "rank", "shard")
     if world.size > 1:
         world.check_same_on_all_ranks(
             "load_state_dict", contents({name: value for name, value in saved.items() if name not in own})
@@ -98,17 +106,35 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
             parameter = parameters[key]
             if isinstance(parameter, DistributedParameter):
                 values.update({name: parameter.take_whole(values[name]) for name in saved["sliced"] if name in values})
-    elif (saved["rank"], saved["world_size"]) != (world.rank, world.size):
-        raise ValueError(
-            f"this optimizer state was saved by rank {saved['rank']} of {saved['world_size']}, but is loaded on rank "
-            f"{world.rank} of {world.size}. Save it with state_dict(gather_opt=True) to load it on another number of "
-            "ranks."
-        )
+    else:  # on every rank, because it may be that only some ranks store other elements
+        problem = next(filter(None, world.gather_objects(_misfit(saved, world))), None)
+        if problem is not None:
+            raise ValueError(problem)
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
     for values in optimizer.state.values() if "sliced" in saved else ():
         for name, value in values.items():
             if isinstance(value, ShardTensor) and value.part.untyped_storage().nbytes() > value.part.nbytes:
                 values[name] = value.clone()  # the view would keep the full tensor in memory
+
+
+def _misfit(saved: dict[str, Any], world: World) -> str | None:
+    """Return why this rank cannot load a state that a rank saved for itself, or None if it can."""
+    if (saved["rank"], saved["world_size"]) != (world.rank, world.size):
+        return (
+            f"this optimizer state was saved by rank {saved['rank']} of {saved['world_size']}, but is loaded on rank "
+            f"{world.rank} of {world.size}. Save it with state_dict(gather_opt=True) to load it on another number of "
+            "ranks."
+        )
+    mine = _shard(world)
+    theirs = tuple(saved.get("shard", (world.rank, world.size, 1)))  # states without it are of one host
+    if theirs == mine:
+        return None
+    then, now = (f"shard {shard} of {shards} with tp_size={together}" for shard, shards, together in (theirs, mine))
+    return (
+        f"this optimizer state of rank {world.rank} is of {then}, but the rank stores {now}, because init_distributed "
+        "has other values of gather, shard_over or tp_size, or the ranks are on other hosts. Save the state with "
+        "state_dict(gather_opt=True) to load it in all of these cases."
+    )
 
 
 # -- the optimizer's own state_dict -------------------------------------------------------------------------------

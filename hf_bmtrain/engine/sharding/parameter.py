@@ -202,7 +202,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     def mark(self, full: Any) -> None:
         """Set attributes of `full`, a full copy: how this parameter is initialized, grouped and sharded."""
-        full.init_method, full.group, full.storage_kind = self.init_method, self.group, self.storage_kind
+        full.init_method, full.group = self.init_method, self.group
+        if self.storage_kind != PLAIN:  # pickled copies of ordinary parameters then need no class of this library
+            full.storage_kind = self.storage_kind
 
     def gather_gradient(self) -> torch.Tensor | None:
         """Return the full gradient as a new tensor of `full_shape`, or None if `.grad` is None.

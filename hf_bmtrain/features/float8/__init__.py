@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from ...engine.sharding.storage import StorageKind
+from ...engine.sharding.storage import PLAIN, StorageKind
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
 from .calibrate import install_signal_guard
@@ -44,7 +44,7 @@ class Float8(Extension):
         self._gathered = choose_gathered(plan.model, self._linears.values(), plan.world)
 
     def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
-        brings_its_own = hasattr(parameter, "storage_kind")
+        brings_its_own = getattr(parameter, "storage_kind", PLAIN) != PLAIN
         return Float8Kind() if id(parameter) in self._gathered and not brings_its_own else None
 
     def connect(self, plan: WrapPlan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +23,15 @@ def is_matrix(shape: torch.Size) -> bool:
     return len(shape) in (2, 3) and min(shape[-2:]) > 1 and shape.numel() > 0
 
 
+def refuse_parts(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError if one of the parameters is one part of a tensor, whose other parts are on other ranks."""
+    if any(map(is_part, parameters)):
+        raise ValueError(
+            "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has a part of a split one. Use "
+            "bmt.optim.AdamOptimizer(model.parameters()), or leave tp_size out."
+        )
+
+
 def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """Divide a model's parameters into the matrices of hidden layers and all others, each in the model's order.
 
@@ -30,11 +39,7 @@ def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch
     parameter with three dimensions is a stack of matrices, such as the experts of a layer.
     """
     inside = {module for block in model.modules() if isinstance(block, CheckpointBlock) for module in block.modules()}
-    if any(map(is_part, model.parameters())):
-        raise ValueError(
-            "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has a part of a split matrix. Use "
-            "bmt.optim.AdamOptimizer(model.parameters()), or leave tp_size out."
-        )
+    refuse_parts(model.parameters())
     hidden: set[torch.nn.Parameter] = set()
     others: set[torch.nn.Parameter] = set()
     for module, _, parameter in find_places(model.modules()):

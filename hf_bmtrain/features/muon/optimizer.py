@@ -15,7 +15,7 @@ from ...engine.optim.runs import Run, StateTensors
 from ...engine.runtime.world import current_world
 from ...engine.sharding.parameter import DistributedParameter
 from .exchange import Round
-from .matrices import Matrix, assign, divide, is_matrix, matrices_of, rounds_of
+from .matrices import Matrix, assign, divide, is_matrix, matrices_of, refuse_parts, rounds_of
 from .orthogonalize import ADJUST_LR, orthogonalize, rate_factor
 
 
@@ -134,6 +134,7 @@ class MuonOptimizer(AdamOptimizer):
                     f"has {len(unfit)} other parameters, such as one of shape {unfit[0]}. Put them into a group with "
                     '"muon": False.'
                 )
+            refuse_parts(parameters)
             param_group["params"] = parameters
         super().add_param_group(param_group)
 

@@ -14,15 +14,17 @@ class TensorParallel(Extension):
     """Refuses models without layers that are split over the ranks that compute together."""
 
     def __init__(self, options: Options) -> None:
-        self._shares_rows = options.sequence_parallel > 1
+        # A packed weight is shared by all ranks: each of them would get rank 0's part.
+        unfit = {"sequence_parallel": options.sequence_parallel > 1, "quantize_frozen": options.quantize_frozen}
+        self._unfit = [name for name, asked in unfit.items() if asked]
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
         grid = current_world().grid
         if grid is None:
             return
-        if self._shares_rows:
-            raise ValueError("auto_wrap: sequence_parallel cannot be combined with tp_size. Leave one of them out.")
-        # Parameters of a deep copy are plain Parameters with the attribute `storage_kind`.
+        if self._unfit:
+            raise ValueError(f"auto_wrap: {self._unfit[0]} cannot be combined with tp_size. Leave one of them out.")
+        # Parameters of a deep copy are plain Parameters; those that are split have the attribute `storage_kind`.
         if not any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters()):
             raise ValueError(
                 f"auto_wrap: with tp_size={grid.size}, {grid.size} ranks compute together, but {type(model).__name__} "

@@ -140,6 +140,10 @@ def test_refused():
     whole = bmt.current_world().gather_objects(manager.state_dict(gather_opt=True))[0]  # only rank 0 has it
     with pytest.raises(ValueError, match=r"gather_opt=True\) to load"):
         manager.load_state_dict({**unsealed(state), "optimizers": [{**state["optimizers"][0], "world_size": 7}]})
+    # With two ranks rank 1 alone stores another shard, as if the order of the shards had changed.
+    moved = {**state["optimizers"][0], "shard": (0, 2, 1)}
+    with pytest.raises(ValueError, match=r"is of shard 0 of 2 with tp_size=1, but the rank stores shard"):
+        manager.load_state_dict({**unsealed(state), "optimizers": [moved]})
     with pytest.raises(ValueError, match="saved with gather_opt=True"):
         manager.load_state_dict(whole, gather_opt=False)
     with pytest.raises(ValueError, match="loss_scale None"):

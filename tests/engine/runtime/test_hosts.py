@@ -20,6 +20,7 @@ import hf_bmtrain.hf
 import jobs
 from cases import full
 from hf_bmtrain.engine.comm.communicator import GlooCommunicator
+from hf_bmtrain.engine.optim import skipped_steps
 from hf_bmtrain.engine.runtime import backend
 from ranks import Ranks
 from resumable import Training
@@ -146,6 +147,18 @@ def unlike_values():
     torch.testing.assert_close(gradients[1], torch.full((5,), 6 / bmt.world_size()))
 
 
+def skipped():
+    """The line about a skipped step counts an element once, however many hosts store it."""
+    layer = torch.nn.Linear(8, 8, bias=False)
+    model = bmt.auto_wrap(torch.nn.Sequential(layer), blocks=[layer])
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+    manager.backward(model(torch.ones(1, 8)).sum() * float("nan"))
+    with mock.patch.object(skipped_steps._log, "log") as log:
+        manager.step()
+    assert bmt.rank() or "weight (64 of 64 elements nan)" in str(log.call_args)
+
+
 def packed():
     """A quantized base beside one process with the values that it has dequantized."""
     torch.manual_seed(0)
@@ -244,6 +257,7 @@ def entered():
 def test_equal_to_one_process(hosts, name):
     hosts(name)(parity)
     hosts(name)(unlike_values)
+    hosts(name)(skipped)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("2x2 host", 1.0), ("2x2 world", 1.5 - 1 / 8), ("3x1 host", 4 / 3)])

@@ -1,6 +1,8 @@
 """Weights gathered in float8: training has the bits of training with weights that are gathered in their own dtype."""
 
+import copy
 import gc
+import io
 import logging
 from contextlib import nullcontext
 from unittest import mock
@@ -263,3 +265,13 @@ def test_shared_weights_are_gathered_in_their_own_dtype():
     buffers = {each.weight.buffer for each in model.layers[1] if isinstance(each, Float8Linear)}
     assert [isinstance(buffer.storage, Float8Storage) for buffer in buffers].count(True) == 1 and len(buffers) == 2
     assert not isinstance(model.layers[1][0].weight.buffer.storage, Float8Storage)
+
+
+@on_ranks(2)
+def test_copies_of_a_wrapped_model_are_ordinary_and_gathered_in_float8():
+    copied = copy.deepcopy(bmt.auto_wrap(Stack()))
+    file = io.BytesIO()
+    torch.save([*copied.parameters()], file)
+    torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    bmt.auto_wrap(copied, float8=True)
+    assert any(isinstance(buffer.storage, Float8Storage) for buffer in buffers_of(copied))

@@ -255,6 +255,10 @@ def collectives() -> None:
         assert x.grad.tolist() == [1.0 + i // 2 for i in range(2 * len(members))], (key, x.grad)
 
 
+class OwnSGD(torch.optim.SGD):
+    """An element-wise optimizer that is not torch's."""
+
+
 class Small(bmt.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
@@ -268,17 +272,22 @@ def refusals(folder: Path) -> None:
     bmt.init_parameters(model)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
+    matrices = {"params": [model.linear.weight], "muon": True}
     for message, call in (
         ("no layers that are split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
         ("sequence_parallel cannot be", lambda: bmt.auto_wrap(Small(), sequence_parallel=TOGETHER)),
+        ("quantize_frozen cannot be", lambda: bmt.auto_wrap(Small().requires_grad_(False), quantize_frozen="nf4")),
         ("do not support weights that are split", lambda: bmt.save_state(folder / "states", model)),
+        ("DCPState do not support weights that are split", lambda: bmt.DCPState(model)),
         ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer(model)),
+        ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer([matrices])),
         ("check_parity does not support tp_size", lambda: bmt.check_parity(model, {})),
         ("out_features=7 must be a multiple of tp_size=2", lambda: bmt.nn.ColumnParallelLinear(WIDTH, 7)),
         ("computes with full matrices", torch.optim.Adafactor(model.parameters()).step),
     ):
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
             call()
+    OwnSGD(model.parameters(), lr=0.1).step()
     state = model.state_dict()
     copied = bmt.auto_wrap(copy.deepcopy(model))
     assert all(torch.equal(value, state[name]) for name, value in copied.state_dict().items())

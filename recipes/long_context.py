@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    train_step(model, manager, optimizer, next(batches(1, 2 * bmt.world_size() + 64)))  # allocates its state
+    train_step(model, manager, optimizer, next(batches(1, 64)))  # allocates its state
     if options.memory is not None:
         limit_memory(options.memory, device)
     if options.trial:

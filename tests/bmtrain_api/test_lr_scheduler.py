@@ -179,7 +179,7 @@ def test_groups_added_later_get_the_learning_rate_at_the_next_step():
                 (lambda o: Linear(o, S, W, W), "warmup_iter is 10 and end_iter is 10"),
                 (lambda o: Cosine(o, S, W, -1), "warmup_iter is 10 and end_iter is -1"),
                 (lambda o: Exponential(o, S, W, -1, gamma=0.0), "gamma .* 0.0"),
-                (lambda o: NoDecay([], S, W, -1), "param_groups, list has none"),
+                (lambda o: NoDecay([], S, W, -1), "param_groups, but list has none"),
             ]
         ),
     ],

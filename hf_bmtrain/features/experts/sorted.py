@@ -45,14 +45,18 @@ class SortedExperts(torch.nn.Module):
 def can_sort(experts: Any) -> bool:
     """Return whether `experts` is a module of transformers with several experts that can run with grouped_mm.
 
-    It is not if its forward was replaced, by a subclass or in its class.
+    It is not if its forward was replaced, by a subclass or in its class, or if another function was registered as
+    "grouped_mm".
     """
     if not hasattr(experts, "_apply_gate") or not all(hasattr(experts, setting) for setting in _SETTINGS):
         return False
     cls: Any = type(experts)
     while hasattr(cls, "_extends"):
         cls = cls._extends
-    return getattr(cls.forward, "__globals__", {}).get("__name__") == _MODULE and experts.num_experts > 1
+    names = getattr(cls.forward, "__globals__", {})
+    if names.get("__name__") != _MODULE or experts.num_experts < 2:
+        return False
+    return names["ALL_EXPERTS_FUNCTIONS"]["grouped_mm"] is names["grouped_mm_experts_forward"]
 
 
 def sort_experts(modules: Iterable[torch.nn.Module]) -> int:

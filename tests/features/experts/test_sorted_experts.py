@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import hf_bmtrain as bmt
 from beside_twin import loss_of, train_beside
@@ -88,7 +89,7 @@ def test_others_are_transformers() -> None:
 
 
 def test_a_forward_of_the_user_stays() -> None:
-    """Of a subclass, or put in place of that of the class."""
+    """Of a subclass, put in place of that of the class, or registered as grouped_mm."""
     plain, layer = Layer("mixtral"), Layer("mixtral")
     cls = type(layer.experts)
     layer.experts.__class__ = type("Doubled", (cls,), {"forward": lambda self, *args: 2 * cls.forward(self, *args)})
@@ -97,6 +98,9 @@ def test_a_forward_of_the_user_stays() -> None:
     assert torch.equal(layer(x, weights), 2 * plain(x, weights))
     with mock.patch.object(cls, "forward", lambda self, x, *args: x):
         assert sort_experts(plain.modules()) == 0
+    with mock.patch.dict(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, {"grouped_mm": lambda self, x, *args: x}):
+        assert sort_experts(plain.modules()) == 0
+    assert sort_experts(plain.modules()) == 1
 
 
 def test_no_tokens() -> None:

@@ -1,6 +1,7 @@
 """auto_wrap(mlp_chunks=N): losses and gradients of a plain process; no piece is larger than it may be."""
 
 import gc
+import importlib.util
 import weakref
 from contextlib import nullcontext
 
@@ -22,15 +23,19 @@ VARIANTS = {
 }
 
 
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+
+
 @pytest.mark.parametrize("case", by_default(VARIANTS, "llama", "kept", "gpt2"))
 @on_ranks(2)
 def test_parity(case):
     check(**{"share": 2, "mlp_chunks": 3, **VARIANTS[case]})
 
 
+@needs_peft
 @on_ranks(2)
 def test_adapters():
-    peft = pytest.importorskip("peft")
+    peft = importlib.import_module("peft")
 
     def prepare(model):
         torch.manual_seed(7)
@@ -92,10 +97,11 @@ def test_refusals():
         bmt.auto_wrap(MODELS["llama"](), mlp_chunks=0)
 
 
+@needs_peft
 @on_ranks(1)
 def test_dropout_in_later_adapters():
     """Backward computes each piece again, with other random numbers."""
-    peft = pytest.importorskip("peft")
+    peft = importlib.import_module("peft")
     model = bmt.auto_wrap(MODELS["llama"](), mlp_chunks=2)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.5)
     with pytest.raises(ValueError, match="mlp_chunks=2 .* dropout"):

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..base.arguments import expect_number
 from ..blocks.block import weak_method
 from ..blocks.block_state import BlockState
 from ..blocks.recompute import ALWAYS, NEVER
@@ -52,25 +51,23 @@ def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
 def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, **kwargs) -> None:
     """Switch the blocks' recomputation on or off.
 
-    Two options of transformers are supported: `every_n_layers=n` recomputes every n-th block, and `offload` keeps the
-    inputs of recomputed blocks in host memory. Options of torch.utils.checkpoint are ignored.
-
-    Raises ValueError if `every_n_layers` is not a positive integer.
+    The option `offload` of transformers keeps the inputs of recomputed blocks in host memory. Options of
+    torch.utils.checkpoint are ignored. Raises ValueError if `every_n_layers` is not 1.
     """
     given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
     for value in (*args, *kwargs.values()):
         given |= value if isinstance(value, dict) else {}
     every, offload = (_OPTIONS[name] if given.get(name) is None else given[name] for name in _OPTIONS)
-    expect_number("every_n_layers", every, "at least 1", lambda layers: layers >= 1, integer=True)
+    if every != 1:
+        raise ValueError(
+            f"every_n_layers={every} is not supported for sharded models. Leave it out, and pass use_checkpoint='auto' "
+            "to auto_wrap: it recomputes only as many blocks as memory requires."
+        )
     blocks = [state for each in states if (state := each()) is not None]
-    recomputed = [on and number % every == 0 for number in range(len(blocks))]
-    _log.info(
-        "recompute=%s in %d of %d sharded blocks, as the model's gradient_checkpointing method asks",
-        on, sum(recomputed) if on else len(blocks), len(blocks),
-    )  # fmt: skip
+    _log.info("recompute=%s in %d sharded blocks, as the model's gradient_checkpointing method asks", on, len(blocks))
     store = current_world().layer_features.inputs() if on and offload else None
-    for state, again in zip(blocks, recomputed):
-        state.recompute = ALWAYS if again else NEVER
+    for state in blocks:
+        state.recompute = ALWAYS if on else NEVER
         state.inputs = store or state.inputs  # offload_activations=True of auto_wrap stays in effect
 
 

@@ -26,7 +26,9 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         (rows, N).
     """
     # Compiled code does not call torch's kernel directly: Inductor may give its operands strides that it refuses.
-    if not torch.compiler.is_compiling() and has_kernel(matrices):
+    # Before torch 2.12, torch does not trace the kernel in float32.
+    traced = matrices.dtype == torch.bfloat16 or torch.__version__ >= "2.12"
+    if traced and not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)
     return _product_of_groups(x, matrices, ends)
 

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     device = bmt.current_world().device
     quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
     choose_dtype(options, device)
-    options.steps = options.steps or (20 if options.model else 150)
+    options.steps = options.steps or (20 if options.model else 300)
     options.lr = options.lr or (1e-5 if options.model else 3e-3)
     if options.memory is None and not options.model and device.type == "cpu":
         options.memory = 208

@@ -23,7 +23,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--mlp-chunks", type=at_least(1), default=1, help="pieces in which an MLP computes its tokens (%(default)s)")
     add("--trial", action="store_true", help="take one step on the longest rows and report whether memory suffices")
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=at_least(1), help="optimizer steps (embedded: 150; --model: 20)")
+    add("--steps", type=at_least(1), help="optimizer steps (embedded: 300; --model: 20)")
     add("--lr", type=positive, help="learning rate after a warm-up (embedded: 3e-3; --model: 1e-5)")
     add("--seed", type=at_least(0), default=0, help="of weights and rows (%(default)s)")
     add = parser.add_argument_group("results").add_argument

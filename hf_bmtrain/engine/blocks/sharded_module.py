@@ -129,7 +129,8 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     """Return a subclass of `base` and `cls` with `methods`, and with the name, module and docstring of `cls`.
 
     The caller should create one class for each `cls`, not for each module, because torch.compile compiles once per
-    class.
+    class. Deep copies of a sharded model keep the returned class, unless a module's attribute
+    `only_while_sharded` is true.
     """
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass = type(cls)
@@ -191,8 +192,8 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # A class that an extension has generated for a layer also has `_extends`. It is not a ShardedModule, so it stays.
-    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):
+    # A class that an extension has generated for a layer also has `_extends`. It stays, unless it says otherwise.
+    while "_extends" in vars(cls) and (issubclass(cls, ShardedModule) or getattr(module, "only_while_sharded", False)):
         cls = cls._extends
     return cls
 

@@ -31,6 +31,8 @@ class SortedExperts(torch.nn.Module):
     passed to `forward` by keyword.
     """
 
+    only_while_sharded = True  # a deep copy has transformers' own class
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         factors = kwargs.pop(FACTORS, None)
         if factors is None and not _replaces(self):

@@ -67,6 +67,7 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
         experts = wrapper.get_base_layer()
         wrapper.__class__ = _extended_class(type(wrapper))
         sort_experts([experts])
+        experts.only_while_sharded = False  # copies of this wrapper pass adapters too
     return len(wrappers)
 
 

@@ -28,6 +28,7 @@ class ChunkedMlp(torch.nn.Module):
     """
 
     chunks: ClassVar[int]
+    only_while_sharded = True  # a deep copy has the MLP's own class
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         (tokens,) = (*args, *kwargs.values())

@@ -142,32 +142,30 @@ class TrainerCheckpoints:
         del self._optimizer.state_dict  # the instance attribute, which hides the method
         return Path(reference["folder"])
 
-    def load(self, *folders: str | os.PathLike | None, resumed: bool) -> None:
+    def load(self, folder: str | None) -> None:
         """Load the sharded part of the checkpoint whose `optimizer.pt` Trainer has loaded, if there is one.
 
         Collective: every rank must call it. Weights are loaded even if Trainer has loaded them, because Trainer does
         not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
 
         Args:
-            *folders: folders in which to look for the checkpoint before the folder in the reference.
-            resumed: whether Trainer has resumed from a checkpoint.
+            folder: the checkpoint from which Trainer has resumed; None if it has not.
 
         Raises:
-            RuntimeError: the checkpoint is missing or damaged.
+            RuntimeError: the checkpoint is incomplete or damaged.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
-        if reference is None:
-            if resumed:
-                self._verify_without_reference([Path(folder) for folder in folders if folder])
+        if folder is None:
             return
-        places = [Path(folder) for folder in (*folders, reference["folder"]) if folder]
-        same = next((place for place in places if _identity(place) == reference["id"]), None)
-        place = current_world().control.broadcast_object(same)
-        if place is None:
+        place = Path(folder)
+        if reference is None:
+            self._verify_without_reference(place)
+            return
+        if current_world().control.broadcast_object(_identity(place) != reference["id"]):
+            _raise_if_damaged(place, _damage)
             raise RuntimeError(
-                f"The sharded part of checkpoint {reference['folder']} was not found in {', '.join(map(str, places))}. "
-                "If the checkpoint was moved, resume with bmt.hf.Trainer, or set args.resume_from_checkpoint to its "
-                "new folder."
+                f"The checkpoint {place} has the optimizer.pt of another one, {reference['folder']}. Restore its own "
+                "files, or resume from another checkpoint."
             )
         _raise_if_damaged(place, _damage_of_added)
         # Keep Trainer's groups: they were saved later, and a scheduler may have changed them after `save`.
@@ -177,19 +175,14 @@ class TrainerCheckpoints:
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
 
-    def _verify_without_reference(self, places: list[Path]) -> None:
+    def _verify_without_reference(self, place: Path) -> None:
         """Verify a checkpoint that Trainer has loaded without a reference to a sharded part.
 
-        Collective: every rank must call it.
-
-        places: the folders in which to look. The first one with a manifest is the checkpoint; without one, Trainer
-        alone saved the checkpoint, and nothing is verified. Raises RuntimeError if the checkpoint is damaged, or if it
-        contains optimizer state that was not loaded.
+        Collective: every rank must call it. Nothing is verified if Trainer alone has saved the checkpoint. Raises
+        RuntimeError if it is damaged, or if it contains optimizer state that was not loaded.
         """
-        found = next((place for place in places if (place / MANIFEST).exists()), None)
-        place = current_world().control.broadcast_object(found)
-        if place is None:
-            return  # Trainer alone has saved this checkpoint
+        if not current_world().control.broadcast_object((place / MANIFEST).exists()):
+            return
         _raise_if_damaged(place, _damage)
         if any(name.startswith("optimizer") for name in Manifest.read(place).files):
             raise RuntimeError(

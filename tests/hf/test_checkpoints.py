@@ -23,8 +23,6 @@ MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
 def run(folder, given, options, resume=None):
     """Train (or resume) on every rank; returns log, final weights and the names of what was written."""
     trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), **options)
-    if isinstance(resume, str):
-        trainer.args.resume_from_checkpoint = resume
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/final")  # rank 0 enters it alone
     bmt.synchronize()
@@ -183,7 +181,7 @@ def test_resume_that_cannot_be_right_raises(world, tmp_path):
     world(2)(resume_errors, str(folder), given, options, str(checkpoint), "optimizer.safetensors.* the saved checksum")
     world(2)(resume_errors, str(folder), given, OURS, str(checkpoint), "checkpoint-2 is damaged: optimizer.safetensors")
     (checkpoint / "state.pt").unlink()
-    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "checkpoint .* was not found in")
+    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "damaged: .*state.pt is missing")
 
 
 TRAINERS_FILES = ["rng_state_1.pth", "scheduler.pt", "optimizer.pt", "trainer_state.json", "training_args.bin"]
@@ -212,6 +210,23 @@ def test_damage_to_trainers_own_files(world, tmp_path):
             )
         world(2)(resume_errors, str(folder), given, options, str(checkpoint), f"checkpoint-2 is damaged: {name}")
         path.write_bytes(data)
+
+
+def test_a_checkpoint_that_was_copied(world, tmp_path):
+    """What is verified and loaded is the folder that Trainer resumes from, not the one that was saved."""
+    folder, given, options = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}
+    world(2)(run, str(folder), given, options)
+    saved, copied = folder / "checkpoint-2", tmp_path / "elsewhere" / "checkpoint-2"
+    shutil.copytree(saved, copied)
+    for name in ("rng_state_1.pth", "model.safetensors", "state.pt"):
+        whole = (copied / name).read_bytes()
+        flip(copied / name)
+        world(2)(resume_errors, str(folder), given, options, str(copied), f"elsewhere.*{name}")
+        (copied / name).write_bytes(whole)
+    resumed = world(2)(run, str(folder), given, options, str(saved))[0]
+    shutil.rmtree(saved)
+    moved = world(2)(run, str(folder), given, options, str(copied))[0]
+    assert losses(moved["history"], "grad_norm") == losses(resumed["history"], "grad_norm")
 
 
 @pytest.mark.parametrize("how", ["flipped", *in_full("killed in Trainer's files")])

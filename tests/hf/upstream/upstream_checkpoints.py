@@ -201,7 +201,6 @@ def resume_from_interrupted_training(folder):
     classifier(first, Numbered(100), max_steps=2, **given).train()
     assert checkpoints(first) == [1, 2]
     trainer = classifier(rest, Numbered(100), **given)
-    trainer.args.resume_from_checkpoint = f"{first}/checkpoint-2"
     trainer.train(resume_from_checkpoint=f"{first}/checkpoint-2")
     assert trainer.state.global_step == 17  # 100 rows, 6 an update
     check_checkpoints(rest, list(range(3, 18)), set())

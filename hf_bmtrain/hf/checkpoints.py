@@ -26,6 +26,7 @@ from ..checkpoint.manifest import Manifest
 from ..checkpoint.save_state import let_others_save, save_state
 from ..engine.optim import compat as checks
 from ..engine.runtime.world import current_world
+from ..features.sequence import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 _REFERENCE = "hf_bmtrain"
@@ -70,7 +71,7 @@ class TrainerCheckpoints:
         identity = f"{self._run}-{folder.name}"
         optimizer = None if self._args.save_only_model else self._optimizer
         save_state(
-            folder.parent, self._model, optimizer, extra={"id": identity}, step=step,
+            folder.parent, self._model, optimizer, extra={"id": identity, "rows": self._rows_per_step()}, step=step,
             trained_only=not writes_own_weights(self._model),
         )  # fmt: skip
         self._refer({"id": identity, "folder": str(folder)})
@@ -168,12 +169,25 @@ class TrainerCheckpoints:
                 "files, or resume from another checkpoint."
             )
         _raise_if_damaged(place, _damage_of_added)
+        saved, rows = _extra(place).get("rows"), self._rows_per_step()
+        if saved not in (None, rows) and current_world().rank == 0:
+            _log.warning(
+                "The checkpoint %s was saved by a training with %d rows a step, and this one has %d. Trainer finds its "
+                "place in the epoch by counting steps, so it leaves rows out or trains on some twice. Set "
+                "per_device_train_batch_size or gradient_accumulation_steps so that a step has %d rows.",
+                place, saved, rows, saved,
+            )  # fmt: skip
         # Keep Trainer's groups: they were saved later, and a scheduler may have changed them after `save`.
         groups = [{**group} for group in self._optimizer.param_groups]
         own = writes_own_weights(self._model) and not _weights_were_replaced(place)
         load_state(place, self._model, self._optimizer, weights=own, random=False)
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
+
+    def _rows_per_step(self) -> int:
+        """Return the number of rows of all ranks that Trainer takes for one step of the optimizer."""
+        batches = self._args.gradient_accumulation_steps * current_world().size // ranks_per_row(self._model)
+        return self._args.train_batch_size * batches
 
     def _verify_without_reference(self, place: Path) -> None:
         """Verify a checkpoint that Trainer has loaded without a reference to a sharded part.
@@ -344,7 +358,13 @@ def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]
 
 def _identity(folder: Path) -> str | None:
     """Return the id that `TrainerCheckpoints.save` gave to a checkpoint, or None for other checkpoints."""
+    return _extra(folder).get("id")
+
+
+def _extra(folder: Path) -> dict[str, Any]:
+    """Return what `TrainerCheckpoints.save` stored of a checkpoint beside its state, or {} for other checkpoints."""
     try:
-        return small_state.read(folder)["ranks"][0]["extra"]["id"]
+        extra = small_state.read(folder)["ranks"][0]["extra"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
+        return {}
+    return extra if isinstance(extra, dict) else {}

@@ -14,6 +14,7 @@ import hf_bmtrain as bmt
 import jobs
 from cases import full, in_full, rows_in_full
 from jobs import bmt_adam, losses, torch_adam
+from log_lines import log_lines
 from tiny_models import build
 
 SIZES = [2, *in_full(1)]
@@ -23,13 +24,14 @@ MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
 def run(folder, given, options, resume=None):
     """Train (or resume) on every rank; returns log, final weights and the names of what was written."""
     trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), **options)
-    trainer.train(resume_from_checkpoint=resume)
+    with log_lines() as said:
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/final")  # rank 0 enters it alone
     bmt.synchronize()
     state = trainer.state
     return {
         "history": state.log_history, "weights": jobs.weights(trainer.model), "best": state.best_model_checkpoint,
-        "metric": state.best_metric,
+        "metric": state.best_metric, "said": said,
     }  # fmt: skip
 
 
@@ -254,6 +256,7 @@ def test_another_number_of_ranks(world, tmp_path, sizes):
         options = {"make_optimizer": make_optimizer}
         whole = world(before)(run, str(tmp_path / "run"), given, options)[0]
         here = world(after)(run, str(tmp_path / "run"), given, options, str(tmp_path / "run" / "checkpoint-2"))[0]
+        assert any("rows a step, and this one has" in line for line in here["said"]) == (3 in sizes)
         if 3 not in sizes:  # the rows of a step are the same
             for (mine,), (theirs,) in zip(losses(here["history"]), losses(whole["history"])):
                 assert mine == pytest.approx(theirs, rel=1e-5)

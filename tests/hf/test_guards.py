@@ -45,10 +45,19 @@ def optimizer_from_before_in_trainer(folder):
     optimizer = jobs.sgd(model)
     bmt.auto_wrap(model)
     trainer = transformers.Trainer(
-        model=model, args=jobs.arguments(folder), train_dataset=jobs.Rows(), optimizers=(optimizer, None)
-    )
+        model=model, args=jobs.arguments(folder), train_dataset=jobs.Rows(), optimizers=(optimizer, None),
+        callbacks=[bmt.hf.BMTrainCallback()],
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match="Create the optimizer after auto_wrap"):
         trainer.train()
+
+
+def trainer_without_callback(folder):
+    model = bmt.auto_wrap(build("llama"))
+    args = jobs.arguments(folder)
+    with pytest.raises(RuntimeError, match="on 2 ranks without BMTrainCallback: .* Pass callbacks="):
+        transformers.Trainer(model=model, args=args, train_dataset=jobs.Rows()).train()
+    transformers.Trainer(model=model, args=args, train_dataset=jobs.Rows(), eval_dataset=jobs.Rows()).evaluate()
 
 
 def optimizers_that_take_turns():
@@ -266,6 +275,11 @@ def test_guards(world, case):
 @pytest.mark.parametrize("size", SIZES)
 def test_guards_of_trainer(world, size, case, tmp_path):
     world(size)(case, str(tmp_path))
+
+
+@full
+def test_a_trainer_without_callback(world, tmp_path):
+    world(2)(trainer_without_callback, str(tmp_path))
 
 
 @pytest.mark.parametrize("case", [ddp, *in_full(ddp_around_a_parent, fsdp2)], ids=lambda case: case.__name__)

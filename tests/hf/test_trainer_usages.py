@@ -5,7 +5,7 @@ import re
 
 import pytest
 import transformers
-from trainer_usages import USAGES, Rows, Stream, bert, collate, judge, llama
+from trainer_usages import USAGES, Rows, Stream, bert, collate, judge, llama, run
 
 import hf_bmtrain as bmt
 import jobs
@@ -26,7 +26,7 @@ def case(name):
 
 @pytest.mark.parametrize("name", [*map(case, USAGES)])
 def test_as_one_process(world, tmp_path, name):
-    assert not judge(world(2), name, str(tmp_path))
+    assert not judge(world(2), run, name, str(tmp_path))
 
 
 class OwnLoss(transformers.Trainer):

@@ -77,8 +77,9 @@ def row_of(labels: str, index: int, seed: int) -> dict[str, torch.Tensor]:
     if labels == "sound":
         ids = torch.randint(1, 9, (2 + index % 3,), generator=generator)
         return {"input_values": torch.randn(400, generator=generator), "labels": ids}
-    if labels == "image":
-        return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": torch.tensor(index % 3)}
+    if labels in ("image", "image and number"):
+        label = torch.tensor(index % 3 if labels == "image" else 0.1 * index)
+        return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": label}
     length = 6 if labels == "spans" else 4 + 7 * index % 5
     ids = torch.randint(1, VOCABULARY, (length,), generator=generator)
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -230,23 +231,76 @@ def t5() -> torch.nn.Module:
     return model
 
 
-def ctc() -> torch.nn.Module:
+class OwnLoss(transformers.Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class CallsSuper(transformers.BertForSequenceClassification):
+    def forward(self, input_ids, attention_mask, labels=None, **kwargs):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+
+
+class Bare(torch.nn.Module):
+    """Not of transformers; its loss is a function of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(VOCABULARY, 24), torch.nn.Linear(24, 3)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(24, 24) for _ in range(2)])
+
+    def forward(self, input_ids, attention_mask, labels=None, **kwargs):
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        logits = self.head((hidden * attention_mask[..., None]).sum(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def bare() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Bare()
+
+
+def calls_super() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return CallsSuper(transformers.BertConfig(**BERT, num_labels=3))
+
+
+def distilbert() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(
+        vocab_size=VOCABULARY, dim=24, n_layers=2, n_heads=3, hidden_dim=40, dropout=0.0, attention_dropout=0.0
+    )
+    return transformers.DistilBertForMaskedLM(config)
+
+
+def llama_of_classes() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_labels=3, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForSequenceClassification(config)
+
+
+def ctc(layerdrop: float = 0.0) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(
         vocab_size=10, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
         conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_conv_pos_embeddings=8,
         num_conv_pos_embedding_groups=2, feat_extract_norm="layer", do_stable_layer_norm=True, hidden_dropout=0.0,
-        attention_dropout=0.0, feat_proj_dropout=0.0, activation_dropout=0.0, final_dropout=0.0, layerdrop=0.0,
+        attention_dropout=0.0, feat_proj_dropout=0.0, activation_dropout=0.0, final_dropout=0.0, layerdrop=layerdrop,
         mask_time_prob=0.0, mask_feature_prob=0.0, ctc_loss_reduction="mean", num_feat_extract_layers=2,
     )  # fmt: skip
     return transformers.Wav2Vec2ForCTC(config)
 
 
-def vit() -> torch.nn.Module:
+def vit(num_labels: int = 3) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.ViTConfig(
         image_size=16, patch_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
-        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_labels=num_labels, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 
@@ -313,6 +367,15 @@ USAGES: dict[str, Usage] = {
     "CTC": Usage(ctc, "sound", STEPS, rows=21),
     "CTC, no row left": Usage(ctc, "sound", STEPS, rows=18),
     "images": Usage(vit, "image", STEPS),
+    "images and numbers": Usage(lambda: vit(1), "image and number"),
+    "masked words": Usage(bert("MaskedLM")),
+    "masked words, accumulated": Usage(
+        bert("MaskedLM"), given={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    ),
+    "loss in an attribute": Usage(distilbert),
+    "forward calls super": Usage(calls_super, "class"),
+    "not of transformers": Usage(bare, "class"),
+    "passes no count": Usage(llama_of_classes, "class"),
     "encoder-decoder": Usage(t5, "target", {**STEPS, **NOT_GENERATED}, cls=SEQ2SEQ),
     "generation": Usage(t5, "target", GENERATE, WITH_METRICS, cls=SEQ2SEQ),
     "generation, beams": Usage(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from upstream_checkpoints import check_checkpoints
 
-from regression import CloseEnough, Line, LineConfig, PlainLine, checkpoints, make, read_state, whole
+from regression import Line, LineConfig, PlainLine, checkpoints, close_enough, make, read_state, whole
 
 
 class Scripted:
@@ -121,7 +121,7 @@ def check_best(folder, metric, every=5, model=Line, **given):
 
 
 def load_best_model_at_end(folder):
-    accuracy = {"metric_for_best_model": "accuracy", "compute_metrics": CloseEnough()}
+    accuracy = {"metric_for_best_model": "accuracy", "compute_metrics": close_enough}
     by_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch"}
     check_best(f"{folder}/loss", "eval_loss")
     check_best(f"{folder}/accuracy", "eval_accuracy", **accuracy)

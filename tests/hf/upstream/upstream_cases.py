@@ -39,14 +39,14 @@ USAGE = "row {} of trainer_usages compares the same with one process"
 NO_CHECKPOINT = "replaces the checkpoint by a mock; integration_with_trainer saves a real one and resumes"
 BATCH_SIZE = "auto_find_batch_size is refused: when one rank runs out of memory the others wait; test_guards.py"
 NOTEBOOK = "needs IPython; evaluation before and after training are rows of the Trainer matrix and evaluate here"
-PROCESSOR = "writes files beside the weights, as trainer_saves_tokenizer and _feature_extractor do; needs {}"
+PROCESSOR = "writes files beside the weights, as trainer_saves_tokenizer does; needs {}"
 
 TRAINER: dict[str, Callable | Alone | str] = {
     "mixed_fp16": ACCELERATOR.format("fp16"),
     "mixed_bf16": ACCELERATOR.format("bf16"),
     "tf32": "needs a CUDA device; tf32 is a switch of torch's",
     "gradient_accumulation": ROW.format("gradient_accumulation_steps"),
-    "gradient_accumulation_loss_alignment_with_model_loss": logs.gradient_accumulation_loss_alignment_with_model_loss,
+    "gradient_accumulation_loss_alignment_with_model_loss": ROW.format("gradient_accumulation_steps"),
     "gradient_accumulation_loss_alignment_with_loss_func": logs.gradient_accumulation_loss_alignment_with_loss_func,
     "num_batches_in_training_with_gradient_accumulation": training.num_batches_in_training_with_gradient_accumulation,
     "gradient_checkpointing": ROW.format("gradient_checkpointing"),
@@ -139,8 +139,8 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
     "resume_training_with_different_batch_size": saving.resume_training_with_different_batch_size,
     "training_with_resume_from_checkpoint_false": saving.training_with_resume_from_checkpoint_false,
     "resume_training_with_shard_checkpoint": saving.resume_training_with_shard_checkpoint,
-    "resume_training_with_checkpoint": saving.resume_training_with_checkpoint,
-    "resume_training_with_gradient_accumulation": saving.resume_training_with_gradient_accumulation,
+    "resume_training_with_checkpoint": "can_resume_training has the same assertions for other steps",
+    "resume_training_with_gradient_accumulation": "test_checkpoints.py resumes with accumulation, exactly",
     "resume_training_with_frozen_params": saving.resume_training_with_frozen_params,
     "multiple_peft_adapters": "needs PEFT: test_peft.py, where that is installed",
     "auto_batch_size_finder": BATCH_SIZE,
@@ -148,7 +148,7 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
     "auto_batch_size_with_resume_from_checkpoint": BATCH_SIZE,
     "checkpoint_sorting": NO_MODEL,
     "checkpoint_rotation": NO_MODEL,
-    "compare_trainer_and_checkpoint_args_logging": saving.compare_trainer_and_checkpoint_args_logging,
+    "compare_trainer_and_checkpoint_args_logging": "compares TrainingArguments with a file",
     "resume_from_interrupted_training": saving.resume_from_interrupted_training,
     "resume_batch_order": saving.resume_batch_order,
     "integration_with_trainer": Alone(
@@ -167,14 +167,14 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
     ),
     "trainer_saves_tokenizer": saving.trainer_saves_tokenizer,
     "trainer_saves_image_processor": PROCESSOR.format("torchvision"),
-    "trainer_saves_feature_extractor": saving.trainer_saves_feature_extractor,
+    "trainer_saves_feature_extractor": "writes a file beside the weights, as trainer_saves_tokenizer does",
     "trainer_saves_processor": PROCESSOR.format("torchvision"),
-    "load_best_model_with_save_best": best.load_best_model_with_save_best,
-    "load_best_model_with_save": best.load_best_model_with_save,
+    "load_best_model_with_save_best": ROW.format("save_strategy=best"),
+    "load_best_model_with_save": ROW.format("load_best_model_at_end, save_total_limit"),
     "save_best_checkpoint": best.save_best_checkpoint,
     "metric_for_best_model_behavior": best.metric_for_best_model_behavior,
     "best_model_checkpoint_behavior": best.best_model_checkpoint_behavior,
-    "load_best_model_at_end": best.load_best_model_at_end,
+    "load_best_model_at_end": ROW.format("load_best_model_at_end"),
     "load_best_model_from_safetensors": best.load_best_model_from_safetensors,
     **dict.fromkeys(
         """
@@ -188,7 +188,7 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
 SEQ2SEQ: dict[str, Callable | Alone | str] = {
     "finetune_bert2bert": generation.finetune_bert2bert,
     "return_sequences": generation.return_sequences,
-    "bad_generation_config_fail_early": generation.bad_generation_config_fail_early,
+    "bad_generation_config_fail_early": "a GenerationConfig by itself",
 }
 UPSTREAM = {
     "test_trainer.py": TRAINER,

@@ -590,7 +590,7 @@ def test_decisions(world, case):
 
 
 @full
-@pytest.mark.parametrize(("which", "micro_batches"), zip(PEAKS, [2, 1, 1, 2]))
+@pytest.mark.parametrize(("which", "micro_batches"), [*zip(PEAKS, [2, 1, 1, 2])])
 @on_ranks(1)
 def test_the_peak_is_kept(which, micro_batches):
     """Real peaks: as few blocks recompute as the limit asks for, and no step goes over it."""

@@ -98,10 +98,6 @@ def test_other_adapters_and_options(world, options, wrap):
     world(2)(adapters, "nf4", options, wrap)
 
 
-def test_pulled(peers):
-    peers(2)(adapters, "nf4", {}, {})
-
-
 @on_ranks(2, full=(1,))
 def test_adapters_that_come_later():
     """The base is wrapped first; adapters are added by PEFT, and an optimizer of ours steps."""

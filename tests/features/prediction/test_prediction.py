@@ -219,13 +219,6 @@ def test_one_rank_alone_may_predict_and_nothing_changes(world):
     assert world(2)(predict_on_one_rank_and_train) == world(2)(train_without)
 
 
-@full
-def test_plain_training_goes_on_after_a_prediction():
-    predicted(rows=8, length=32)
-    first, second = losses_of(build("llama"))
-    assert second < first
-
-
 @on_ranks(1)
 def test_a_wrapped_model_is_refused():
     model = bmt.auto_wrap(build("llama"))

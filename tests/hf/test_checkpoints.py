@@ -263,34 +263,6 @@ def test_another_number_of_ranks(world, tmp_path, sizes):
         shutil.rmtree(tmp_path / "run")
 
 
-@full
-@pytest.mark.parametrize("strategy", ["best", *in_full("steps")])
-@pytest.mark.parametrize("size", MOSTLY_TWO)
-def test_best_model_and_limit(world, tmp_path, size, strategy):
-    """The best checkpoint is kept and loaded, as a plain Trainer in one process finds it."""
-    given = {
-        "max_steps": 5, "save_strategy": strategy, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1,
-        "save_total_limit": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 3.0,
-    }  # fmt: skip
-    options = {"eval_dataset": jobs.Rows(seed=3), "make_optimizer": large_sgd}
-    plain = jobs.make_trainer(tmp_path / "plain", False, given, **options)
-    plain.train()
-    folder = tmp_path / "ours"
-    ours = world(size)(run, str(folder), given, options)
-    for result in ours:
-        assert Path(result["best"]).name == Path(plain.state.best_model_checkpoint).name
-        assert result["metric"] == pytest.approx(plain.state.best_metric, rel=1e-4)
-        check_opens(result["best"], result["weights"])
-        for name, value in plain.model.state_dict().items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-3, atol=1e-4)
-    kept = {path.name for path in folder.glob("checkpoint-*")}
-    assert kept == {path.name for path in (tmp_path / "plain").glob("checkpoint-*")}
-
-
-def large_sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=3.0)
-
-
 @pytest.mark.parametrize(
     "family", [*in_full("mixtral"), *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "t5"))]
 )

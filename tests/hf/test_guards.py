@@ -11,6 +11,7 @@ import hf_bmtrain as bmt
 import jobs
 from cases import by_default, full, in_full
 from hf_bmtrain.hf import arguments
+from log_lines import log_lines
 from tiny_models import batch, build
 from twins import Tower, ids
 
@@ -230,21 +231,14 @@ def accelerate_that_sees_other_ranks_or_shards_itself():
 
 
 def half_weights_without_masters(folder):
-    import logging
-
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("hf_bmtrain").addHandler(handler)
-    for make_optimizer in (jobs.sgd, jobs.bmt_adam):
-        model = bmt.auto_wrap(build("llama").to(torch.bfloat16))
-        trainer = transformers.Trainer(
-            model=model, args=jobs.arguments(folder, max_steps=1), train_dataset=jobs.Rows(),
-            optimizers=(make_optimizer(model), None), callbacks=[bmt.hf.BMTrainCallback()],
-        )  # fmt: skip
-        trainer.train()
-    logging.getLogger("hf_bmtrain").removeHandler(handler)
-    warnings = [record.getMessage() for record in records if record.levelname == "WARNING"]
+    with log_lines() as warnings:
+        for make_optimizer in (jobs.sgd, jobs.bmt_adam):
+            model = bmt.auto_wrap(build("llama").to(torch.bfloat16))
+            trainer = transformers.Trainer(
+                model=model, args=jobs.arguments(folder, max_steps=1), train_dataset=jobs.Rows(),
+                optimizers=(make_optimizer(model), None), callbacks=[bmt.hf.BMTrainCallback()],
+            )  # fmt: skip
+            trainer.train()
     assert len(warnings) == 1 and warnings[0].startswith(
         "SGD updates half-precision weights without float32 master copies"
     )

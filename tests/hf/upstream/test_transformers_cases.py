@@ -21,7 +21,7 @@ MODULES = (
 )  # fmt: skip
 
 
-DEFAULT = ("gradient_accumulation", "evaluate", "early_stopping_callback", "save_checkpoints")
+DEFAULT = ("trainer_with_datasets", "evaluate", "event_flow", "save_checkpoints")
 """The others are `full`; on one rank `python tests upstream_cases` runs them."""
 
 

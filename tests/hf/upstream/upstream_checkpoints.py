@@ -8,7 +8,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.testing_utils import CaptureLogger
 
 import hf_bmtrain as bmt
 from regression import (
@@ -125,14 +124,6 @@ def resume_training_with_shard_checkpoint(folder):
     check_resumed(folder, 5, change=split)
 
 
-def resume_training_with_checkpoint(folder):
-    check_resumed(folder, 5, 10, per_device_train_batch_size=16)
-
-
-def resume_training_with_gradient_accumulation(folder):
-    check_resumed(folder, 5, gradient_accumulation_steps=2, per_device_train_batch_size=4)
-
-
 def freeze(trainer):
     trainer.model.a.requires_grad_(False)
 
@@ -141,18 +132,6 @@ def resume_training_with_frozen_params(folder):
     trainer = check_resumed(folder, 5, prepare=freeze, per_device_train_batch_size=4, a=0.5)
     assert not trainer.model.a.requires_grad
     assert ends(trainer)[0] == 0.5 and ends(trainer)[1] != 0
-
-
-def compare_trainer_and_checkpoint_args_logging(folder):
-    with CaptureLogger(transformers.logging.get_logger()) as captured:
-        make(folder, rows=64, eval_steps=5, per_device_train_batch_size=4, save_steps=5, max_steps=5).train()
-        trainer = make(folder, rows=64, eval_steps=10, per_device_train_batch_size=8, save_steps=10, max_steps=6)
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-5")
-    size = bmt.world_size()
-    for name, here, there in (
-        ("save_steps", 10, 5), ("per_device_train_batch_size", 8 // size, 4 // size), ("eval_steps", 10, 5)
-    ):  # fmt: skip
-        assert bmt.rank() or f"{name}: {here} (from args) != {there} (from trainer_state.json)" in captured.out
 
 
 class Classifier(nn.Module):
@@ -257,9 +236,3 @@ def trainer_saves_tokenizer(folder):
     again = saves(folder, make_tokenizer(), transformers.AutoTokenizer)
     text = "w3 w7 w11 unknown"
     assert again(text).input_ids == make_tokenizer()(text).input_ids
-
-
-def trainer_saves_feature_extractor(folder):
-    extractor = transformers.Wav2Vec2FeatureExtractor(feature_size=1, sampling_rate=8000)
-    again = saves(folder, extractor, transformers.AutoFeatureExtractor)
-    assert again.to_dict() == extractor.to_dict()

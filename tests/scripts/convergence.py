@@ -404,6 +404,7 @@ RUNS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "plain": plain,
     "FSDP2": fsdp2,
     "sharded": sharded,
+    "zero_level=2": lambda options: sharded(options, zero_level=2),
     "float8": lambda options: sharded(options, float8=True),
     "state_bits=8": lambda options: sharded(options, adamw_8bit),
     "Muon": lambda options: sharded(options, muon),

@@ -237,14 +237,11 @@ def causal_table(runs: dict[str, dict]) -> str:
 
 
 def draw_causal(runs: dict[str, dict], file: Path) -> None:
-    figure, axes = new_figure(3)
-    trained = [name for name in runs if "lora" not in name]
-    for own, title, names in zip(
-        (axes[0], axes[2]),
-        ("From random weights", "LoRA on the trained model, other files"),
-        (trained, [name for name in runs if "lora" in name]),
-        strict=True,
-    ):
+    trained, adapted = ([name for name in runs if ("lora" in name) == later] for later in (False, True))
+    figure, axes = new_figure(3 if adapted else 2)
+    panels = [(axes[0], "From random weights", trained)]
+    panels += [(axes[2], "LoRA on the trained model, other files", adapted)] if adapted else []
+    for own, title, names in panels:
         for name, color, style in zip(names, COLORS, ("-", ":", "--", ":", "-", "--", ":")):
             own.plot(*means(runs[name]["losses"], 20), color=color, linestyle=style, linewidth=1.2, label=name)
         own.set(title=title, xlabel="step", ylabel="training loss, nats per token")

@@ -26,15 +26,11 @@ DEFAULT = ("trainer_with_datasets", "evaluate", "event_flow", "save_checkpoints"
 
 
 @pytest.mark.parametrize(
-    ("case", "size"),
-    [
-        pytest.param(case, size, id=f"{name}-{size}", marks=() if size == 2 and name in DEFAULT else full)
-        for name, case, size in cases()
-        if size == 2 or not any(other == (name, case, 2) for other in cases())
-    ],
+    "case",
+    [pytest.param(case, id=name, marks=() if name in DEFAULT else full) for name, case, size in cases() if size == 2],
 )
-def test_transformers_case(world, tmp_path, case, size):
-    world(size)(case, str(tmp_path))
+def test_transformers_case(world, tmp_path, case):
+    world(2)(case, str(tmp_path))
 
 
 @full

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import upstream_best_model as best
 import upstream_callbacks as callbacks
@@ -19,15 +18,6 @@ import upstream_generation as generation
 import upstream_logging as logs
 import upstream_training as training
 
-
-@dataclass(frozen=True)
-class Alone:
-    """A case of one rank only, and why."""
-
-    case: Callable
-    reason: str
-
-
 ACCELERATOR = "needs an accelerator; row {} of the Trainer matrix compares the same on CPU with stock Trainer"
 CAST = "needs an accelerator; {} is refused, for it casts the model: test_guards.py"
 LIGER = "needs liger_kernel, which replaces the layers' own code, not what this library touches"
@@ -36,12 +26,12 @@ NO_MODEL = "no model and no training in it: a class of transformers by itself"
 LISTED = "Trainer's list of callbacks and their flags by themselves; event_flow has a run of a sharded model"
 ROW = "row {} of the Trainer matrix compares the same with stock Trainer"
 USAGE = "row {} of trainer_usages compares the same with one process"
-NO_CHECKPOINT = "replaces the checkpoint by a mock; integration_with_trainer saves a real one and resumes"
+NO_CHECKPOINT = "replaces the checkpoint by a mock; enable_jit_checkpoint is refused with several ranks"
 BATCH_SIZE = "auto_find_batch_size is refused: when one rank runs out of memory the others wait; test_guards.py"
 NOTEBOOK = "needs IPython; evaluation before and after training are rows of the Trainer matrix and evaluate here"
 PROCESSOR = "writes files beside the weights, as trainer_saves_tokenizer does; needs {}"
 
-TRAINER: dict[str, Callable | Alone | str] = {
+TRAINER: dict[str, Callable | str] = {
     "mixed_fp16": ACCELERATOR.format("fp16"),
     "mixed_bf16": ACCELERATOR.format("bf16"),
     "tf32": "needs a CUDA device; tf32 is a switch of torch's",
@@ -57,7 +47,7 @@ TRAINER: dict[str, Callable | Alone | str] = {
     "mem_metrics": "Trainer's TrainerMemoryTracker by itself",
     "include_num_input_tokens_seen": USAGE.format("tokens seen"),
     "get_num_trainable_parameters": logs.get_num_trainable_parameters,
-    "training_loss": Alone(logs.training_loss, "Trainer's train_loss is each rank's own since the last log"),
+    "training_loss": "Trainer's train_loss is each rank's own since the last log",
     "number_of_steps_in_training": training.number_of_steps_in_training,
     "num_train_epochs_in_training": training.num_train_epochs_in_training,
     "reproducible_training": ROW.format("seed, dropout"),
@@ -78,13 +68,11 @@ TRAINER: dict[str, Callable | Alone | str] = {
     "training_arguments_are_left_untouched": "TrainingArguments by themselves",
     "double_train_wrap_once": training.double_train_wrap_once,
 }
-EVALUATION: dict[str, Callable | Alone | str] = {
+EVALUATION: dict[str, Callable | str] = {
     "evaluate": evaluation.evaluate,
     "evaluate_before_training_with_fsdp2": "FSDP beside a sharded model is refused: test_guards.py",
     "predict": evaluation.predict,
-    "train_and_predict_loss_parity": Alone(
-        evaluation.train_and_predict_loss_parity, "with several ranks training_step gives the loss times their number"
-    ),
+    "train_and_predict_loss_parity": "with several ranks training_step gives the loss times their number",
     "eval_use_gather_object": evaluation.eval_use_gather_object,
     "evaluate_with_batch_eval_metrics": USAGE.format("batch_eval_metrics"),
     "predict_with_batch_eval_metrics": USAGE.format("batch_eval_metrics"),
@@ -94,7 +82,7 @@ EVALUATION: dict[str, Callable | Alone | str] = {
     "trainer_eval_multiple": ROW.format("several evaluation sets"),
     "trainer_eval_lm": "counts the rows of a dataset, and nothing else",
 }
-CALLBACKS: dict[str, Callable | Alone | str] = {
+CALLBACKS: dict[str, Callable | str] = {
     "remove_callback_by_class": callbacks.remove_callback_by_class,
     "event_flow": callbacks.event_flow,
     "no_duplicate_save_on_epoch_strategy": callbacks.no_duplicate_save_on_epoch_strategy,
@@ -130,7 +118,7 @@ CALLBACKS: dict[str, Callable | Alone | str] = {
         NO_MODEL,
     ),
 }
-CHECKPOINTING: dict[str, Callable | Alone | str] = {
+CHECKPOINTING: dict[str, Callable | str] = {
     "save_checkpoints": saving.save_checkpoints,
     "save_collator_tokenizer_by_default": saving.save_collator_tokenizer_by_default,
     "can_resume_training": saving.can_resume_training,
@@ -151,9 +139,7 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
     "compare_trainer_and_checkpoint_args_logging": "compares TrainingArguments with a file",
     "resume_from_interrupted_training": saving.resume_from_interrupted_training,
     "resume_batch_order": saving.resume_batch_order,
-    "integration_with_trainer": Alone(
-        saving.integration_with_trainer, "enable_jit_checkpoint is refused with several ranks: test_guards.py"
-    ),
+    "integration_with_trainer": "enable_jit_checkpoint is refused with several ranks: test_guards.py",
     **dict.fromkeys(
         """
         checkpoint_manager_initialization signal_handler_setup sigterm_handler_flow toggle_checkpoint_flag
@@ -185,7 +171,7 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
         HUB,
     ),
 }
-SEQ2SEQ: dict[str, Callable | Alone | str] = {
+SEQ2SEQ: dict[str, Callable | str] = {
     "finetune_bert2bert": generation.finetune_bert2bert,
     "return_sequences": generation.return_sequences,
     "bad_generation_config_fail_early": "a GenerationConfig by itself",
@@ -205,8 +191,7 @@ def cases() -> list[tuple[str, Callable, int]]:
     for table in UPSTREAM.values():
         for name, entry in table.items():
             if not isinstance(entry, str):
-                case, sizes = (entry.case, (1,)) if isinstance(entry, Alone) else (entry, (1, 2))
-                found += [(name, case, size) for size in sizes]
+                found += [(name, entry, size) for size in (1, 2)]
     return found
 
 
@@ -249,9 +234,6 @@ def main() -> int:
             if result != "passed":
                 print(f"  FAILED {name} on {size}: {result}")
                 failed += 1
-        for name, entry in table.items():
-            if isinstance(entry, Alone):
-                print(f"  {name}, 1 rank only: {entry.reason}")
         for reason in dict.fromkeys(reasons.values()):
             print(f"  not applicable, {', '.join(n for n, r in reasons.items() if r == reason)}: {reason}")
     everything = [entry for table in UPSTREAM.values() for entry in table.values()]

@@ -195,33 +195,6 @@ def resume_batch_order(folder):
     assert torch.equal(*orders) and len(orders[0]) == 30 // bmt.world_size()
 
 
-def integration_with_trainer(folder):
-    """The checkpoint that SIGTERM asks for, here asked for by hand, is one to resume from."""
-    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-
-    given = {"rows": 64, "enable_jit_checkpoint": True, "max_steps": 6, "save_strategy": "no", "logging_steps": 1}
-    trainer = make(folder, **given)
-    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback))
-    assert callback.jit_manager is not None and callback.trainer is trainer
-    trainer.add_callback(AsksAtStep(callback.jit_manager, 3))
-    trainer.train()
-    assert trainer.state.global_step == 3 and checkpoints(folder) == [3]
-    whole = make(f"{folder}/whole", **{**given, "enable_jit_checkpoint": False})
-    whole.train()
-    resumed = make(folder, **given)
-    resumed.train(resume_from_checkpoint=True)
-    assert ends(resumed) == ends(whole)
-
-
-class AsksAtStep(transformers.TrainerCallback):
-    def __init__(self, manager, step):
-        self.manager, self.step = manager, step
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.step - 1:
-            self.manager._enable_checkpoint()
-
-
 def saves(folder, processing, read):
     """Without any training, through bmt.hf.Trainer: stock Trainer asks rank 0 alone for the weights."""
     model = bmt.auto_wrap(Line(LineConfig(a=1.5, b=2.5)))

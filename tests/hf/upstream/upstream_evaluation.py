@@ -1,12 +1,9 @@
 """Cases of transformers' tests/trainer/test_trainer_evaluation.py around a sharded model."""
 
 import pytest
-import torch
 
 import hf_bmtrain as bmt
-import jobs
 from regression import LineConfig, PlainLine, Points, arguments, close_enough, close_to, make, wrapped
-from tiny_models import build
 
 LINE = {"a": 1.5, "b": 2.5}
 
@@ -46,23 +43,6 @@ def predict(folder):
         assert all(close_to(line, **LINE, x=points.x) for line in result.predictions)
         found = result.label_ids if len(names) == 2 else [result.label_ids]
         assert all((ids == points.ys[name]).all() for ids, name in zip(found, names))
-
-
-def loss_of_a_token(outputs, labels, num_items_in_batch=None):
-    logits = outputs["logits"]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-def train_and_predict_loss_parity(folder):
-    """training_step and prediction_step give one batch the same loss."""
-    trainer = wrapped(build("llama"), arguments(folder), compute_loss_func=loss_of_a_token)
-    ids = jobs.Rows(4).ids
-    labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
-    inputs, items = {"input_ids": ids, "labels": labels}, labels[:, 1:].ne(-100).sum().item()
-    trained = trainer.training_step(trainer.model, dict(inputs), items)
-    found = trainer.prediction_step(trainer.model, dict(inputs), prediction_loss_only=True)[0]
-    torch.testing.assert_close(trained, found, atol=1e-6, rtol=0)
 
 
 class DictLine(PlainLine):

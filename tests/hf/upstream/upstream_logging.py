@@ -3,12 +3,11 @@
 import math
 
 import numpy as np
-import pytest
 from torch import nn
 
 import hf_bmtrain as bmt
 import jobs
-from regression import arguments, make
+from regression import arguments
 
 
 def accumulated_losses(folder, accumulate, loss):
@@ -34,17 +33,6 @@ def gradient_accumulation_loss_alignment_with_loss_func(folder):
     base = accumulated_losses(folder, False, token_loss)
     assert abs(accumulated_losses(folder, True, token_loss) - base).max() < 1e-4
     assert abs(accumulated_losses(folder, True, mean_of_each) - base).max() > 3
-
-
-def training_loss(folder):
-    means = []
-    for steps in (8, 5):  # the first divides the 24 steps
-        trainer = make(folder, logging_steps=steps, save_strategy="no")
-        trainer.train()
-        losses = [loss for (loss,) in jobs.losses(trainer.state.log_history)]
-        means.append(trainer.state.log_history[-1]["train_loss"])
-        assert steps == 5 or sum(losses) / len(losses) == pytest.approx(means[0], abs=1e-4)
-    assert means[0] == pytest.approx(means[1], abs=1e-4)
 
 
 def logging_inf_nan_filter(folder):

@@ -286,37 +286,48 @@ class LocalReduction(Reduction):
     ahead = 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
-        return _LocalReducer(layout, shapes, poison)
+        return _LocalReducer(layout, shapes, like, poison)
 
 
 class _LocalReducer:
     """Packs gradients into the shard itself, or into new memory if they are then added to a running sum.
 
-    A collected gradient is packed at once, so that its memory can be freed before the backward ends.
+    The gradients of a block are all there in `send`, and are concatenated. A collected gradient is packed at once, so
+    that its memory can be freed before the backward ends.
     """
 
-    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], poison: bool) -> None:
+    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
         self._layout, self._shapes, self._poison = layout, shapes, poison
+        zeros = like.new_zeros(max(layout.sizes[::2]))
+        self._padding = [(each, zeros[:numel]) for each, numel in enumerate(layout.sizes[::2]) if numel]
         self._open: Packing | None = None
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
-        self._begin(*destination()).add(index, gradient)
+        self._packing(*destination()).add(index, gradient)
 
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        packed = self._begin(shard, total).complete(gradients)
-        self._open = None
+        present = [gradient for gradient in gradients if gradient is not None]
+        if self._open is None and len(present) == len(self._shapes):
+            packed, parts = self._memory(shard, total), [gradient.reshape(-1) for gradient in present]
+            for position, zeros in reversed(self._padding):
+                parts.insert(position, zeros)
+            torch.cat(parts, out=packed)
+        else:
+            packed = self._packing(shard, total).complete(gradients)
+            self._open = None
         return PendingReduce(DONE, (), added=None if total is None else (packed, total, shard))
 
     def discard(self) -> None:
         self._open = None
 
-    def _begin(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
+    def _packing(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
         """Return the packing of the current backward, creating it in the first call."""
         if self._open is None:
-            flat = shard if total is None else torch.empty_like(shard)
-            if self._poison:
-                flat.fill_(float("nan"))
-            self._open = Packing(flat, self._layout, self._shapes)
+            self._open = Packing(self._memory(shard, total), self._layout, self._shapes)
         return self._open
+
+    def _memory(self, shard: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+        flat = shard if total is None else torch.empty_like(shard)
+        return flat.fill_(float("nan")) if self._poison else flat

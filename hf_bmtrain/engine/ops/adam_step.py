@@ -128,6 +128,7 @@ class TorchSteps:
         self._groups = list(groups)
         self.counts = torch.zeros(sum(groups), device=device)
         self._rows: list[list[float]] = []
+        self._taken: list[float] = []  # `counts` as numbers
         self._grad_scale: torch.Tensor | None = None
         self._skip = False
 
@@ -140,6 +141,7 @@ class TorchSteps:
     def advance(self, runs: Sequence[int]) -> None:
         if not self._skip:
             self.counts[list(runs)] += 1
+            self._taken = self.counts.tolist()
 
     def update(self, run: int, elements: Elements) -> None:
         e, (master, weight) = elements, elements.master_and_weight
@@ -147,13 +149,14 @@ class TorchSteps:
             return
         assert isinstance(e.exp_avg, torch.Tensor) and e.master.exp_avg_sq is not None
         lr, beta1, beta2, eps, weight_decay, hold_steps, l2 = self._rows[run]
-        taken = self.counts[run]
+        steps = self._taken[run]
         wide = e.grad.float()
         if self._grad_scale is not None:
             wide = wide / self._grad_scale  # not in place, because the gradient must not be written
         if l2:
             wide = wide.add(master, alpha=l2)
-        lr, steps = lr if taken > hold_steps else 0.0, float(taken)
+        if steps <= hold_steps:
+            lr = 0.0
         step_size, root = lr / (1 - beta1**steps), (1 - beta2**steps) ** 0.5
         for start in range(0, master.numel(), _CHUNK):
             part = slice(start, start + _CHUNK)

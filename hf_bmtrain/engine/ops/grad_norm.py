@@ -49,7 +49,7 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
     if not flat.is_cuda:
         total = _sum_of_squares(flat)
         out[0] += total
-        out[1].copy_(torch.where(torch.isfinite(total), out[1], torch.ones_like(total)))
+        out[1].masked_fill_(~torch.isfinite(total), 1.0)
         return
     blocks = min(BLOCKS, -(-flat.numel() * flat.element_size() // TILE_BYTES))
     partials = torch.empty(blocks, dtype=torch.float64, device=flat.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -111,17 +111,23 @@ def neighbours(
     The members of a list are adjacent in one buffer, and `kind` returns the same value for all of them. Each ordinary
     parameter is in a list of its own.
     """
-    runs: list[list[torch.nn.Parameter]] = [[p] for p in parameters if not isinstance(p, DistributedParameter)]
-    slices = [p for p in parameters if isinstance(p, DistributedParameter)]
-    buffers = {buffer: number for number, buffer in enumerate(dict.fromkeys(p.buffer for p in slices))}
-    slices.sort(key=lambda sharded: (buffers[sharded.buffer], sharded.index))
-
-    def shared(numbered: tuple[int, DistributedParameter]) -> tuple:
-        position, sharded = numbered
-        # `index - position` is the same for parameters that are adjacent in the buffer, and changes after a gap.
-        return sharded.buffer, sharded.index - position, kind(sharded)
-
-    return [*runs, *([sharded for _, sharded in members] for _, members in groupby(enumerate(slices), shared))]
+    runs: list[list[torch.nn.Parameter]] = []
+    by_buffer: dict[ShardedBuffer, list[DistributedParameter]] = {}
+    for parameter in parameters:
+        if isinstance(parameter, DistributedParameter):
+            by_buffer.setdefault(parameter.buffer, []).append(parameter)
+        else:
+            runs.append([parameter])
+    for members in by_buffer.values():
+        members.sort(key=operator.attrgetter("index"))
+        following, last_kind = -1, None
+        for sharded in members:
+            own_kind = kind(sharded)
+            if sharded.index != following or own_kind != last_kind:
+                runs.append([])
+            runs[-1].append(sharded)
+            following, last_kind = sharded.index + 1, own_kind
+    return runs
 
 
 def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:

@@ -35,7 +35,7 @@ class SegmentNorms:
         self, shard: torch.Tensor, segments: Segments, communicator: Communicator, squares: torch.Tensor | None = None
     ) -> None:
         self._shard, self._segments, self.communicator = shard, segments, communicator
-        self._norms = torch.empty(0)
+        self._norms: torch.Tensor | None = None
         self._version = -1
         self._squares, self._measured = squares, shard._version
 
@@ -46,6 +46,7 @@ class SegmentNorms:
     def all(self) -> Sequence[torch.Tensor]:
         """Return the norms of all tensors as new float32 scalars. Collective if they are not cached."""
         measure([self])
+        assert self._norms is not None
         return self._norms.clone().unbind()
 
     def local_squares(self) -> torch.Tensor:

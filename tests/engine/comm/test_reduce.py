@@ -10,7 +10,7 @@ import torch
 import hf_bmtrain as bmt
 from cases import full, in_full, pairwise
 from hf_bmtrain.engine.comm.layout import Layout
-from hf_bmtrain.engine.comm.reduce import CollectiveReduction
+from hf_bmtrain.engine.comm.reduce import CollectiveReduction, LocalReduction
 from hf_bmtrain.engine.comm.resizable import shares_storage
 
 SHAPE = torch.Size((96, 8))  # elements of whole shards of one, two and three ranks
@@ -118,3 +118,22 @@ def two_parameters() -> bool:
 @full
 def test_two_parameters_are_packed(world):
     assert world(2)(two_parameters) == [True] * 2
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("collected", [False, True])
+def test_one_process_puts_each_gradient_in_its_place_and_zeros_between_them(accumulate, collected):
+    gradients = [make(rank) for rank, make in enumerate([plain, *PACKED])] + [torch.full((3,), 2.0), torch.ones(40)]
+    layout = Layout.build([each.numel() for each in gradients], 1, 32)
+    assert [gap for gap in layout.sizes[::2] if gap] == [29, 24], "padding between tensors and at the end"
+    shard = torch.ones(layout.numel)
+    total = shard.double() if accumulate else None
+    reducer = LocalReduction().reducer(layout, [each.shape for each in gradients], shard, True)
+    if collected:
+        reducer.collect(1, gradients[1], lambda: (shard, total))
+    sent = [None if collected and index == 1 else each for index, each in enumerate(gradients)]
+    reducer.send(sent, shard, total).wait()
+    parts = shard.split_with_sizes(layout.sizes)
+    for part, gradient in zip(parts[1::2], gradients):
+        torch.testing.assert_close(part, gradient.float().reshape(-1) + accumulate, rtol=0, atol=1e-6)
+    assert all(bool((gap == accumulate).all()) for gap in parts[::2])

@@ -71,15 +71,12 @@ def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
     if len(chains) > 1 and not configs:
         return f"it has {len(chains)} lists of blocks"
     for module in plan.root:
-        encoders = [name for name, each in module.named_children() if name.endswith("encoder") and _has_blocks(each)]
-        if len(encoders) > 1:
-            return f"{type(module).__name__} has several encoders ({', '.join(encoders)})"
+        encoders = {name: each for name, each in module.named_children() if name.endswith("encoder")}
+        inputs = {name: each.main_input_name for name, each in encoders.items() if hasattr(each, "main_input_name")}
+        if len({*inputs.values()}) > 1:
+            return f"{type(module).__name__} has encoders of different inputs ({', '.join(inputs)})"
         if isinstance(module, torch.nn.ModuleDict):
             held = [name for name, each in module.items() if any(True for _ in each.parameters())]
             if len(held) > 1:
                 return f"it has an nn.ModuleDict outside the blocks ({', '.join(held[:4])})"
     return None
-
-
-def _has_blocks(module: torch.nn.Module) -> bool:
-    return any(isinstance(each, CheckpointBlock) for each in module.modules())

@@ -110,6 +110,10 @@ class Negotiation:
         self._served[requests.forward] = self._served[requests.backward] = serve_gather
         self._served[requests.reduction] = serve_reduction
 
+    def covers(self, buffer: ShardedBuffer) -> bool:
+        """Return whether the model of `buffer` was registered. A backward may then reduce the buffer more than once."""
+        return buffer.number in self._requests
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:

@@ -116,6 +116,18 @@ class ShardedModule(torch.nn.Module):
         )
 
 
+class OnlyWhileSharded(torch.nn.Module):
+    """The base of a class that an extension gives to a module in place, and that only the sharded model needs.
+
+    Deep copies and pickles have the module's own class, and so has the plain step of `check_parity`.
+    """
+
+    _extends: ClassVar[Any]  # set on a generated subclass to the user's class that it extends
+
+    def __reduce_ex__(self, protocol):
+        return object.__new__, (own_class(self),), _own_attributes(self)
+
+
 def moved(name: str, module: torch.nn.Module) -> RuntimeError:
     """Return the error for a sharded parameter that `module` registers under the new name `name`."""
     return RuntimeError(
@@ -129,8 +141,7 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     """Return a subclass of `base` and `cls` with `methods`, and with the name, module and docstring of `cls`.
 
     The caller should create one class for each `cls`, not for each module, because torch.compile compiles once per
-    class. Deep copies of a sharded model keep the returned class, unless a module's attribute
-    `only_while_sharded` is true.
+    class. Deep copies of a sharded model keep the returned class, unless `base` is a ShardedModule or OnlyWhileSharded.
     """
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass = type(cls)
@@ -154,7 +165,7 @@ def _begins_without_dict(cls: Any) -> bool:
 
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
-_ADDED = ("_schedule", "_bmt", "_uneven", "_is_fsdp_managed_module")
+_ADDED = ("_schedule", "_bmt", "_bmt_name", "_uneven", "_is_fsdp_managed_module")
 """Attributes that sharding adds to instances, besides hooks and methods."""
 
 
@@ -192,8 +203,8 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # A class that an extension has generated for a layer also has `_extends`. It stays, unless it says otherwise.
-    while "_extends" in vars(cls) and (issubclass(cls, ShardedModule) or getattr(module, "only_while_sharded", False)):
+    # A class that an extension has generated for a layer, such as one that computes in float8, also has `_extends`.
+    while "_extends" in vars(cls) and issubclass(cls, (ShardedModule, OnlyWhileSharded)):
         cls = cls._extends
     return cls
 

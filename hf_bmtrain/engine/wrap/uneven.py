@@ -71,6 +71,10 @@ def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
     if len(chains) > 1 and not configs:
         return f"it has {len(chains)} lists of blocks"
     for module in plan.root:
+        encoders = {name: each for name, each in module.named_children() if name.endswith("encoder")}
+        inputs = {name: each.main_input_name for name, each in encoders.items() if hasattr(each, "main_input_name")}
+        if len({*inputs.values()}) > 1:
+            return f"{type(module).__name__} has encoders of different inputs ({', '.join(inputs)})"
         if isinstance(module, torch.nn.ModuleDict):
             held = [name for name, each in module.items() if any(True for _ in each.parameters())]
             if len(held) > 1:

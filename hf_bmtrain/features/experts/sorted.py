@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engine.base.torch_internals import functorch_transforms_active
-from ...engine.blocks.sharded_module import extend_class
+from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 from ...engine.tensors.backward import double_backward
 from .products import ALIGNMENT, gradient_of_groups, grouped_product, has_kernel
 
@@ -24,24 +24,18 @@ Factors = list[tuple[Tensor, Tensor, float]]
 """A, B and the scaling of each active adapter of one stack."""
 
 
-class SortedExperts(torch.nn.Module):
+class SortedExperts(OnlyWhileSharded):
     """Experts of transformers, extended in place.
 
     In training they run `run_experts` instead of `experts_implementation="grouped_mm"`. Adapters of their stacks are
     passed to `forward` by keyword.
     """
 
-    only_while_sharded = True  # a deep copy has transformers' own class
-
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         factors = kwargs.pop(FACTORS, None)
         if factors is None and not _replaces(self):
             return super().forward(*args, **kwargs)
         return run_experts(self, factors or {}, *args, **kwargs)
-
-    def __reduce_ex__(self, protocol):
-        """Pickle a copy of the experts as one of their own class: the extended one is not in its module."""
-        return object.__new__, (type(self)._extends,), self.__dict__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def can_sort(experts: Any) -> bool:

@@ -38,11 +38,11 @@ class Lora(Extension):
             _log.info("%d LoRA layers add their adapters' products to the output of the frozen layer in place", fused)
             for name, module in plan.model.named_modules():
                 if isinstance(module, FusedLoraLinear):
-                    vars(module)["fused_name"] = name
+                    vars(module)["_bmt_name"] = name
         split = sum(split_adapters(block.modules()) for block in chosen)
         if split and plan.world.rank == 0:
             _log.info("%d adapters on stacks of experts are computed as separate products", split)
             for name, module in plan.model.named_modules():
                 if isinstance(module, SplitWrapper):
-                    vars(module)["split_name"] = name
+                    vars(module)["_bmt_name"] = name
         let_parametrize(plan.model)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...engine.base.torch_internals import functorch_transforms_active
-from ...engine.blocks.sharded_module import extend_class
+from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 from ..experts.sorted import FACTORS, Factors, can_sort, sort_experts
 
 _log = logging.getLogger("hf_bmtrain")
@@ -33,7 +33,7 @@ _IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 _logged: set[str] = set()
 
 
-class SplitWrapper(torch.nn.Module):
+class SplitWrapper(OnlyWhileSharded):
     """PEFT's wrapper of a stack, extended in place: it passes its adapters to the experts instead of adding them.
 
     If several stacks of one module have adapters, PEFT nests their wrappers. Each wrapper adds its adapters to the
@@ -64,10 +64,8 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
     """
     wrappers: list[Any] = [module for module in modules if _is_wrapper(module)]
     for wrapper in wrappers:
-        experts = wrapper.get_base_layer()
         wrapper.__class__ = _extended_class(type(wrapper))
-        sort_experts([experts])
-        experts.only_while_sharded = False  # copies of this wrapper pass adapters too
+        sort_experts([wrapper.get_base_layer()])
     return len(wrappers)
 
 
@@ -118,7 +116,7 @@ def _factors_of(wrapper: Any) -> Factors | str:
 
 def _log_once(reason: str, wrapper: Any) -> None:
     """Log on rank 0 why `wrapper` runs PEFT's own forward. Each reason is logged once."""
-    name = getattr(wrapper, "split_name", "")  # set on rank 0 alone
+    name = getattr(wrapper, "_bmt_name", "")  # set on rank 0 alone
     if name and reason not in _logged:
         _logged.add(reason)
         _log.info("adapters on experts, such as '%s', run PEFT's own forward: %s", name, reason)

@@ -198,7 +198,7 @@ def _log_once(reason: str, layer: Any) -> None:
     """Log on rank 0 why `layer` runs PEFT's own forward. Each reason is logged once."""
     if reason not in _logged:
         _logged.add(reason)
-        name = getattr(layer, "fused_name", "")  # set on rank 0 alone, so other ranks do not log
+        name = getattr(layer, "_bmt_name", "")  # set on rank 0 alone, so other ranks do not log
         if name:
             _log.info("LoRA layers, such as '%s', run PEFT's own forward: %s", name, reason)
 

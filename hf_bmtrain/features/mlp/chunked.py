@@ -18,25 +18,20 @@ import torch
 from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
-from ...engine.blocks.sharded_module import extend_class
+from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 
 
-class ChunkedMlp(torch.nn.Module):
+class ChunkedMlp(OnlyWhileSharded):
     """An MLP, extended in place.
 
     chunks: the number of pieces.
     """
 
     chunks: ClassVar[int]
-    only_while_sharded = True  # a deep copy has the MLP's own class
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         (tokens,) = (*args, *kwargs.values())
         return in_chunks(self.chunks, super().forward, [*self.parameters()], tokens)
-
-    def __reduce_ex__(self, protocol):
-        """Pickle a copy of the MLP as one of its own class: the extended one is not in its module."""
-        return object.__new__, (type(self)._extends,), self.__dict__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def compute_in_chunks(module: torch.nn.Module, chunks: int) -> None:

@@ -85,6 +85,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         expect_flag("record_delta", record_delta)
         self._delta = torch.zeros(2, dtype=torch.float64, device="cpu") if record_delta else None
         self._early = _EarlyUpdates()
+        self._told = False  # whether it was logged that `update_in_backward` leaves parameters to `step`
         self._places: dict[Run, Place] = {}
         self._chunks: list[Chunk] = []
         self._mover: DeviceUpdate | None = None
@@ -193,7 +194,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         loss scaling, or skipping the step: `clip_grad_norm` and `step` raise an error. An inf or nan in a gradient
         reaches the weights, and OptimManager raises an error. Some parameters are updated only by `step`: ordinary
         parameters, and all parameters of a flat buffer in the first step, in the first step after a load, and when
-        other parameters of the buffer have a gradient than in the last step.
+        other parameters of the buffer have a gradient than in the last step; also all parameters of a model whose ranks
+        may enter different blocks, because a rank may need a block after others have reduced its gradient.
 
         Returns:
             A context manager for the last backward of a step.
@@ -221,6 +223,17 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if isinstance(parameter, DistributedParameter) and parameter.requires_grad:
                 by_buffer.setdefault(parameter.buffer, []).append(parameter)
+        negotiation = current_world().schedule.negotiation
+        uneven = [buffer for buffer in by_buffer if negotiation.covers(buffer)]
+        if uneven and not self._told and current_world().rank == 0:
+            _log.info(
+                "update_in_backward(): step() updates the parameters of %d of %d flat buffers, because the ranks may "
+                "enter different parts of their model",
+                len(uneven), len(by_buffer),
+            )  # fmt: skip
+        self._told = True
+        for buffer in uneven:
+            del by_buffer[buffer]
         with ExitStack() as hooks:
             for buffer, local_params in by_buffer.items():
                 # Hooks run parameter by parameter, in the buffer's order. So a hook on the last parameter that is added

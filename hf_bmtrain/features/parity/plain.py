@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...engine.blocks.block import CheckpointBlock
-from ...engine.blocks.sharded_module import ShardedModule
+from ...engine.blocks.sharded_module import own_class
 from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.slots import find_slots
 
@@ -43,14 +43,15 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
         full_params: a full parameter for each of its local parameters.
     """
     slots = find_slots(model.modules())
-    extended = [(module, type(module)) for module in model.modules() if _own_class(module) is not type(module)]
+    extended = [(module, type(module)) for module in model.modules() if own_class(module) is not type(module)]
     replaced: list[dict[str, Any]] = []
     try:
         for slot in slots:
             slot.show(full_params[slot.sharded])
         for module, _ in extended:
-            own = module._bmt.own_forward if isinstance(module, CheckpointBlock) and not module._bmt.compiled else None
-            module.__class__ = _own_class(module)
+            state = module._bmt if isinstance(module, CheckpointBlock) else None
+            own = state and (state.eager_forward if state.compiled else state.own_forward)
+            module.__class__ = own_class(module)
             if own is not None:
                 vars(module)["forward"] = own
                 replaced.append(vars(module))
@@ -62,12 +63,3 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
             module.__class__ = cls
         for slot in slots:
             slot.show(slot.sharded)
-
-
-def _own_class(module: torch.nn.Module) -> Any:
-    """Return the class that `module` had before it was sharded."""
-    cls: Any = type(module)
-    # Stop at a class that a feature has given to a layer, such as Float8Linear, because the plain step uses it too.
-    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):
-        cls = cls._extends
-    return cls

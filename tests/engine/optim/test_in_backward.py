@@ -1,5 +1,6 @@
 """update_in_backward(): the same bits, made early, or refused; by streams that lag at random."""
 
+import logging
 from contextlib import nullcontext
 from unittest import mock
 
@@ -11,9 +12,10 @@ from cases import by_default, full, in_full
 from float_masters import FloatMasters
 from hf_bmtrain.engine.sharding.parameter import DistributedParameter
 from inner import note_parts
+from log_lines import log_lines
 from offloaded import DTYPES, as_on_a_gpu
 from twenty_steps import OPTIONS, groups
-from twins import Tower, ids
+from twins import WIDTH, Tower, ids
 
 
 class Early:
@@ -288,6 +290,39 @@ def an_error_in_backward_leaves_no_hooks():
     assert not any(handle.id in handle.hooks_dict_ref() for handle in handles), "hooks are left"
 
 
+class TwoTowers(torch.nn.Module):
+    """Two lists of layers, which `order` names: a rank may need one after the other rank's gradients are reduced."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = torch.nn.ModuleDict({name: Tower(2).layers for name in "ab"})
+
+    def forward(self, x, order):
+        for layer in (layer for name in order for layer in self.towers[name]):
+            x = layer(x)
+        return x.square().mean()
+
+
+def uneven():
+    """Where ranks enter blocks in different orders, or not at all, `step` updates; one line says so."""
+    trained = []
+    for early in (False, True):
+        model = bmt.auto_wrap(TwoTowers())
+        optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=1e-2)
+        with log_lines(level=logging.INFO) as lines:
+            for step, orders in enumerate([("ab", "ba"), ("a", "ab"), ("ba", "ab")]):
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + bmt.rank()))
+                with optimizer.update_in_backward() if early else nullcontext():
+                    model(x, orders[bmt.rank()]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        told = [line for line in lines if "step() updates the parameters of 4 of 4 flat buffers" in line]
+        assert len(told) == (early and bmt.rank() == 0)
+        trained.append(model.state_dict())
+    for name, value in trained[0].items():
+        assert torch.equal(value, trained[1][name]), name
+
+
 @pytest.mark.parametrize("dtype", by_default(DTYPES, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_lagging_is_the_same(world, size, dtype):
@@ -315,7 +350,7 @@ CASES = [
     clipping_comes_too_late, a_replaced_gradient_comes_too_late,
     a_new_lr_comes_too_late, a_scaler_comes_too_late, a_second_backward_is_refused, twice_before_a_step_is_refused,
     a_loss_scale_is_refused, spoilt_weights_are_told, an_error_in_backward_leaves_no_hooks, recorded,
-    blocks_are_updated_while_others_still_run_backward,
+    blocks_are_updated_while_others_still_run_backward, uneven,
 ]  # fmt: skip
 
 
@@ -326,6 +361,7 @@ CASES = [
         a_neighbour_with_as_many_steps_is_not_taken_for_updated,
         clipping_comes_too_late,
         an_error_in_backward_leaves_no_hooks,
+        uneven,
     ),
     ids=lambda case: case.__name__,
 )

@@ -9,6 +9,8 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from cases import in_full, pairwise, rows_in_full
+from hf_bmtrain.features.experts import sorted as sorted_experts
+from hf_bmtrain.features.mlp import chunked
 from inner import state_of
 from ranks import on_ranks
 from twins import WIDTH, Layer, Tower, ids
@@ -155,19 +157,39 @@ def update_is_wrong():
     return bmt.check_parity(model, ids(0, bmt.rank()), optimizer=make, verbose=False)
 
 
+def experts_are_wrong():
+    """Their own forward, which the plain step replaces by transformers'."""
+    run = sorted_experts.run_experts
+    with mock.patch.object(sorted_experts, "run_experts", lambda *args: 1.01 * run(*args)):
+        return check_family("mixtral")
+
+
+def chunked_mlp_is_wrong():
+    """The gradients of its weights are those of the last piece."""
+    with mock.patch.object(chunked, "_added", lambda total, gradient: gradient.float()):
+        return check_family("llama tied", mlp_chunks=2)
+
+
+def check_family(name, **options):
+    model = bmt.auto_wrap(FAMILIES[name].build(), **options)
+    return bmt.check_parity(model, FAMILIES[name].inputs(bmt.rank()), loss=loss_of, verbose=False)
+
+
 PLANTED = {
     gradient_is_doubled: ("gradient", "layers.1"),
     weight_is_stale: ("output", "layers.2"),
     forward_is_wrong: ("output", "layers.1"),
     embedding_is_stale: ("output", "embedding"),
     update_is_wrong: ("update", "head.weight"),
+    experts_are_wrong: ("output", "model.layers.0"),
+    chunked_mlp_is_wrong: ("gradient", "model.layers.1"),
 }
 
 
 @pytest.mark.parametrize(
     ("plant", "size"),
     [
-        *((plant, 2) for plant in [gradient_is_doubled, weight_is_stale, update_is_wrong]),
+        *((plant, 2) for plant in [gradient_is_doubled, weight_is_stale, update_is_wrong, experts_are_wrong]),
         *rows_in_full((plant, 3) for plant in PLANTED),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -114,6 +114,7 @@ def predict(
     float8: UseFloat8 = False,
     offload_activations: bool = False,
     mlp_chunks: int = 1,
+    sequence_parallel: int = 1,
 ) -> Prediction:
     """Predict the memory of a training step of `model`.
 
@@ -131,12 +132,13 @@ def predict(
         float8: as for `auto_wrap`.
         offload_activations: as for `auto_wrap`.
         mlp_chunks: as for `auto_wrap`.
+        sequence_parallel: as for `auto_wrap`. `batch` has the whole rows.
     """
     usable = usable_bytes(total, ranks)
     done = simulate(
         model, batch, make_optimizer, ranks, zero_level, use_checkpoint, usable, micro_batches,
         keep_frozen=keep_frozen, quantize_frozen=quantize_frozen, float8=float8,
-        offload_activations=offload_activations, mlp_chunks=mlp_chunks,
+        offload_activations=offload_activations, mlp_chunks=mlp_chunks, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     shapes = {tuple(p.shape) for p in model.parameters()}

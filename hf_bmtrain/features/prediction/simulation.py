@@ -85,6 +85,7 @@ def simulate(
     float8: UseFloat8 = False,
     offload_activations: bool = False,
     mlp_chunks: int = 1,
+    sequence_parallel: int = 1,
 ) -> Simulated:
     """Train `model` on the meta device for a few steps, as rank 0 of `ranks`.
 
@@ -102,6 +103,7 @@ def simulate(
         float8: as for `auto_wrap`.
         offload_activations: as for `auto_wrap`.
         mlp_chunks: as for `auto_wrap`.
+        sequence_parallel: as for `auto_wrap`. `batch` has the whole rows.
     """
     stage = ["wrap"]
     live = LiveBytes(lambda: _label(world, stage[0]))
@@ -110,7 +112,7 @@ def simulate(
         frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
         auto_wrap(
             model, zero_level, use_checkpoint, float8=float8, offload_activations=offload_activations,
-            mlp_chunks=mlp_chunks, **frozen,
+            mlp_chunks=mlp_chunks, sequence_parallel=sequence_parallel, **frozen,
         )  # fmt: skip
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         manager = OptimManager()

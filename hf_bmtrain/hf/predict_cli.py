@@ -76,7 +76,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mlp-chunks", type=_positive, default=1, help="mlp_chunks of auto_wrap")
     parser.add_argument(
         "--sequence-parallel", type=_positive, default=1, metavar="P",
-        help="sequence_parallel of auto_wrap: P GPUs share each row; --batch-size is the number of rows of such a group",
+        help="sequence_parallel of auto_wrap: P GPUs share each row, and --batch-size is their number of rows",
     )  # fmt: skip
     parser.add_argument("--head", choices=("plain", "fused"), default="plain", help="fused: bmt.hf.fuse_causal_loss")
     parser.add_argument("--micro-batches", type=_positive, default=1, help="number of backwards in a step")

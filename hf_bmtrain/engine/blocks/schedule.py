@@ -136,8 +136,8 @@ class Schedule:
         observers: the observers of this world.
         negotiation: makes the ranks agree on each collective of models whose blocks not all ranks enter.
         backwards: the number of backwards that have ended.
-        collective_layers: whether layers of a model in this world issue collectives of their own in their forwards, so that
-            a recomputation repeats them. All ranks must then recompute the same forwards.
+        collective_layers: whether layers of a model in this world issue collectives in their own forwards, which a
+            recomputation repeats. All ranks must then recompute the same forwards.
     """
 
     collective_layers = False

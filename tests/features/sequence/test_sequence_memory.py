@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
-from cases import by_default
+from cases import by_default, full
 from hf_bmtrain.engine.runtime.world import simulated
 from hf_bmtrain.features.memory.meter import SavedBytes
 from hf_bmtrain.features.prediction.live_bytes import LiveBytes
@@ -96,6 +96,22 @@ def test_compiled_blocks(name, recompute):
     check(build, 2, kind, tokens=21, steps=1, compile="eager", use_checkpoint=recompute)
     if name == "llama-3-layers":
         assert counters["stats"]["unique_graphs"] == 4
+
+
+@full
+@on_ranks(2)
+def test_the_user_compiles_the_model():
+    """With rows of two lengths, for which its graphs are compiled again."""
+    torch._dynamo.reset()
+    compiled = {}
+
+    def loss(model, batch):
+        if hasattr(model, "_shared_rows"):
+            model = compiled.setdefault(model, torch.compile(model, backend="eager"))
+        return model(**batch).loss
+
+    batches = [batch_of("plain", number, 21 - 2 * number) for number in range(2)]
+    check(causal("Llama", num_hidden_layers=1), 2, loss=loss, batches=batches.__getitem__)
 
 
 @on_ranks(2)

@@ -66,7 +66,7 @@ def test_auto():
             memory.base += taken
             batches = [batch_of("plain", number * groups + each, lengths[each]) for each in range(groups)]
             model(**batches[group]).loss.backward()
-            (sum(plain(**batch).loss for batch in batches) / groups).backward()
+            (torch.stack([plain(**batch).loss for batch in batches]).sum() / groups).backward()
             compare_gradients(model, plain)
             plans.append(kept(model))
             resets.append(memory.resets)

@@ -13,12 +13,13 @@ from cases import full
 TESTS = Path(__file__).resolve().parent
 SCRIPTS = runpy.run_path(str(TESTS / "__main__.py"))
 NAMES = [
-    "adam8_curve", "bad_inputs", "bmtrain_suite", "build_site", "checkpoint_speed", "convergence", "docstrings",
-    "evidence", "faults", "float8_curves", "float8_signal", "gpt2_memory", "hook_time", "host_traffic", "identical",
-    "kill_points", "library_usages", "load_memory", "lora_memory", "memory_contract", "model_center_suite",
-    "muon_curve", "noisy", "notebook", "optimizers", "parity", "peer_reduction", "plain_boolq", "plan_memory",
-    "programs", "sequence_zoo", "state_memory", "step_path", "stress", "torch_functions", "trainer_cost",
-    "trainer_matrix", "trainer_resume", "trainer_usages", "upstream_cases", "usages", "zoo", "zoo_bf16",
+    "adam8_curve", "bad_inputs", "bmtrain_suite", "build_site", "checkpoint_speed", "convergence", "damage",
+    "docstrings", "evidence", "faults", "float8_curves", "float8_signal", "gpt2_memory", "hook_time", "host_traffic",
+    "identical", "kill_points", "library_usages", "load_memory", "lora_memory", "memory_contract",
+    "model_center_suite", "muon_curve", "noisy", "notebook", "optimizers", "parity", "peer_reduction", "plain_boolq",
+    "plan_memory", "programs", "sequence_zoo", "state_memory", "step_path", "stress", "torch_functions",
+    "trainer_cost", "trainer_matrix", "trainer_resume", "trainer_usages", "upstream_cases", "usages", "zoo",
+    "zoo_bf16",
 ]  # fmt: skip
 
 

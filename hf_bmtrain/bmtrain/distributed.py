@@ -51,8 +51,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
         x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
         op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype. If several ranks have the maximum or
             minimum, its gradient is divided evenly between them, as in torch.amax.
-        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
-            size and rank numbers here refer to its ranks.
+        comm: as in `all_gather`.
 
     Returns:
         (...), a new tensor on the device of `x`, equal on all ranks.
@@ -85,8 +84,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
     Args:
         x: (world size * n, ...); shape and dtype must be equal on all ranks.
         op: as in `all_reduce`.
-        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
-            size and rank numbers here refer to its ranks.
+        comm: as in `all_gather`.
 
     Returns:
         (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
@@ -111,8 +109,7 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
         root: the rank whose `x` is returned.
-        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
-            size and rank numbers here refer to its ranks.
+        comm: as in `all_gather`.
 
     Returns:
         (...), a new tensor on the device of `x`.
@@ -259,8 +256,7 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
-        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
-            size and rank numbers here refer to its ranks.
+        comm: as in `all_gather`.
 
     Returns:
         (...) float32, on the device of `loss`. If every rank calls backward on it, the gradients are those of the mean.

@@ -45,6 +45,8 @@ class Status:
         since: the time at which it reached `place`.
         waits: the operation with other ranks for which it waits, or "".
         waits_since: the time since which it has waited without issuing another operation.
+        watched_since: the time since which it has been looked at without a gap. In a gap the process was stopped, or
+            native code held Python's interpreter lock, so nothing is known of what it waited for.
         task: the current task, if it is one of `_TASKS`, or "".
         moved: the time at which `look` last found its thread at another instruction than before.
         ended: how its program ended, such as "raised ValueError: ...", or "" while it runs.
@@ -61,6 +63,7 @@ class Status:
     since: float = 0.0
     waits: str = ""
     waits_since: float = 0.0
+    watched_since: float = 0.0
     task: str = ""
     moved: float = 0.0
     ended: str = ""

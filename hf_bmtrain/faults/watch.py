@@ -185,7 +185,10 @@ class Watch(Monitor):
     def _observe(self) -> None:
         """Update this rank's status: its line, the operation for which it waits, and the start of the wait."""
         counts = [collective_log.count for collective_log in self._collective_logs]
+        seen = self.status.written
         self.status.look(self._program)
+        if self.status.written - seen > 2 * SECONDS:
+            self.status.watched_since = self.status.written
         if not self.status.waits and any(each.unfinished() for each in list(self._communicators)):
             collective_log = max(self._collective_logs[1:], key=lambda collective_log: collective_log.count)
             self.status.waits = self._describe(collective_log.entry(collective_log.count) or 0)
@@ -300,10 +303,12 @@ class Watch(Monitor):
     def _all_waited(self, ranks: dict[int, Status]) -> bool:
         """Return whether all ranks had already waited for some time when the oldest of the statuses was written.
 
-        If not, a rank may just have arrived, or may have continued and been stopped before it could publish that.
+        If not, a rank may just have arrived, or may have continued and been stopped before it could publish that. The
+        time in which a rank was not looked at does not count: it may have done something else.
         """
         oldest = min(status.written for status in ranks.values())
-        return oldest - max(status.waits_since for status in ranks.values()) >= max(self._delay / 2, 2 * SECONDS)
+        latest = max(max(status.waits_since, status.watched_since) for status in ranks.values())
+        return oldest - latest >= max(self._delay / 2, 2 * SECONDS)
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
         """Return whether a rank waits for others and can still take part in operations itself."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ..checkpoint.materialize import fill_from
-from ..engine.base.arguments import expect_flag, expect_kind, expect_module, expect_path
+from ..engine.base.arguments import expect_kind, expect_module, expect_path
 from ..engine.blocks.block import CheckpointBlock, TransformerBlockList
 from ..engine.blocks.block_state import BlockState
 from ..engine.blocks.distributed_module import DistributedModule
 from ..engine.blocks.recompute import InputStore, Recompute
-from ..engine.runtime.world import check_zero_level, current_world
+from ..engine.runtime.world import current_world
 from ..engine.sharding.parameter import DistributedParameter
 from ..engine.wrap.extension import Extension
 from ..engine.wrap.wrap import wrap
@@ -127,15 +127,12 @@ def auto_wrap(
     """
     world = current_world()
     expect_module("model", model)
-    if not isinstance(compile, str) or not compile:
-        expect_flag("compile", compile)
     if blocks is not None and not isinstance(blocks, torch.nn.Module):  # a module is checked by `choose_chains`
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)
-    level = world.zero_level if zero_level is None else zero_level
     options = Options(
-        zero_level=level,
+        zero_level=world.zero_level if zero_level is None else zero_level,
         use_checkpoint=use_checkpoint,
         compile=compile,
         keep_frozen=keep_frozen,
@@ -146,11 +143,10 @@ def auto_wrap(
         offload_activations=offload_activations,
         mlp_chunks=mlp_chunks,
     )
-    check_zero_level(level)
     world.check_same_on_all_ranks("auto_wrap", options.facts())
     if weights is not None:
         fill_from(model, weights, world)
-    wrap(model, world, level, use_checkpoint, compile, blocks, extensions_of(options))
+    wrap(model, world, options.zero_level, use_checkpoint, compile, blocks, extensions_of(options))
     return model
 
 

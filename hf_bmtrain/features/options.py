@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..engine.base.arguments import expect_flag, expect_number
+from ..engine.runtime.world import check_zero_level
 from .packed.arithmetic import QUANTIZE_FROZEN
 
 UseCheckpoint = bool | Literal["attention", "auto"]
@@ -34,7 +35,10 @@ class Options:
     mlp_chunks: int = 1
 
     def __post_init__(self) -> None:
+        check_zero_level(self.zero_level)
         check_use_checkpoint(self.use_checkpoint)
+        if not isinstance(self.compile, str) or not self.compile:
+            expect_flag("compile", self.compile)
         if not _is_choice(self.keep_frozen, "auto"):
             raise ValueError(f"keep_frozen must be True, False or 'auto', not {self.keep_frozen!r}")
         name: Any = self.quantize_frozen

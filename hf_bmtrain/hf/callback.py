@@ -19,7 +19,7 @@ from ..features.auto_wrap import auto_wrap
 from ..features.router import RouterLoad
 from .arguments import agree_on_arguments, check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .bad_numbers import BadNumbers
-from .calling_trainer import calling_trainer
+from .calling_trainer import calling_trainer, resumed_folder
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
 from .losses.hooks import claim_hooks
 from .losses.mean import follow_mean_loss
@@ -75,7 +75,6 @@ class BMTrainCallback(TrainerCallback):
         self._terminating = False
         self._weights: StagedWeights | None = None
         self._checkpoints: TrainerCheckpoints | None = None
-        self.resumed: str | None = None  # set by bmt.hf.Trainer: the folder to resume from
         self._speed: Speedometer | None = None
         self._router: RouterLoad | None = None
         self._numbers: BadNumbers | None = None
@@ -137,8 +136,7 @@ class BMTrainCallback(TrainerCallback):
         check_optimizer(_inner(optimizer))
         warn_of_missing_masters(model, _inner(optimizer))
         self._checkpoints = TrainerCheckpoints(model, _inner(optimizer), args)
-        given = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
-        self._checkpoints.load(self.resumed, given, self._folder(args, state), resumed=state.global_step > 0)
+        self._checkpoints.load(resumed_folder())
         self._speed = Speedometer(model)
         self._router = RouterLoad(model)
         if isinstance(count := getattr(model, "num_parameters", None), ParameterCount):

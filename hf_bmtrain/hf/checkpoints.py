@@ -26,6 +26,7 @@ from ..checkpoint.manifest import Manifest
 from ..checkpoint.save_state import let_others_save, save_state
 from ..engine.optim import compat as checks
 from ..engine.runtime.world import current_world
+from ..features.sequence import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 _REFERENCE = "hf_bmtrain"
@@ -70,7 +71,7 @@ class TrainerCheckpoints:
         identity = f"{self._run}-{folder.name}"
         optimizer = None if self._args.save_only_model else self._optimizer
         save_state(
-            folder.parent, self._model, optimizer, extra={"id": identity}, step=step,
+            folder.parent, self._model, optimizer, extra={"id": identity, "rows": self._rows_per_step()}, step=step,
             trained_only=not writes_own_weights(self._model),
         )  # fmt: skip
         self._refer({"id": identity, "folder": str(folder)})
@@ -142,34 +143,40 @@ class TrainerCheckpoints:
         del self._optimizer.state_dict  # the instance attribute, which hides the method
         return Path(reference["folder"])
 
-    def load(self, *folders: str | os.PathLike | None, resumed: bool) -> None:
+    def load(self, folder: str | None) -> None:
         """Load the sharded part of the checkpoint whose `optimizer.pt` Trainer has loaded, if there is one.
 
         Collective: every rank must call it. Weights are loaded even if Trainer has loaded them, because Trainer does
         not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
 
         Args:
-            *folders: folders in which to look for the checkpoint before the folder in the reference.
-            resumed: whether Trainer has resumed from a checkpoint.
+            folder: the checkpoint from which Trainer has resumed; None if it has not.
 
         Raises:
-            RuntimeError: the checkpoint is missing or damaged.
+            RuntimeError: the checkpoint is incomplete or damaged.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
-        if reference is None:
-            if resumed:
-                self._verify_without_reference([Path(folder) for folder in folders if folder])
+        if folder is None:
             return
-        places = [Path(folder) for folder in (*folders, reference["folder"]) if folder]
-        same = next((place for place in places if _identity(place) == reference["id"]), None)
-        place = current_world().control.broadcast_object(same)
-        if place is None:
+        place = Path(folder)
+        if reference is None:
+            self._verify_without_reference(place)
+            return
+        if current_world().control.broadcast_object(_identity(place) != reference["id"]):
+            _raise_if_damaged(place, _damage)
             raise RuntimeError(
-                f"The sharded part of checkpoint {reference['folder']} was not found in {', '.join(map(str, places))}. "
-                "If the checkpoint was moved, resume with bmt.hf.Trainer, or set args.resume_from_checkpoint to its "
-                "new folder."
+                f"The checkpoint {place} has the optimizer.pt of another one, {reference['folder']}. Restore its own "
+                "files, or resume from another checkpoint."
             )
         _raise_if_damaged(place, _damage_of_added)
+        saved, rows = _extra(place).get("rows"), self._rows_per_step()
+        if saved not in (None, rows) and current_world().rank == 0:
+            _log.warning(
+                "The checkpoint %s was saved by a training with %d rows a step, and this one has %d. Trainer finds its "
+                "place in the epoch by counting steps, so it leaves rows out or trains on some twice. Set "
+                "per_device_train_batch_size or gradient_accumulation_steps so that a step has %d rows.",
+                place, saved, rows, saved,
+            )  # fmt: skip
         # Keep Trainer's groups: they were saved later, and a scheduler may have changed them after `save`.
         groups = [{**group} for group in self._optimizer.param_groups]
         own = writes_own_weights(self._model) and not _weights_were_replaced(place)
@@ -177,19 +184,19 @@ class TrainerCheckpoints:
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
 
-    def _verify_without_reference(self, places: list[Path]) -> None:
+    def _rows_per_step(self) -> int:
+        """Return the number of rows of all ranks that Trainer takes for one step of the optimizer."""
+        batches = self._args.gradient_accumulation_steps * current_world().size // ranks_per_row(self._model)
+        return self._args.train_batch_size * batches
+
+    def _verify_without_reference(self, place: Path) -> None:
         """Verify a checkpoint that Trainer has loaded without a reference to a sharded part.
 
-        Collective: every rank must call it.
-
-        places: the folders in which to look. The first one with a manifest is the checkpoint; without one, Trainer
-        alone saved the checkpoint, and nothing is verified. Raises RuntimeError if the checkpoint is damaged, or if it
-        contains optimizer state that was not loaded.
+        Collective: every rank must call it. Nothing is verified if Trainer alone has saved the checkpoint. Raises
+        RuntimeError if it is damaged, or if it contains optimizer state that was not loaded.
         """
-        found = next((place for place in places if (place / MANIFEST).exists()), None)
-        place = current_world().control.broadcast_object(found)
-        if place is None:
-            return  # Trainer alone has saved this checkpoint
+        if not current_world().control.broadcast_object((place / MANIFEST).exists()):
+            return
         _raise_if_damaged(place, _damage)
         if any(name.startswith("optimizer") for name in Manifest.read(place).files):
             raise RuntimeError(
@@ -351,7 +358,13 @@ def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]
 
 def _identity(folder: Path) -> str | None:
     """Return the id that `TrainerCheckpoints.save` gave to a checkpoint, or None for other checkpoints."""
+    return _extra(folder).get("id")
+
+
+def _extra(folder: Path) -> dict[str, Any]:
+    """Return what `TrainerCheckpoints.save` stored of a checkpoint beside its state, or {} for other checkpoints."""
     try:
-        return small_state.read(folder)["ranks"][0]["extra"]["id"]
+        extra = small_state.read(folder)["ranks"][0]["extra"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
+        return {}
+    return extra if isinstance(extra, dict) else {}

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from ..engine.base.arguments import expect_flag, expect_kind, expect_path
-from ..engine.runtime.world import World, check_zero_level, current_world
+from ..engine.base.arguments import expect_kind, expect_path
+from ..engine.runtime.world import World, current_world
 from ..engine.sharding.slots import tensor_facts
 from ..engine.sharding.sourced import SourcedParameter, divide_unless_mapped_everywhere
 from ..features.auto_wrap import auto_wrap
@@ -90,9 +90,9 @@ def from_pretrained(
         model = bmt.hf.from_pretrained(AutoModelForCausalLM, "meta-llama/Llama-3.1-8B", dtype=torch.bfloat16)
     """
     world = current_world()
-    _check_arguments(auto_class, name_or_path, zero_level, compile, blocks)
-    Options(  # raises an error for invalid values
-        zero_level=zero_level or world.zero_level,
+    _check_arguments(auto_class, name_or_path, blocks)
+    options = Options(
+        zero_level=world.zero_level if zero_level is None else zero_level,
         use_checkpoint=use_checkpoint,
         compile=compile,
         keep_frozen=keep_frozen,
@@ -123,24 +123,16 @@ def from_pretrained(
     chosen = None if blocks is None else [_find_block(model, name) for name in blocks]
     if quantize_frozen is not None:
         model.requires_grad_(False)
-    frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
-    auto_wrap(
-        model, zero_level, use_checkpoint, compile, chosen, float8=float8, keep=keep,
-        sequence_parallel=sequence_parallel, offload_activations=offload_activations, mlp_chunks=mlp_chunks,
-        **frozen,
-    )  # fmt: skip
+    auto_wrap(model, blocks=chosen, **vars(options))
     return loaded
 
 
-def _check_arguments(auto_class: Any, name_or_path: Any, zero_level: Any, compile: Any, blocks: Any) -> None:
+def _check_arguments(auto_class: Any, name_or_path: Any, blocks: Any) -> None:
     """Raise TypeError or ValueError for arguments that `auto_wrap` would refuse only after the files have been read."""
     if not callable(getattr(auto_class, "from_pretrained", None)):
         raise TypeError(f"auto_class must be a class such as AutoModelForCausalLM, got a {type(auto_class).__name__}")
     if name_or_path is not None:
         expect_path("name_or_path", name_or_path)
-    check_zero_level(3 if zero_level is None else zero_level)
-    if not isinstance(compile, str) or not compile:
-        expect_flag("compile", compile)
     if blocks is not None:
         wanted = "a list of module names, as in model.named_modules(), or None"
         expect_kind("blocks", blocks, (list, tuple), wanted)

@@ -72,8 +72,6 @@ class TrainerMixin:
                     "the newest intact one."
                 )
         given = str(given) if isinstance(given, Path) else given
-        for callback in self._callbacks():
-            callback.resumed = given if isinstance(given, str) else None
         return super().train(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -51,7 +51,10 @@ def _cell_of_line(parser, words: list[str], options: argparse.Namespace, place: 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Measure the training steps of one engine; see recipes/README.md.")
+    parser = argparse.ArgumentParser(
+        description="Measure the training steps of one engine; see recipes/README.md.",
+        epilog="benchmark.py trainer --help: measure the steps of stock Trainer.",
+    )
     add = parser.add_argument_group("job").add_argument
     add("--model", default="tiny", help=f"{', '.join(NAMED)}, or a folder or hub name (%(default)s)")
     add("--layers", type=at_least(1), default=0, help="layers of the model (as many as it has)")

@@ -101,10 +101,10 @@ def to_example(row: Mapping[str, Any], label_key: str, place: str) -> Example:
     """Convert one row. Raises ValueError unless it has two texts that are not blank and a boolean label."""
     absent = [key for key in ("question", "passage", label_key) if key not in row]
     if absent:
-        raise ValueError(
-            f"{place}: no key {', '.join(map(repr, absent))} (found {', '.join(map(repr, row))}); labels are "
-            "called 'label' beside val.jsonl and 'answer' beside dev.jsonl"
+        names = (
+            "; labels are called 'label' beside val.jsonl and 'answer' beside dev.jsonl" if label_key in absent else ""
         )
+        raise ValueError(f"{place}: no key {', '.join(map(repr, absent))} (found {', '.join(map(repr, row))}){names}")
     for key in ("question", "passage"):
         if not isinstance(row[key], str) or not row[key].strip():
             raise ValueError(f"{place}: {key!r} must be a text, found {shortened(row[key])}; repair the line")

@@ -34,7 +34,7 @@ def _add_options(parser: argparse.ArgumentParser, output: str) -> None:
     add("--model", help="folder or Hub name of a causal model (a small new one, trained on stories)")
     add("--data", type=Path, help="a file of JSON lines, each with `prompt` and `completion` (generated questions)")
     add("--max-length", type=at_least(8), default=512, help="tokens of a row; the prompt is cut (%(default)s)")
-    add("--base-steps", type=at_least(1), default=400, help="steps that make the embedded model (%(default)s)")
+    add("--base-steps", type=at_least(1), default=400, help="steps that train the small new model first (%(default)s)")
     add = parser.add_argument_group("adapters").add_argument
     add("--quantize", choices=("nf4", "fp8"), help="store the frozen weights in 4 or 8 bits")
     add("--rank", type=at_least(1), default=16, help="rank of the adapters (%(default)s)")
@@ -42,7 +42,7 @@ def _add_options(parser: argparse.ArgumentParser, output: str) -> None:
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=at_least(1), default=150, help="optimizer steps (%(default)s)")
     add("--batch-size", type=at_least(1), help="rows per process and step (16 / number of processes)")
-    add("--lr", type=positive, help="peak learning rate (2e-4, embedded: 5e-3)")
+    add("--lr", type=positive, help="peak learning rate (2e-4, small new model: 5e-3)")
     add("--seed", type=at_least(0), default=0, help="of data order, new weights and stories (%(default)s)")
     add = parser.add_argument_group("results").add_argument
     add("--output", type=Path, default=Path(output), help="folder for the results (%(default)s)")

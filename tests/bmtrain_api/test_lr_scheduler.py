@@ -78,12 +78,6 @@ def test_cosine_may_end_with_its_warm_up():
     assert scheduler.current_lr == 0.0
 
 
-@full
-def test_gamma():
-    scheduler = Exponential(make_optimizer(), S, W, -1, num_iter=W + 3, gamma=0.5)
-    assert scheduler.current_lr == pytest.approx(S / 8)
-
-
 @pytest.mark.parametrize("schedule", by_default(ALL, Noam))
 def test_starting_and_jumping_agree_with_stepping(schedule):
     walked = schedule(make_optimizer(), S, W, E)
@@ -153,15 +147,6 @@ def test_a_tensor_learning_rate_is_filled_in_place():
     NoDecay(optimizer, S, 0, -1)
     assert optimizer.param_groups[0]["lr"] is lr
     assert lr.item() == pytest.approx(S)
-
-
-@full
-def test_groups_added_later_get_the_learning_rate_at_the_next_step():
-    optimizer = make_optimizer()
-    scheduler = NoDecay(optimizer, S, 0, -1)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    scheduler.step()
-    assert optimizer.param_groups[1]["lr"] == S
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,30 @@ def test_a_status_from_before_a_stop_is_not_taken_for_one_of_now(said):
     assert "rank 1 was last seen at save.py:3 (main); it has been silent for 6 s" in line
 
 
+def test_a_rank_that_was_not_looked_at_has_not_waited(said):
+    """After a stop, or native code that held the interpreter lock, its old operation may be just about to end."""
+    waiting = Waiting(Status())
+    waiting.watch._control.collective_log.note(1)
+    other = Waiting(Status())
+    other.watch.status.waits = "all-gather of 8 elements"
+    look = mock.patch.object(Status, "look", lambda status, thread: setattr(status, "written", time.time()))
+    for later in (0, 1, 5):  # it did not run between the last two
+        with look, mock.patch("time.time", return_value=1e9 + later):
+            other.watch._observe()
+    waiting.others[1] = other.watch.status
+    waiting.read = waiting.watch._board.read = lambda rank: (
+        waiting.watch.status if rank == 0 else waiting.others[1]
+    ).to_text()
+    waiting.watch.status.written = 1e9 + 8
+    assert said(waiting, 8) == []
+    for later in (6, 7, 8, 9, 10, 11):
+        with look, mock.patch("time.time", return_value=1e9 + later):
+            other.watch._observe()
+    waiting.watch.status.written = 1e9 + 11
+    (line,) = said(waiting, 11)
+    assert "in operations that do not match" in line
+
+
 def test_ranks_that_all_compute_are_not_reported(said):
     waiting = Waiting(Status(place="train.py:7 (main)", waits=_DEVICE), waits=_DEVICE)
     assert said(waiting, 8, 100) == []

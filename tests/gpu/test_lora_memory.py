@@ -37,40 +37,37 @@ def report(ranks: int, *words: object, width: int = 128) -> dict:
     return json.loads(done.stdout)
 
 
-@full
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_sharded_and_replicated_models_train_alike(ranks, tmp_path):
-    plain = report(ranks, "--engine", "ddp")
-    sharded = report(ranks, "--engine", "bmt", "--no-recompute")
-    filled = report(ranks, "--engine", "bmt", "--folder", tmp_path)
+@pytest.mark.slow
+def test_sharded_and_replicated_models_train_alike(tmp_path):
+    plain = report(2, "--engine", "ddp")
+    sharded = report(2, "--engine", "bmt", "--no-recompute")
+    filled = report(2, "--engine", "bmt", "--folder", tmp_path)
     assert sharded["losses"] == filled["losses"] == pytest.approx(plain["losses"], abs=1e-3)
     assert plain["losses"][-1] < plain["losses"][0] - 0.1
     assert plain["trainable"] == sharded["trainable"] == filled["trainable"] > 0
-    assert plain["ranks"] == ranks and filled["options"]["from files"]
+    assert plain["ranks"] == 2 and filled["options"]["from files"]
 
 
-@full
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_base_that_is_quantized_from_files_is_that_of_a_whole_one(ranks, tmp_path):
+@pytest.mark.slow
+def test_a_base_that_is_quantized_from_files_is_that_of_a_whole_one(tmp_path):
     words = ("--engine", "bmt", "--quantize", "nf4", "--distinct", 1)
-    whole, filled = report(ranks, *words), report(ranks, *words, "--folder", tmp_path)
+    whole, filled = report(2, *words), report(2, *words, "--folder", tmp_path)
     assert whole["losses"] == filled["losses"]
     assert [file.name for file in tmp_path.rglob("layer-*")] == ["layer-0.bin"]
-    plain = report(ranks, "--engine", "ddp", "--distinct", 1)
+    plain = report(2, "--engine", "ddp", "--distinct", 1)
     assert whole["losses"] == pytest.approx(plain["losses"], abs=0.05) and whole["losses"] != plain["losses"]
 
 
-@full
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_nf4_is_that_of_bitsandbytes(ranks):
+@pytest.mark.slow
+def test_nf4_is_that_of_bitsandbytes():
     pytest.importorskip("bitsandbytes")
-    theirs = report(ranks, "--engine", "bnb", "--double-quantization", width=256)
-    ours = report(ranks, "--engine", "bmt", "--quantize", "nf4", width=256)
+    theirs = report(1, "--engine", "bnb", "--double-quantization", width=256)
+    ours = report(1, "--engine", "bmt", "--quantize", "nf4", width=256)
     assert ours["losses"][0] == pytest.approx(theirs["losses"][0], abs=1e-4)
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-3)  # Adam enlarges what rounding leaves near 0
 
 
-@full
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_bitsandbytes_is_asked_for():
     done = start(1, TESTS, "lora_memory", *TINY, "--engine", "bnb")

@@ -1,21 +1,18 @@
-"""What users do with PEFT, TRL, sentence-transformers and Accelerate on two ranks, against one process.
+"""What users do with PEFT, TRL and sentence-transformers on two ranks, against one process.
 
 `python tests library_usages` lists them. A row is a function of a `Side` that both run, and returns what is compared.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import accelerate
 import torch
 import transformers
-from trainer_usages import BERT, Rows, bert, collate, difference, llama, timeless
+from trainer_usages import BERT, Rows, collate, llama, print_all, timeless
 
 import hf_bmtrain as bmt
 import jobs
@@ -239,79 +236,6 @@ def resumed_without_skip(side: Side) -> dict[str, Any]:
     return resumed(side, ignore_data_skip=True)
 
 
-# -- Accelerate ---------------------------------------------------------------------------------------------------
-
-
-def loop(
-    side: Side,
-    rows: int = 16,
-    accumulate: int = 1,
-    clip: float = 0.0,
-    resume: bool = False,
-    skip: int = 0,
-    **options: Any,
-):
-    model = side.wrap(bert("SequenceClassification", num_labels=3)())
-    accelerator = accelerate.Accelerator(
-        cpu=True, gradient_accumulation_steps=accumulate, step_scheduler_with_optimizer=False, **options
-    )  # else the schedule takes a step for each process
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    size = side.batch(4) if not options.get("split_batches") else 4
-    loader = torch.utils.data.DataLoader(Rows("class", rows), batch_size=size, collate_fn=collate)
-    unseen = torch.utils.data.DataLoader(Rows("class", 11, 1), batch_size=size, collate_fn=collate)
-    model, optimizer, loader, unseen, schedule = accelerator.prepare(model, optimizer, loader, unseen, schedule)
-    losses, rates = [], []
-
-    def epoch(batches: Any) -> None:
-        for batch in batches:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if clip and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), clip)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
-        rates.append(schedule.get_last_lr()[0])
-
-    epoch(loader)
-    if resume:
-        accelerator.save_state(os.path.join(side.folder, "state"))
-        epoch(loader)
-        accelerator.load_state(os.path.join(side.folder, "state"))
-    epoch(accelerator.skip_first_batches(loader, skip) if skip else loader)
-    model.eval()
-    found, labels = [], []
-    for batch in unseen:
-        with torch.no_grad():
-            out = model(**batch).logits
-        predictions, truth = accelerator.gather_for_metrics((out, batch["labels"]))
-        found.append(predictions), labels.append(truth)
-    return side.result(model, losses=losses, rates=rates, predictions=torch.cat(found), labels=torch.cat(labels))
-
-
-@usage("Accelerate: gather_for_metrics, a prepared schedule")
-def accelerate_plain(side: Side) -> dict[str, Any]:
-    return loop(side)
-
-
-@usage("Accelerate: accumulate, clip_grad_norm_")
-def accelerate_accumulated(side: Side) -> dict[str, Any]:
-    return loop(side, accumulate=2, clip=0.05)
-
-
-@usage("Accelerate: save_state, load_state")
-def accelerate_resumed(side: Side) -> dict[str, Any]:
-    return loop(side, resume=True)
-
-
-@usage("Accelerate: skip_first_batches")
-def accelerate_skipped(side: Side) -> dict[str, Any]:
-    return loop(side, skip=2)
-
-
 # -- TRL ----------------------------------------------------------------------------------------------------------
 
 
@@ -364,11 +288,6 @@ def train_by_trl(
     return side.result(model, history)
 
 
-@usage("TRL: SFT", "trl")
-def sft(side: Side) -> dict[str, Any]:
-    return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)})
-
-
 @usage("TRL: SFT, no row left", "trl")
 def sft_no_row(side: Side) -> dict[str, Any]:
     return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)}, rows=18)
@@ -384,16 +303,6 @@ def sft_completions(side: Side) -> dict[str, Any]:
     return train_by_trl(side, "SFT", columns)
 
 
-def preferences(rows: int, seed: int) -> dict[str, Any]:
-    blank = [[" " + each for each in sentences(seed + number, rows)] for number in (1, 2)]
-    return {"prompt": sentences(seed, rows), "chosen": blank[0], "rejected": blank[1]}
-
-
-@usage("TRL: DPO", "trl")
-def dpo(side: Side) -> dict[str, Any]:
-    return train_by_trl(side, "DPO", preferences, rows=16, model=adapted("LoRA"))
-
-
 @usage("TRL: KTO", "trl")
 def kto(side: Side) -> dict[str, Any]:
     def columns(rows: int, seed: int) -> dict[str, Any]:
@@ -404,16 +313,6 @@ def kto(side: Side) -> dict[str, Any]:
         }
 
     return train_by_trl(side, "KTO", columns, rows=16, model=adapted("LoRA"))
-
-
-@usage("TRL: Reward", "trl")
-def reward(side: Side) -> dict[str, Any]:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-        num_labels=1, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return train_by_trl(side, "Reward", preferences, rows=16, model=transformers.LlamaForSequenceClassification(config))
 
 
 # -- sentence-transformers ----------------------------------------------------------------------------------------
@@ -485,35 +384,9 @@ def run(name: str, wrapped: bool, folder: str) -> dict[str, Any]:
     return USAGES[name][0](Side(wrapped, folder))
 
 
-def judge(world: Callable, name: str, folder: str) -> str:
-    """What is wrong with a usage; empty if it is right."""
-    ours = world(run, name, True, os.path.join(folder, "ours"))
-    plain = run(name, False, os.path.join(folder, "plain"))
-    return "; ".join(dict.fromkeys(filter(None, (difference(each, plain) for each in ours))))
+def is_missing(name: str) -> bool:
+    return any(importlib.util.find_spec(package) is None for package in USAGES[name][1])
 
 
 def main() -> None:
-    from ranks import Ranks
-
-    parser = argparse.ArgumentParser(prog="python tests library_usages", description=__doc__)
-    parser.add_argument("names", nargs="*", help="all whose name contains one of these")
-    parser.add_argument("--errors", type=int, default=300, metavar="N", help="show N characters of what is wrong")
-    arguments = parser.parse_args()
-    world = Ranks(2)
-    for name, (_, needs) in USAGES.items():
-        if arguments.names and not any(each in name for each in arguments.names):
-            continue
-        if any(importlib.util.find_spec(package) is None for package in needs):
-            print(f"{name:56} left out: it needs {', '.join(needs)}", flush=True)
-            continue
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                wrong = judge(world, name, folder)
-        except Exception as error:
-            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[-arguments.errors :]}"
-        print(f"{name:56} {'WRONG ' + wrong[: arguments.errors] if wrong else 'right'}", flush=True)
-    world.stop()
-
-
-if __name__ == "__main__":
-    main()
+    print_all("library_usages", __doc__, run, [name for name in USAGES if not is_missing(name)])

@@ -1,6 +1,5 @@
 """Accelerator's own loop around a wrapped model, against itself around a plain one in one process."""
 
-import json
 import math
 
 import pytest
@@ -25,7 +24,7 @@ def rows(size):
 class Loop:
     """Everything that a user of Accelerate writes, with `bmt.auto_wrap` before `prepare` where it is sharded."""
 
-    def __init__(self, wrapped, make_optimizer=jobs.sgd, accumulate=1, precision="no", tracked=None):
+    def __init__(self, wrapped, make_optimizer=jobs.sgd, accumulate=1, precision="no"):
         AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=accumulate, mixed_precision=precision,
@@ -183,37 +182,6 @@ def test_saved_models_open(world, size, tmp_path):
     for state in states:
         for name, value in model.state_dict().items():
             assert torch.equal(value, state[name]) and torch.equal(saved[name], state[name])
-
-
-def tracked(folder):
-    loop = Loop(True)
-    from accelerate.tracking import GeneralTracker
-
-    class Lines(GeneralTracker):
-        name, requires_logging_directory, tracker = "lines", False, None
-
-        def __init__(self):
-            super().__init__(_blank=True)
-            self.lines = []
-
-        def store_init_configuration(self, values):
-            pass
-
-        def log(self, values, step=None, **kwargs):
-            self.lines.append(json.dumps({**values, "step": step}))
-
-    tracker = Lines()
-    loop.accelerator.log_with = [tracker]
-    loop.accelerator.init_trackers("run")
-    for step, (loss, norm, lr) in enumerate(loop.epoch()):
-        loop.accelerator.log({"loss": loss, "norm": norm, "lr": lr}, step=step)
-    return tracker.lines
-
-
-@full
-def test_trackers(world, tmp_path):
-    first, second = world(2)(tracked, str(tmp_path))
-    assert len(first) == 3 and second in ([], first)
 
 
 def uneven_generation():

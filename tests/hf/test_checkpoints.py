@@ -14,6 +14,7 @@ import hf_bmtrain as bmt
 import jobs
 from cases import full, in_full, rows_in_full
 from jobs import bmt_adam, losses, torch_adam
+from log_lines import log_lines
 from tiny_models import build
 
 SIZES = [2, *in_full(1)]
@@ -23,15 +24,14 @@ MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
 def run(folder, given, options, resume=None):
     """Train (or resume) on every rank; returns log, final weights and the names of what was written."""
     trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), **options)
-    if isinstance(resume, str):
-        trainer.args.resume_from_checkpoint = resume
-    trainer.train(resume_from_checkpoint=resume)
+    with log_lines() as said:
+        trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/final")  # rank 0 enters it alone
     bmt.synchronize()
     state = trainer.state
     return {
         "history": state.log_history, "weights": jobs.weights(trainer.model), "best": state.best_model_checkpoint,
-        "metric": state.best_metric,
+        "metric": state.best_metric, "said": said,
     }  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def test_resume_that_cannot_be_right_raises(world, tmp_path):
     world(2)(resume_errors, str(folder), given, options, str(checkpoint), "optimizer.safetensors.* the saved checksum")
     world(2)(resume_errors, str(folder), given, OURS, str(checkpoint), "checkpoint-2 is damaged: optimizer.safetensors")
     (checkpoint / "state.pt").unlink()
-    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "checkpoint .* was not found in")
+    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "damaged: .*state.pt is missing")
 
 
 TRAINERS_FILES = ["rng_state_1.pth", "scheduler.pt", "optimizer.pt", "trainer_state.json", "training_args.bin"]
@@ -214,6 +214,23 @@ def test_damage_to_trainers_own_files(world, tmp_path):
         path.write_bytes(data)
 
 
+def test_a_checkpoint_that_was_copied(world, tmp_path):
+    """What is verified and loaded is the folder that Trainer resumes from, not the one that was saved."""
+    folder, given, options = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}
+    world(2)(run, str(folder), given, options)
+    saved, copied = folder / "checkpoint-2", tmp_path / "elsewhere" / "checkpoint-2"
+    shutil.copytree(saved, copied)
+    for name in ("rng_state_1.pth", "model.safetensors", "state.pt"):
+        whole = (copied / name).read_bytes()
+        flip(copied / name)
+        world(2)(resume_errors, str(folder), given, options, str(copied), f"elsewhere.*{name}")
+        (copied / name).write_bytes(whole)
+    resumed = world(2)(run, str(folder), given, options, str(saved))[0]
+    shutil.rmtree(saved)
+    moved = world(2)(run, str(folder), given, options, str(copied))[0]
+    assert losses(moved["history"], "grad_norm") == losses(resumed["history"], "grad_norm")
+
+
 @pytest.mark.parametrize("how", ["flipped", *in_full("killed in Trainer's files")])
 def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, how):
     given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
@@ -239,38 +256,11 @@ def test_another_number_of_ranks(world, tmp_path, sizes):
         options = {"make_optimizer": make_optimizer}
         whole = world(before)(run, str(tmp_path / "run"), given, options)[0]
         here = world(after)(run, str(tmp_path / "run"), given, options, str(tmp_path / "run" / "checkpoint-2"))[0]
+        assert any("rows a step, and this one has" in line for line in here["said"]) == (3 in sizes)
         if 3 not in sizes:  # the rows of a step are the same
             for (mine,), (theirs,) in zip(losses(here["history"]), losses(whole["history"])):
                 assert mine == pytest.approx(theirs, rel=1e-5)
         shutil.rmtree(tmp_path / "run")
-
-
-@full
-@pytest.mark.parametrize("strategy", ["best", *in_full("steps")])
-@pytest.mark.parametrize("size", MOSTLY_TWO)
-def test_best_model_and_limit(world, tmp_path, size, strategy):
-    """The best checkpoint is kept and loaded, as a plain Trainer in one process finds it."""
-    given = {
-        "max_steps": 5, "save_strategy": strategy, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1,
-        "save_total_limit": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 3.0,
-    }  # fmt: skip
-    options = {"eval_dataset": jobs.Rows(seed=3), "make_optimizer": large_sgd}
-    plain = jobs.make_trainer(tmp_path / "plain", False, given, **options)
-    plain.train()
-    folder = tmp_path / "ours"
-    ours = world(size)(run, str(folder), given, options)
-    for result in ours:
-        assert Path(result["best"]).name == Path(plain.state.best_model_checkpoint).name
-        assert result["metric"] == pytest.approx(plain.state.best_metric, rel=1e-4)
-        check_opens(result["best"], result["weights"])
-        for name, value in plain.model.state_dict().items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-3, atol=1e-4)
-    kept = {path.name for path in folder.glob("checkpoint-*")}
-    assert kept == {path.name for path in (tmp_path / "plain").glob("checkpoint-*")}
-
-
-def large_sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=3.0)
 
 
 @pytest.mark.parametrize(

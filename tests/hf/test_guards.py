@@ -11,6 +11,7 @@ import hf_bmtrain as bmt
 import jobs
 from cases import by_default, full, in_full
 from hf_bmtrain.hf import arguments
+from log_lines import log_lines
 from tiny_models import batch, build
 from twins import Tower, ids
 
@@ -45,10 +46,19 @@ def optimizer_from_before_in_trainer(folder):
     optimizer = jobs.sgd(model)
     bmt.auto_wrap(model)
     trainer = transformers.Trainer(
-        model=model, args=jobs.arguments(folder), train_dataset=jobs.Rows(), optimizers=(optimizer, None)
-    )
+        model=model, args=jobs.arguments(folder), train_dataset=jobs.Rows(), optimizers=(optimizer, None),
+        callbacks=[bmt.hf.BMTrainCallback()],
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match="Create the optimizer after auto_wrap"):
         trainer.train()
+
+
+def trainer_without_callback(folder):
+    model = bmt.auto_wrap(build("llama"))
+    args = jobs.arguments(folder)
+    with pytest.raises(RuntimeError, match="on 2 ranks without BMTrainCallback: .* Pass callbacks="):
+        transformers.Trainer(model=model, args=args, train_dataset=jobs.Rows()).train()
+    transformers.Trainer(model=model, args=args, train_dataset=jobs.Rows(), eval_dataset=jobs.Rows()).evaluate()
 
 
 def optimizers_that_take_turns():
@@ -221,21 +231,14 @@ def accelerate_that_sees_other_ranks_or_shards_itself():
 
 
 def half_weights_without_masters(folder):
-    import logging
-
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("hf_bmtrain").addHandler(handler)
-    for make_optimizer in (jobs.sgd, jobs.bmt_adam):
-        model = bmt.auto_wrap(build("llama").to(torch.bfloat16))
-        trainer = transformers.Trainer(
-            model=model, args=jobs.arguments(folder, max_steps=1), train_dataset=jobs.Rows(),
-            optimizers=(make_optimizer(model), None), callbacks=[bmt.hf.BMTrainCallback()],
-        )  # fmt: skip
-        trainer.train()
-    logging.getLogger("hf_bmtrain").removeHandler(handler)
-    warnings = [record.getMessage() for record in records if record.levelname == "WARNING"]
+    with log_lines() as warnings:
+        for make_optimizer in (jobs.sgd, jobs.bmt_adam):
+            model = bmt.auto_wrap(build("llama").to(torch.bfloat16))
+            trainer = transformers.Trainer(
+                model=model, args=jobs.arguments(folder, max_steps=1), train_dataset=jobs.Rows(),
+                optimizers=(make_optimizer(model), None), callbacks=[bmt.hf.BMTrainCallback()],
+            )  # fmt: skip
+            trainer.train()
     assert len(warnings) == 1 and warnings[0].startswith(
         "SGD updates half-precision weights without float32 master copies"
     )
@@ -266,6 +269,11 @@ def test_guards(world, case):
 @pytest.mark.parametrize("size", SIZES)
 def test_guards_of_trainer(world, size, case, tmp_path):
     world(size)(case, str(tmp_path))
+
+
+@full
+def test_a_trainer_without_callback(world, tmp_path):
+    world(2)(trainer_without_callback, str(tmp_path))
 
 
 @pytest.mark.parametrize("case", [ddp, *in_full(ddp_around_a_parent, fsdp2)], ids=lambda case: case.__name__)

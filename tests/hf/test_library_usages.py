@@ -1,9 +1,8 @@
-"""PEFT, TRL, sentence-transformers and Accelerate on two ranks, against one process: `python tests library_usages`."""
-
-import importlib.util
+"""PEFT, TRL and sentence-transformers on two ranks, against one process: `python tests library_usages`."""
 
 import pytest
-from library_usages import USAGES, judge
+from library_usages import USAGES, is_missing, run
+from trainer_usages import judge
 
 from cases import full
 
@@ -11,7 +10,6 @@ IN_FULL = (
     "PEFT: LoRA with trainable tokens",
     "PEFT: logits, adapter off, merged",
     "Trainer: resumed in an epoch",
-    "Accelerate: accumulate, clip_grad_norm_",
 )
 
 
@@ -23,7 +21,6 @@ IN_FULL = (
     ],
 )
 def test_as_one_process(world, tmp_path, name):
-    for package in USAGES[name][1]:
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"needs {package}")
-    assert not judge(world(2), name, str(tmp_path))
+    if is_missing(name):
+        pytest.skip("needs a package that is not installed")
+    assert not judge(world(2), run, name, str(tmp_path))

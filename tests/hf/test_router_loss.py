@@ -10,6 +10,7 @@ import transformers
 import hf_bmtrain as bmt
 import jobs
 from cases import full, in_full
+from log_lines import log_lines
 from zoo_families import FAMILIES
 
 COEFFICIENT = 0.5  # so large that a wrong factor shows
@@ -59,13 +60,6 @@ def plain_steps(name, rows, accumulation):
 
 def trained(folder, name, rows, accumulation, callback=None, wrapped=True):
     """What a run of one epoch logs, its weights, and the log lines on rank 0."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("hf_bmtrain")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     model = build(name)
     model = bmt.auto_wrap(model) if wrapped else model
     steps = -(-ROWS // (rows * bmt.world_size() * accumulation))
@@ -75,9 +69,8 @@ def trained(folder, name, rows, accumulation, callback=None, wrapped=True):
     )  # fmt: skip
     callbacks = [callback or bmt.hf.BMTrainCallback()] if wrapped else []
     trainer = transformers.Trainer(model, args=args, train_dataset=jobs.Rows(ROWS), callbacks=callbacks)
-    trainer.train()
-    logger.removeHandler(handler)
-    logger.setLevel(before)
+    with log_lines(logging.INFO) as lines:
+        trainer.train()
     return [loss for (loss,) in jobs.losses(trainer.state.log_history)], jobs.weights(model), lines
 
 

@@ -106,21 +106,3 @@ def trained_twice(folder, wrapped):
 def test_trained_twice(world, tmp_path, size):
     plain = trained_twice(tmp_path / "plain", False)
     check_same(world(size)(trained_twice, str(tmp_path / "ours"), True)[0], plain, "grad_norm")
-
-
-def translated(folder, wrapped):
-    """Seq2SeqTrainer generates in evaluation, on every rank as long as the longest."""
-    size = bmt.world_size() if wrapped else 1
-    trainer = jobs.make_trainer(
-        folder, wrapped, {"predict_with_generate": True, "generation_max_length": 9}, size=size, family="t5",
-        cls=transformers.Seq2SeqTrainer, eval_dataset=jobs.Rows(seed=9),
-    )  # fmt: skip
-    return trainer.predict(jobs.Rows(seed=9)).predictions
-
-
-@full
-@pytest.mark.parametrize("size", MOSTLY_TWO)
-def test_seq2seq_trainer(world, tmp_path, size):
-    plain = translated(tmp_path / "plain", False)
-    for ours in world(size)(translated, str(tmp_path / "ours"), True):
-        assert (ours == plain).all()

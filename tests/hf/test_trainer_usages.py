@@ -1,21 +1,23 @@
 """Stock Trainer on two ranks against one process, with short last batches. `python tests trainer_usages` lists all."""
 
-import logging
 import re
 
 import pytest
 import transformers
-from trainer_usages import USAGES, Rows, Stream, bert, collate, judge, llama
+from trainer_usages import USAGES, OwnLoss, Rows, Stream, bert, collate, judge, llama, run
 
 import hf_bmtrain as bmt
 import jobs
 from cases import full
+from log_lines import log_lines
 
-DEFAULT = ("causal, the second rank has no row left", "classes, no row left", "generation")
+DEFAULT = ("causal, the second rank has no row left", "classes, no row left", "generation", "masked words")
 IN_FULL = (
     "causal, accumulated", "label smoothing", "regression, no row left", "token classes, no row left",
     "questions, no row left", "CTC, no row left", "generation, no row left", "batch_eval_metrics",
     "tokens seen, no row left", "stream, tokens seen", "split_batches", "two epochs, evaluated and saved",
+    "images and numbers", "masked words, accumulated", "loss in an attribute", "forward calls super",
+    "not of transformers", "passes no count",
 )  # fmt: skip
 
 
@@ -26,28 +28,19 @@ def case(name):
 
 @pytest.mark.parametrize("name", [*map(case, USAGES)])
 def test_as_one_process(world, tmp_path, name):
-    assert not judge(world(2), name, str(tmp_path))
+    assert not judge(world(2), run, name, str(tmp_path))
 
 
-class OwnLoss(transformers.Trainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
-def warnings_of(folder, cls, labels, rows, **given):
+def warnings_of(folder, cls, labels, rows, given):
     """What is said of the training batches of two epochs, with the last logged loss and norm."""
-    lines = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("hf_bmtrain").addHandler(handler)
     model = llama() if labels == "ids" else bert("QuestionAnswering")()
     args = jobs.arguments(folder, per_device_train_batch_size=4, optim="sgd", max_steps=6, seed=7, **given)
     trainer = cls(
         model=bmt.auto_wrap(model), args=args, train_dataset=rows(labels, 18), data_collator=collate,
         callbacks=[bmt.hf.BMTrainCallback()],
     )  # fmt: skip
-    trainer.train()
-    logging.getLogger("hf_bmtrain").removeHandler(handler)
+    with log_lines() as lines:
+        trainer.train()
     return [line for line in lines if "training batch" in line], trainer.state.log_history[2]["loss"]
 
 
@@ -65,12 +58,8 @@ def warnings_of(folder, cls, labels, rows, **given):
     ],
 )  # fmt: skip
 def test_what_cannot_be_left_out_is_told_once(world, tmp_path, cls, labels, rows, given, reason):
-    (lines, loss), (others, _) = world(2)(told, str(tmp_path), cls, labels, rows, given)
+    (lines, loss), (others, _) = world(2)(warnings_of, str(tmp_path), cls, labels, rows, given)
     assert not others and len(lines) == (reason is not None)
     assert reason is None or re.search(reason, lines[0])
     if reason is None:
-        assert loss == pytest.approx(world(2)(told, str(tmp_path), transformers.Trainer, labels, rows, {})[0][1])
-
-
-def told(folder, cls, labels, rows, given):
-    return warnings_of(folder, cls, labels, rows, **given)
+        assert loss == pytest.approx(world(2)(warnings_of, str(tmp_path), transformers.Trainer, labels, rows, {})[0][1])

@@ -290,11 +290,6 @@ def test_like_as_many_processes(world, tmp_path, size, kind, how, truth, method)
         check_same(ours, plainly, "grad_norm", *names)
 
 
-CONTINUOUS = [
-    name for name in trl.GRPOConfig.__dataclass_fields__ if re.fullmatch("use_.*(paged|continuous_batching)", name)
-]
-
-
 @on_ranks(2)
 def test_continuous_batching_is_refused(folder):
     names = [*filter(re.compile("use_.*(paged|continuous_batching)").fullmatch, trl.GRPOConfig.__dataclass_fields__)]

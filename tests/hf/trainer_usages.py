@@ -8,11 +8,10 @@ logged number or a prediction by 1e-4.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +35,7 @@ SIZE = 21
 class Usage:
     """model: makes one. labels: the kind of rows. given: TrainingArguments; batch sizes are those of one process.
 
-    options: of the Trainer. needs: packages. refused: a pattern of the error. rows, evaluated: sizes of the datasets.
+    options: of the Trainer. rows, evaluated: sizes of the datasets. alike: batch sizes are those of all ranks.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -47,10 +46,6 @@ class Usage:
     rows: int = SIZE
     evaluated: int = 11
     stream: bool = False
-    needs: tuple[str, ...] = ()
-    refused: str = ""
-    after: Callable[[Any], dict[str, Any]] | None = None
-    slow: bool = False
     alike: bool = False
 
 
@@ -82,8 +77,9 @@ def row_of(labels: str, index: int, seed: int) -> dict[str, torch.Tensor]:
     if labels == "sound":
         ids = torch.randint(1, 9, (2 + index % 3,), generator=generator)
         return {"input_values": torch.randn(400, generator=generator), "labels": ids}
-    if labels == "image":
-        return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": torch.tensor(index % 3)}
+    if labels in ("image", "image and number"):
+        label = torch.tensor(index % 3 if labels == "image" else 0.1 * index)
+        return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": label}
     length = 6 if labels == "spans" else 4 + 7 * index % 5
     ids = torch.randint(1, VOCABULARY, (length,), generator=generator)
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -127,35 +123,23 @@ def run(name: str, wrapped: bool, folder: str) -> dict[str, Any]:
     }  # fmt: skip
     for each in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         given[each] = given.get(each, 8) // (1 if usage.alike else size)
-    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     start = jobs.weights(model)
     dataset = Stream if usage.stream else Rows
-    try:
-        model = bmt.auto_wrap(model) if wrapped else model
-        options = {"data_collator": collate, **usage.options}
-        options = {key: value() if key in ("compute_metrics", "callbacks") else value for key, value in options.items()}
-        options["callbacks"] = [*options.get("callbacks", []), *([bmt.hf.BMTrainCallback()] if wrapped else [])]
-        trainer = usage.cls(
-            model=model, args=jobs.arguments(folder, **given), train_dataset=dataset(usage.labels, usage.rows),
-            eval_dataset=Rows(usage.labels, usage.evaluated, 1), **options,
-        )  # fmt: skip
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        result = usage.after(trainer) if usage.after else {}
-        predicted = trainer.predict(Rows(usage.labels, usage.evaluated, 2)) if usage.evaluated else None
-    except (ValueError, TypeError, NotImplementedError) as error:
-        if usage.refused:
-            return {"refused": str(error)}
-        raise
-    logged = [{**entry} for entry in trainer.state.log_history]
-    if predicted is not None:
-        logged.append(predicted.metrics)
-        result.update(
-            predictions=without_padding(predicted.predictions, predicted.label_ids), label_ids=predicted.label_ids
-        )
+    model = bmt.auto_wrap(model) if wrapped else model
+    options = {name: value() if name == "compute_metrics" else value for name, value in usage.options.items()}
+    trainer = usage.cls(
+        model=model, args=jobs.arguments(folder, **given), train_dataset=dataset(usage.labels, usage.rows),
+        eval_dataset=Rows(usage.labels, usage.evaluated, 1), data_collator=collate,
+        callbacks=[bmt.hf.BMTrainCallback()] if wrapped else [], **options,
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    predicted = trainer.predict(Rows(usage.labels, usage.evaluated, 2))
     return {
-        **result, "logged": [timeless(each) for each in logged], "moved": (start, jobs.weights(trainer.model)),
-        "trainable": trainable, "tokens": trainer.state.num_input_tokens_seen, "steps": trainer.state.global_step,
+        "predictions": without_padding(predicted.predictions, predicted.label_ids), "label_ids": predicted.label_ids,
+        "logged": [timeless(each) for each in [*trainer.state.log_history, predicted.metrics]],
+        "moved": (start, jobs.weights(trainer.model)), "tokens": trainer.state.num_input_tokens_seen,
+        "steps": trainer.state.global_step,
     }  # fmt: skip
 
 
@@ -247,23 +231,76 @@ def t5() -> torch.nn.Module:
     return model
 
 
-def ctc() -> torch.nn.Module:
+class OwnLoss(transformers.Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class CallsSuper(transformers.BertForSequenceClassification):
+    def forward(self, input_ids, attention_mask, labels=None, **kwargs):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+
+
+class Bare(torch.nn.Module):
+    """Not of transformers; its loss is a function of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(VOCABULARY, 24), torch.nn.Linear(24, 3)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(24, 24) for _ in range(2)])
+
+    def forward(self, input_ids, attention_mask, labels=None, **kwargs):
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        logits = self.head((hidden * attention_mask[..., None]).sum(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def bare() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Bare()
+
+
+def calls_super() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return CallsSuper(transformers.BertConfig(**BERT, num_labels=3))
+
+
+def distilbert() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(
+        vocab_size=VOCABULARY, dim=24, n_layers=2, n_heads=3, hidden_dim=40, dropout=0.0, attention_dropout=0.0
+    )
+    return transformers.DistilBertForMaskedLM(config)
+
+
+def llama_of_classes() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_labels=3, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForSequenceClassification(config)
+
+
+def ctc(layerdrop: float = 0.0) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(
         vocab_size=10, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
         conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2), num_conv_pos_embeddings=8,
         num_conv_pos_embedding_groups=2, feat_extract_norm="layer", do_stable_layer_norm=True, hidden_dropout=0.0,
-        attention_dropout=0.0, feat_proj_dropout=0.0, activation_dropout=0.0, final_dropout=0.0, layerdrop=0.0,
+        attention_dropout=0.0, feat_proj_dropout=0.0, activation_dropout=0.0, final_dropout=0.0, layerdrop=layerdrop,
         mask_time_prob=0.0, mask_feature_prob=0.0, ctc_loss_reduction="mean", num_feat_extract_layers=2,
     )  # fmt: skip
     return transformers.Wav2Vec2ForCTC(config)
 
 
-def vit() -> torch.nn.Module:
+def vit(num_labels: int = 3) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.ViTConfig(
         image_size=16, patch_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
-        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_labels=num_labels, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config)
 
@@ -330,6 +367,15 @@ USAGES: dict[str, Usage] = {
     "CTC": Usage(ctc, "sound", STEPS, rows=21),
     "CTC, no row left": Usage(ctc, "sound", STEPS, rows=18),
     "images": Usage(vit, "image", STEPS),
+    "images and numbers": Usage(lambda: vit(1), "image and number"),
+    "masked words": Usage(bert("MaskedLM")),
+    "masked words, accumulated": Usage(
+        bert("MaskedLM"), given={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    ),
+    "loss in an attribute": Usage(distilbert),
+    "forward calls super": Usage(calls_super, "class"),
+    "not of transformers": Usage(bare, "class"),
+    "passes no count": Usage(llama_of_classes, "class"),
     "encoder-decoder": Usage(t5, "target", {**STEPS, **NOT_GENERATED}, cls=SEQ2SEQ),
     "generation": Usage(t5, "target", GENERATE, WITH_METRICS, cls=SEQ2SEQ),
     "generation, beams": Usage(
@@ -377,59 +423,47 @@ USAGES: dict[str, Usage] = {
             "load_best_model_at_end": True,
         },
     ),
-    "eval_on_start": Usage(llama, given={**STEPS, "eval_on_start": True}),
     "logging_nan_inf_filter": Usage(llama, given={"logging_nan_inf_filter": True}),
-    "max_grad_norm=0": Usage(llama, given={"max_grad_norm": 0.0}),
     "max_grad_norm of a short batch": Usage(llama, given={"max_grad_norm": 0.3}),
-    "auto_find_batch_size": Usage(llama, given={"auto_find_batch_size": True}, refused="auto_find_batch_size"),
     "no evaluation loss": Usage(llama, given={**STEPS, "prediction_loss_only": True}),
     "remove_unused_columns=False": Usage(llama, given={"remove_unused_columns": False}),
-    "seed, data_seed": Usage(llama, given={"data_seed": 4, "seed": 9, "num_train_epochs": 2}),
-    "compiled": Usage(llama, given={"torch_compile": True, "torch_compile_backend": "aot_eager"}, slow=True),
-    "neftune": Usage(llama, given={"neftune_noise_alpha": 1e-9}),
     "average_tokens_across_devices=False, classes": Usage(
         bert("SequenceClassification", num_labels=3), "class", {"average_tokens_across_devices": False}, rows=16
     ),
 }
 
 
-def is_missing(usage: Usage) -> bool:
-    return any(importlib.util.find_spec(package) is None for package in usage.needs)
+Runs = Callable[[str, bool, str], dict[str, Any]]
+"""Runs a usage, given its name, whether the model is sharded, and a folder."""
 
 
-def judge(world: Callable, name: str, folder: str) -> str:
+def judge(world: Callable, run: Runs, name: str, folder: str) -> str:
     """What is wrong with a usage; empty if it is right."""
-    usage = USAGES[name]
     ours = world(run, name, True, os.path.join(folder, "ours"))
-    if usage.refused:
-        return "" if all(usage.refused in each.get("refused", "") for each in ours) else f"not refused: {ours}"
     plain = run(name, False, os.path.join(folder, "plain"))
     return "; ".join(dict.fromkeys(filter(None, (difference(each, plain) for each in ours))))
 
 
-def main() -> None:
+def print_all(prog: str, description: str | None, run: Runs, names: Iterable[str]) -> None:
+    """Run the usages that the command line asks for on two ranks, and print what is wrong with each."""
     from ranks import Ranks
 
-    parser = argparse.ArgumentParser(prog="python tests trainer_usages", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"python tests {prog}", description=description)
     parser.add_argument("names", nargs="*", help="all whose name contains one of these")
     parser.add_argument("--errors", type=int, default=300, metavar="N", help="show N characters of what is wrong")
     arguments = parser.parse_args()
     world = Ranks(2)
-    for name, usage in USAGES.items():
+    for name in names:
         if arguments.names and not any(each in name for each in arguments.names):
-            continue
-        if is_missing(usage):
-            print(f"{name:50} left out: {usage.needs}", flush=True)
             continue
         try:
             with tempfile.TemporaryDirectory() as folder:
-                wrong = judge(world, name, folder)
+                wrong = judge(world, run, name, folder)
         except Exception as error:
             wrong = f"{type(error).__name__}: {' '.join(str(error).split())[-arguments.errors :]}"
-        right = "refused" if usage.refused else "right"
-        print(f"{name:50} {'WRONG ' + wrong[: arguments.errors] if wrong else right}", flush=True)
+        print(f"{name:56} {'WRONG ' + wrong[: arguments.errors] if wrong else 'right'}", flush=True)
     world.stop()
 
 
-if __name__ == "__main__":
-    main()
+def main() -> None:
+    print_all("trainer_usages", __doc__, run, USAGES)

@@ -2,6 +2,7 @@
 
     python tests convergence boolq --model MODEL --data DATA --output FOLDER
     python tests convergence causal --output FOLDER
+    python tests convergence causal --runs plain sharded FSDP2 --output FOLDER
     python tests convergence causal --size 100m --jobs 9 --output FOLDER    on 2 GPUs
 
 Plain torch runs in one process, hf_bmtrain in two, with the same weights at first and the same rows in each step.
@@ -41,7 +42,7 @@ EVERY = 100  # steps between evaluations on held-out rows
 ON_GPUS = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPUS else torch.device("cpu")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=40, help="boolq: tokens of a row (%(default)s)")
     parser.add_argument("--size", choices=SIZES, default="small", help="causal: size of the model (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="causal: optimizer steps (%(default)s)")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS], help="causal: which (all)")
     parser.add_argument("--only", choices=RUNS, help="causal: make this run alone, in this process")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/convergence"))
@@ -85,6 +87,8 @@ def main() -> None:
         if not (options.model and options.data):
             parser.error("boolq needs --model and --data")
         boolq(options)
+    elif not {"plain", *map(compared_with, options.runs)} <= {*options.runs}:
+        parser.error("--runs needs plain, and plain-lora beside nf4-lora: the others are compared with them")
     elif options.only:
         run = RUNS[options.only](options)
         if os.environ.get("RANK", "0") == "0":
@@ -194,14 +198,15 @@ def draw_boolq(runs: dict[str, list[dict]], file: Path) -> None:
 def causal(options: argparse.Namespace) -> None:
     tokens(options)  # before several processes want them
     for later in (False, True):  # adapters are put on the model of the run `plain`
-        names = [name for name in RUNS if ("lora" in name) == later and not done(options, name)]
+        names = [name for name in options.runs if ("lora" in name) == later and not done(options, name)]
         commands = []
         for name in names:  # each in its own processes, so that each has torch's generators and the world for itself
             words = [*([sys.executable] if name.startswith("plain") else TORCHRUN), "tests", "convergence", "causal"]
             words += ["--size", options.size, "--steps", str(options.steps), "--output", str(options.output)]
             commands.append([*words, "--only", name])
         run_all(commands, options.jobs)
-    found = {name: json.loads((options.output / f"{name}.json").read_text("utf-8")) for name in RUNS}
+    shown = [name for name in RUNS if name in options.runs]
+    found = {name: json.loads((options.output / f"{name}.json").read_text("utf-8")) for name in shown}
     print(causal_table(found))
     draw_causal(found, options.output / "causal.svg")
 
@@ -210,29 +215,34 @@ def done(options: argparse.Namespace, name: str) -> bool:
     return (options.output / f"{name}.json").is_file()
 
 
+def compared_with(name: str) -> str:
+    return "plain-lora" if "lora" in name else "plain"
+
+
 def causal_table(runs: dict[str, dict]) -> str:
-    lines = ["run | held-out loss: first, last | against plain | largest difference of a loss: 100 steps, all | s"]
+    lines = [
+        "| run | held-out loss, at first | at the end | against plain | largest difference of a training loss, "
+        "first 100 steps | all steps | s |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, run in runs.items():
-        plain = runs["plain-lora" if "lora" in name else "plain"]
+        plain = runs[compared_with(name)]
         gaps = [abs(a - b) for a, b in zip(run["losses"], plain["losses"], strict=True)]
         last, reference = run["held_out"][-1][1], plain["held_out"][-1][1]
         lines.append(
-            f"{name} | {run['held_out'][0][1]:.4f}, {last:.4f} | {100 * (last / reference - 1):+.2f} % | "
-            f"{max(gaps[:100]):.1e}, {max(gaps):.1e} | {run['seconds']:.0f}"
+            f"| {name} | {run['held_out'][0][1]:.4f} | {last:.4f} | {100 * (last / reference - 1):+.2f} % | "
+            f"{max(gaps[:100]):.1e} | {max(gaps):.1e} | {run['seconds']:.0f} |"
         )
     return "\n".join(lines)
 
 
 def draw_causal(runs: dict[str, dict], file: Path) -> None:
-    figure, axes = new_figure(3)
-    trained = [name for name in runs if "lora" not in name]
-    for own, title, names in zip(
-        (axes[0], axes[2]),
-        ("From random weights", "LoRA on the trained model, other files"),
-        (trained, [name for name in runs if "lora" in name]),
-        strict=True,
-    ):
-        for name, color, style in zip(names, COLORS, ("-", ":", "--", ":", "-", "--")):
+    trained, adapted = ([name for name in runs if ("lora" in name) == later] for later in (False, True))
+    figure, axes = new_figure(3 if adapted else 2)
+    panels = [(axes[0], "From random weights", trained)]
+    panels += [(axes[2], "LoRA on the trained model, other files", adapted)] if adapted else []
+    for own, title, names in panels:
+        for name, color, style in zip(names, COLORS, ("-", ":", "--", ":", "-", "--", ":")):
             own.plot(*means(runs[name]["losses"], 20), color=color, linestyle=style, linewidth=1.2, label=name)
         own.set(title=title, xlabel="step", ylabel="training loss, nats per token")
         own.legend()
@@ -404,6 +414,7 @@ RUNS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "plain": plain,
     "FSDP2": fsdp2,
     "sharded": sharded,
+    "zero_level=2": lambda options: sharded(options, zero_level=2),
     "float8": lambda options: sharded(options, float8=True),
     "state_bits=8": lambda options: sharded(options, adamw_8bit),
     "Muon": lambda options: sharded(options, muon),

@@ -59,7 +59,8 @@ def losses(history: list[dict], *names: str) -> list[tuple]:
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    # By the class: on a model without save_pretrained, the callback replaces the method after training.
+    return {name: value.detach().clone() for name, value in type(model).state_dict(model).items()}
 
 
 def make_trainer(

@@ -119,22 +119,10 @@ def close_to(line: np.ndarray, a: float, b: float, x: np.ndarray) -> bool:
     return np.allclose(line, a * x + b)
 
 
-class CloseEnough:
-    """The share of predictions within a quarter of their labels; batch by batch if asked so."""
-
-    def __init__(self) -> None:
-        self.shares: list[float] = []
-
-    def __call__(self, prediction: Any, compute_result: bool | None = None) -> dict[str, float] | None:
-        values, labels = (part[0] if isinstance(part, tuple) else part for part in prediction)
-        near = [float(abs(value - label) <= 0.25) for value, label in zip(values, labels)]
-        if compute_result is None:
-            return {"accuracy": float(np.mean(near))}
-        self.shares += near
-        if not compute_result:
-            return None
-        shares, self.shares = self.shares, []
-        return {"accuracy": float(np.mean(shares))}
+def close_enough(prediction: Any) -> dict[str, float]:
+    """The share of predictions within a quarter of their labels."""
+    values, labels = (part[0] if isinstance(part, tuple) else part for part in prediction)
+    return {"accuracy": float(np.mean(np.abs(values - labels) <= 0.25))}
 
 
 def checkpoints(folder: str) -> list[int]:

@@ -276,7 +276,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
-        # Sort by element number, because `_allocate` of a subclass may lay out the state in the order of the runs.
+        # `_allocate` of a subclass may lay out the state in the order of the runs, which must be that of the elements.
         new.sort(key=lambda run: (bases[run.owner], run.start))
         tensors = dict(zip(new, self._allocate(new)))
         self._states = []

@@ -64,7 +64,10 @@ class Run:
         return parameter.buffer.local_ranges[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return the `.grad` of all parameters as one tensor (n,), laid out as `weights`; None if one was replaced."""
+        """Return the `.grad` of all parameters as one tensor (n,), laid out as `weights`.
+
+        Returns None if the `.grad` of a parameter was replaced.
+        """
         if self.buffer is None:
             gradient = self.parameters[0].grad
             assert gradient is not None

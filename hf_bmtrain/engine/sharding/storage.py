@@ -181,7 +181,9 @@ class Storage:
         return self.buffer.full_params[index].shape
 
     def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor. Collective: every rank must call it.
+        """Return the whole tensor of which `full` is this rank's part. Without tensor parallelism, that is `full`.
+
+        Collective: every rank must call it.
 
         full: this rank's full parameter, or another tensor of its shape, such as optimizer state.
         """

@@ -1,6 +1,7 @@
 """Apply the mixed precision of this process's Accelerator, if there is one, to a wrapped model, and check its ranks.
 
-Accelerate is not imported here. Its state is read from `sys.modules`, if the program has imported it.
+Also check that a Trainer that calls the model has this package's callback. Neither Accelerate nor Transformers is
+imported here. Both are found in `sys.modules`, if the program has imported them.
 """
 
 from __future__ import annotations
@@ -49,6 +50,25 @@ def check_accelerator(size: int) -> None:
             "train on the same rows. Start the script with torchrun or accelerate launch. On CPU, also set "
             "ACCELERATE_USE_CPU=true (or TrainingArguments(use_cpu=True), Accelerator(cpu=True))."
         )
+
+
+def check_trainer(size: int) -> None:
+    """Raise RuntimeError if a Trainer that runs on this thread, on several ranks, has no BMTrainCallback."""
+    module, callback = sys.modules.get("transformers.trainer"), sys.modules.get("hf_bmtrain.hf.callback")
+    frame = sys._getframe(1) if module is not None and size > 1 else None
+    while frame is not None:
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, module.Trainer):
+            if callback is None or not any(
+                isinstance(each, callback.BMTrainCallback) for each in trainer.callback_handler.callbacks
+            ):
+                raise RuntimeError(
+                    f"{type(trainer).__name__} trains a sharded model on {size} ranks without BMTrainCallback: it "
+                    "would scale some losses by the number of ranks, and hang when rank 0 saves alone. Pass "
+                    "callbacks=[bmt.hf.BMTrainCallback()]."
+                )
+            return
+        frame = frame.f_back
 
 
 def _state() -> Any:

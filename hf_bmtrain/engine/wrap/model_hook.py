@@ -21,7 +21,7 @@ from ..blocks.block import CheckpointBlock
 from ..blocks.sharded_module import RefuseDataParallel, moved
 from ..runtime.world import World, current_world
 from ..sharding.parameter import DistributedParameter
-from .accelerator import check_accelerator
+from .accelerator import check_accelerator, check_trainer
 
 
 def install_hook(model: torch.nn.Module) -> None:
@@ -43,7 +43,8 @@ class ModelHook:
 
     The hook raises RuntimeError if the model is traced or exported. In a training forward it also raises RuntimeError
     if the model is called inside a torch.func transform or DistributedDataParallel, if Accelerate shards it or sees
-    another number of ranks, if a parameter is not sharded, or if a block's parameter was renamed.
+    another number of ranks, if a Trainer on several ranks lacks BMTrainCallback, if a parameter is not sharded, or if a
+    block's parameter was renamed.
 
     Parameters and modules can be replaced without any call that could be intercepted (FSDP writes to the modules'
     dicts), so every training forward checks all of them. `_walk` visits every module, in the first forward and whenever
@@ -89,6 +90,7 @@ class ModelHook:
             or names != self._names
             or not set(map(type, _values(self._parameters))) <= self._kinds
         ):
+            check_trainer(ranks)
             self._walk(model)
 
     def _walk(self, model: torch.nn.Module) -> None:

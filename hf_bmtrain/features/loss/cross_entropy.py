@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
     """Return the Plan with the fewest thread blocks per row that lets three blocks fit on an SM, if possible.
 
-    Vectors that do not fit in shared memory are read twice from global memory.
+    What does not fit in shared memory of a row is read twice from global memory.
 
     Args:
         row_bytes: bytes of a row.

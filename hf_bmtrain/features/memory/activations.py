@@ -100,7 +100,7 @@ class AutoCheckpoint(Recompute):
     def prefers_attention(self) -> bool:
         """Return whether keeping only the outputs of attention saves more time per byte than keeping all activations.
 
-        Waits for the device. Returns False in a simulation, where times are not known.
+        Waits for the device. Returns False on the CPU and in a simulation, where times are not known.
         """
         last = self._measured
         if last is None or not last.attention:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,36 +61,30 @@ def inside_hooks() -> bool:
 
 
 class Stopwatch:
-    """Measures, under `with`, the time that a device takes for the operations queued on its current stream.
+    """Measures, under `with`, the time that a GPU takes for the operations queued on its current stream.
 
-    device: the device. Nothing is measured on the meta device.
+    device: the device. On the CPU and on the meta device nothing is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._host = device.type == "cpu"
-        self._times = [0.0, math.nan]
         module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
         self._events = [] if module is None else [module.Event(enable_timing=True) for _ in range(2)]
 
     def __enter__(self) -> Stopwatch:
-        self._mark(0)
+        for begin in self._events[:1]:
+            begin.record()
         return self
 
     def __exit__(self, *exception) -> None:
-        self._mark(1)
-
-    def _mark(self, index: int) -> None:
-        if self._host:
-            self._times[index] = 1000 * time.perf_counter()
-        elif self._events:
-            self._events[index].record()
+        for end in self._events[1:]:
+            end.record()
 
     def milliseconds(self) -> float:
-        """Return the milliseconds, or nan on the meta device. Waits for the device."""
-        if self._events:
-            self._events[1].synchronize()
-            return self._events[0].elapsed_time(self._events[1])
-        return self._times[1] - self._times[0]
+        """Return the milliseconds, or nan if nothing is measured. Waits for the device."""
+        if not self._events:
+            return math.nan
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1])
 
 
 def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:

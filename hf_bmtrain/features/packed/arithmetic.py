@@ -62,16 +62,6 @@ class Format:
     values: tuple[float, ...] = ()
     by_name: bool = True
 
-    def __post_init__(self) -> None:
-        values = self.values
-        if bool(values) != (self.bits == 4) or (
-            values and (len(values) != 16 or list(values) != sorted(values) or max(map(abs, values)) != 1)
-        ):
-            raise ValueError(
-                f"format {self.name!r}: a 4-bit format needs 16 values in ascending order, whose largest magnitude is "
-                f"1, and an 8-bit format needs no values. Got {self.bits} bits and {values}."
-            )
-
     @property
     def cell_bytes(self) -> int:
         """Bytes of a cell, a multiple of 16."""

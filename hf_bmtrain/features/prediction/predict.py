@@ -11,8 +11,8 @@ import torch
 
 from ...engine.blocks.observer import Observer
 from ...engine.optim.adam import AdamOptimizer
-from ...engine.runtime.world import check_zero_level, current_world
-from ..options import KeepFrozen, Options, UseCheckpoint, UseFloat8
+from ...engine.runtime.world import current_world
+from ..options import KeepFrozen, UseCheckpoint, UseFloat8
 from .prediction import Prediction, predict
 from .simulation import on_meta
 
@@ -64,18 +64,6 @@ def predict_memory(
         RuntimeError: the forward depends on the values of its inputs, which the meta device does not have.
     """
     world = current_world()
-    level = world.zero_level if zero_level is None else zero_level
-    check_zero_level(level)
-    Options(  # raises an error for invalid values
-        zero_level=level,
-        use_checkpoint=use_checkpoint,
-        keep_frozen=keep_frozen,
-        quantize_frozen=quantize_frozen,
-        float8=float8,
-        offload_activations=offload_activations,
-        mlp_chunks=mlp_chunks,
-        sequence_parallel=sequence_parallel,
-    )
     if any(hasattr(parameter, "buffer") for parameter in model.parameters()):
         raise ValueError("predict_memory: this model is already wrapped. Call predict_memory before auto_wrap.")
     if micro_batches < 1:
@@ -83,9 +71,9 @@ def predict_memory(
     on_device = world.device.type != "cpu"
     total = torch.get_device_module(world.device).mem_get_info(world.device)[1] if on_device else 1 << 62
     prediction = predict(
-        on_meta(model).train(), batch, make_optimizer, ranks=world.shard_group.size, zero_level=level,
-        use_checkpoint=use_checkpoint, total=total, micro_batches=micro_batches, keep_frozen=keep_frozen,
-        quantize_frozen=quantize_frozen, float8=float8,
+        on_meta(model).train(), batch, make_optimizer, ranks=world.shard_group.size, total=total,
+        micro_batches=micro_batches, zero_level=world.zero_level if zero_level is None else zero_level,
+        use_checkpoint=use_checkpoint, keep_frozen=keep_frozen, quantize_frozen=quantize_frozen, float8=float8,
         offload_activations=offload_activations, mlp_chunks=mlp_chunks, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     if on_device:

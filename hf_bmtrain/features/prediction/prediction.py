@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..options import KeepFrozen, UseCheckpoint, UseFloat8
 from .simulation import Phase, Simulated, simulate
 
 CUBLAS_BYTES = 64 << 20
@@ -105,16 +104,9 @@ def predict(
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     *,
     ranks: int,
-    zero_level: int = 3,
-    use_checkpoint: UseCheckpoint = True,
     total: int,
     micro_batches: int = 1,
-    keep_frozen: KeepFrozen = "auto",
-    quantize_frozen: str | None = None,
-    float8: UseFloat8 = False,
-    offload_activations: bool = False,
-    mlp_chunks: int = 1,
-    sequence_parallel: int = 1,
+    **options: Any,
 ) -> Prediction:
     """Predict the memory of a training step of `model`.
 
@@ -123,23 +115,11 @@ def predict(
         batch: the keyword arguments of its forward, on any device.
         make_optimizer: a function that returns the optimizer for a list of parameters.
         ranks: the number of ranks.
-        zero_level: as for `auto_wrap`.
-        use_checkpoint: as for `auto_wrap`.
         total: bytes of the device.
         micro_batches: the number of backwards per step.
-        keep_frozen: as for `auto_wrap`.
-        quantize_frozen: as for `auto_wrap`.
-        float8: as for `auto_wrap`.
-        offload_activations: as for `auto_wrap`.
-        mlp_chunks: as for `auto_wrap`.
-        sequence_parallel: as for `auto_wrap`. `batch` has the whole rows.
+        **options: passed to `auto_wrap`.
     """
-    usable = usable_bytes(total, ranks)
-    done = simulate(
-        model, batch, make_optimizer, ranks, zero_level, use_checkpoint, usable, micro_batches,
-        keep_frozen=keep_frozen, quantize_frozen=quantize_frozen, float8=float8,
-        offload_activations=offload_activations, mlp_chunks=mlp_chunks, sequence_parallel=sequence_parallel,
-    )  # fmt: skip
+    done = simulate(model, batch, make_optimizer, ranks, usable_bytes(total, ranks), micro_batches, **options)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     shapes = {tuple(p.shape) for p in model.parameters()}
     table = _table(done, vocabulary, shapes) | {"cublas": CUBLAS_BYTES}

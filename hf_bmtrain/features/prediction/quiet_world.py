@@ -89,14 +89,13 @@ class _MetaPeers:
         pass
 
 
-def quiet_world(size: int, zero_level: int, memory: Any) -> World:
+def quiet_world(size: int, memory: Any) -> World:
     """Return the World of rank 0 of `size` ranks, on the meta device, without making it the current one.
 
     Large shards are gathered and reduced by peer copies, as on one host.
 
     Args:
         size: the number of ranks.
-        zero_level: the default ZeRO level of blocks.
         memory: an object that stands for the device's memory, with the methods of `DeviceMemory`.
     """
     communicator, control = _Quiet(size), _Echo(size)
@@ -112,6 +111,6 @@ def quiet_world(size: int, zero_level: int, memory: Any) -> World:
     schedule = Schedule(shards, blocks, outside, inside, control)
     return World(
         0, size, 0, META, communicator, communicator, shards, communicator, control, Monitor(), inside, schedule,
-        LayerFeatures(), zero_level, loss_scale_factor=2.0, loss_scale_steps=1024,
+        LayerFeatures(), zero_level=3, loss_scale_factor=2.0, loss_scale_steps=1024,
         open_group=lambda size, stride=1: _Quiet(size), device_memory=memory,
     )  # fmt: skip

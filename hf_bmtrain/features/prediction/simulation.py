@@ -17,7 +17,6 @@ from ...engine.optim.manager import OptimManager
 from ...engine.runtime.world import World, simulated
 from ...engine.sharding.slots import buffers_of
 from ..auto_wrap import auto_wrap
-from ..options import KeepFrozen, UseCheckpoint, UseFloat8
 from .device_choices import cuda_choices
 from .live_bytes import Change, LiveBytes
 from .quiet_world import META, quiet_world
@@ -76,16 +75,9 @@ def simulate(
     batch: dict[str, torch.Tensor],
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     ranks: int,
-    zero_level: int,
-    use_checkpoint: UseCheckpoint,
     usable: int,
     micro_batches: int = 1,
-    keep_frozen: KeepFrozen = "auto",
-    quantize_frozen: str | None = None,
-    float8: UseFloat8 = False,
-    offload_activations: bool = False,
-    mlp_chunks: int = 1,
-    sequence_parallel: int = 1,
+    **options: Any,
 ) -> Simulated:
     """Train `model` on the meta device for a few steps, as rank 0 of `ranks`.
 
@@ -94,33 +86,22 @@ def simulate(
         batch: the keyword arguments of its forward, on any device; the loss is the output's `loss`.
         make_optimizer: a function that returns the optimizer for a list of parameters.
         ranks: the number of ranks.
-        zero_level: as for `auto_wrap`.
-        use_checkpoint: as for `auto_wrap`.
         usable: the bytes available to the plans of use_checkpoint="auto" and keep_frozen="auto".
         micro_batches: the number of backwards per step.
-        keep_frozen: as for `auto_wrap`.
-        quantize_frozen: as for `auto_wrap`.
-        float8: as for `auto_wrap`.
-        offload_activations: as for `auto_wrap`.
-        mlp_chunks: as for `auto_wrap`.
-        sequence_parallel: as for `auto_wrap`. `batch` has the whole rows.
+        **options: passed to `auto_wrap`.
     """
     stage = ["wrap"]
     live = LiveBytes(lambda: _label(world, stage[0]))
-    world = quiet_world(ranks, zero_level, _Memory(live, usable))
+    world = quiet_world(ranks, _Memory(live, usable))
     with simulated(world), _checked_optimizers(), cuda_choices(), live:
-        frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
-        auto_wrap(
-            model, zero_level, use_checkpoint, float8=float8, offload_activations=offload_activations,
-            mlp_chunks=mlp_chunks, sequence_parallel=sequence_parallel, **frozen,
-        )  # fmt: skip
+        auto_wrap(model, **options)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         manager = OptimManager()
         manager.add_optimizer(optimizer)
         kinds: dict[int, str] = {}
         phases: list[Phase] = []
         begin = 0
-        steps = _STEPS + 1 if use_checkpoint == "auto" else _STEPS
+        steps = _STEPS + 1 if options.get("use_checkpoint") == "auto" else _STEPS
         for _ in range(steps):
             begin, phases = len(live.changes), []
             inputs = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=META), batch)

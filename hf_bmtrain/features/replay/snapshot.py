@@ -116,7 +116,7 @@ class Snapshot:
 
 
 class Contents:
-    """The items of all mutable containers in `values`, including nested ones, when this object is created.
+    """The items of all mutable containers in `values`, including nested ones, as they are when this object is created.
 
     Each container is copied shallowly: tensors and other items in the copy are the same objects.
     """

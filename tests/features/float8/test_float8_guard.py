@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import re
 from unittest import mock
 
 import pytest
@@ -227,59 +226,6 @@ def test_tensors_inside_of_arguments_are_written_once() -> None:
     assert all(same_bits), same_bits
 
 
-FAMILIES = {
-    "llama": {"zero_level": 2}, "gpt2": {"use_checkpoint": False}, "t5": {"use_checkpoint": "auto"}, "bert": {},
-    "mixtral": {},
-}  # fmt: skip
-
-
-def family_has_the_same_bits(family: str, dtype: torch.dtype = torch.float32) -> None:
-    found = []
-    for guard in (True, False):
-        model = compiled(build(family).to(dtype), guard, **FAMILIES[family])
-        with log_lines(logging.INFO) as lines:
-            found.append(train(model, lambda model, step: model(**rows(step, bmt.rank())), accumulate=2))
-        assert all(state.active for state in states(model)), family
-        told = [line for line in lines if "signal-to-noise" in line]
-        assert len(told) == (guard and bmt.rank() == 0) and not any(re.search(r" inf(,|$)", line) for line in told), (
-            told
-        )
-    same(*found)
-
-
-@full
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [
-        ("t5", 2),
-        ("gpt2", 2),
-        ("bert", 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("llama", 3), ("mixtral", 2), ("t5", 1)]),
-    ],
-)
-def test_families_have_the_same_bits(world, family, size):
-    world(size)(family_has_the_same_bits, family)
-
-
-def adapters() -> None:
-    peft = pytest.importorskip("peft")
-    found = []
-    for guard in (True, False):
-        config = peft.LoraConfig(
-            r=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_dropout=0.1
-        )
-        model = compiled(peft.get_peft_model(build("llama"), config), guard)
-        found.append(train(model, lambda model, step: model(**rows(step, bmt.rank()))))
-        assert not guards(model)
-    same(*found)
-
-
-@full
-def test_adapters_have_the_same_bits(world):
-    pytest.importorskip("peft")
-    world(2)(adapters)
-
-
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
@@ -432,17 +378,6 @@ def test_parity_compares_one_forward() -> None:
     model = compiled(build("llama"))
     result = bmt.check_parity(model, rows(0, bmt.rank()), verbose=False)
     assert not [each for each in result.differences if each.kind == "output" and each.largest == float("inf")]
-
-
-@full
-@on_ranks(1)
-def test_a_whole_model_that_is_compiled() -> None:
-    """Nobody is told to compile it; where it is done, it is measured too."""
-    model = compiled(Stateful(noisy=True))
-    outer = torch.compile(model, backend="eager")
-    for step in range(2):
-        outer(batch(step)).backward()
-    assert not guards(model) and not all(state.active for state in states(model))
 
 
 def under_autocast() -> list[torch.dtype]:

@@ -87,29 +87,6 @@ def test_three_ranks(world):
     world(3)(functools.partial(check, "llama", steps=1))
 
 
-def learns(float8: bool) -> list[float]:
-    model = bmt.auto_wrap(build("llama"), float8=float8)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=3e-3)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-    losses = []
-    for _ in range(40):
-        manager.zero_grad()
-        loss = model(**rows(0, bmt.rank())).loss
-        manager.backward(loss)
-        manager.clip_grad_norm(optimizer.param_groups, 1.0)
-        manager.step()
-        losses.append(bmt.sum_loss(loss).item())
-    return losses
-
-
-@full
-def test_it_learns_as_in_its_own_dtype(world):
-    float8, plain = (world(2)(learns, flag)[0] for flag in (True, False))
-    assert plain[-1] < 0.25 * plain[0] and float8 != plain
-    assert all(abs(mine - other) < 0.03 * plain[0] for mine, other in zip(float8, plain))
-
-
 def what_is_in_float8(family: str, keep: tuple = (), **options) -> tuple[list[str], list[str]]:
     with log_lines(logging.INFO) as lines:
         model = bmt.auto_wrap(build(family), float8=True, keep=keep, **options)

@@ -1,7 +1,6 @@
 """fuse_causal_loss against the model's own loss: tiny architectures, whole and sharded."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import hf_bmtrain as bmt
 from cases import full, in_full, rows_in_full
 from hf_bmtrain.features.loss.chunked_head import ChunkedHead, fuse_causal_loss
 from language_model import buffers
+from log_lines import log_lines
 from tiny_models import VOCABULARY, batch
 from tiny_models import build as build_known
 from twins import check_gradients
@@ -44,28 +44,12 @@ def inputs(family: str, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
-class Heard(logging.Handler):
-    """The messages of the package's logger under `with`."""
-
-    def __enter__(self) -> list[str]:
-        self.messages: list[str] = []
-        logging.getLogger("hf_bmtrain").addHandler(self)
-        return self.messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.messages.append(record.getMessage())
-
-    def __exit__(self, *error) -> None:
-        logging.getLogger("hf_bmtrain").removeHandler(self)
-
-
 def train(family: str, sharded: str, items: int | None) -> None:
     """Two steps of SGD; losses and gradients are those of a plain model on all ranks' rows."""
     size, rank = bmt.world_size(), bmt.rank()
     model, twin = build(family), build(family)
     extra = {} if items is None else {"num_items_in_batch": torch.tensor(items)}
-    with Heard() as messages:
+    with log_lines() as messages:
         if sharded in ("first", "own"):
             with buffers(own=sharded == "own"):
                 bmt.auto_wrap(model)
@@ -189,7 +173,7 @@ def test_what_happens_to_logits_on_their_way(monkeypatch, asked, change):
     model = Odd(build("llama").config)
     twin = copy.deepcopy(model)
     assert fuse_causal_loss(model)
-    with Heard() as messages:
+    with log_lines() as messages:
         for _ in range(2):
             loss = model(**inputs("llama", 0)).loss
     assert [asked in message for message in messages] == [True] * bool(asked)
@@ -213,7 +197,7 @@ def test_a_loss_of_the_users_own_keeps_its_arguments():
     twin = copy.deepcopy(model)
     fuse_causal_loss(model)
     data = {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
-    with Heard() as messages:
+    with log_lines() as messages:
         torch.testing.assert_close(model(**data).loss, twin(**data).loss)
     assert messages == []
 
@@ -237,7 +221,7 @@ def test_other_heads_keep_their_loss():
     for change, reason in ((with_hook, "hooks"), (patched, "not a plain"), (other_class, "Scaled, not a plain")):
         model = build("llama")
         change(model)
-        with Heard() as messages:
+        with log_lines() as messages:
             assert not fuse_causal_loss(model)
         assert len(messages) == 1 and reason in messages[0] and "leaves LlamaForCausalLM unchanged" in messages[0]
         assert not isinstance(model.lm_head, ChunkedHead) and model(**inputs("llama", 0)).logits is not None
@@ -249,6 +233,6 @@ def test_other_heads_keep_their_loss():
     [(lambda: build("llama").model, "no output embeddings"), (lambda: nn.Linear(2, 2), "takes no labels")],
 )
 def test_models_without_a_loss(make, reason):
-    with Heard() as messages:
+    with log_lines() as messages:
         assert not fuse_causal_loss(make())
     assert len(messages) == 1 and reason in messages[0]

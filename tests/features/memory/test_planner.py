@@ -590,8 +590,7 @@ def test_decisions(world, case):
 
 
 @full
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("which", PEAKS)
+@pytest.mark.parametrize(("which", "micro_batches"), [*zip(PEAKS, [2, 1, 1, 2])])
 @on_ranks(1)
 def test_the_peak_is_kept(which, micro_batches):
     """Real peaks: as few blocks recompute as the limit asks for, and no step goes over it."""
@@ -639,8 +638,7 @@ def test_equal_to_the_last_bit(name, zero_level, schedule):
 
 
 @full
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "family"), [(2, "llama"), (1, "gpt2")])
 def test_compiled(world, size, family):
     graphs = world(size)(compiled, family)[0]
     assert graphs[0] >= 1, "nothing was compiled"

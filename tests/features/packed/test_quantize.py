@@ -118,16 +118,6 @@ def test_tiny_and_zero(name: str) -> None:
         assert (out - values).abs().max() <= values.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("bits", "values"),
-    [(4, ()), (8, tuple(range(16))), (4, (1.0, *(code / 8 - 1 for code in range(15)))), (4, tuple(range(-6, 10)))],
-    ids=["none", "of 8 bits", "not ascending", "beyond 1"],
-)
-def test_values_that_cannot_be_packed_are_refused(bits, values):
-    with pytest.raises(ValueError, match="16 values in ascending order"):
-        Format("wrong", bits, 32, values)
-
-
 def test_a_format_with_values_of_its_own():
     """Another 4-bit format is one entry: the codes and their values come from it, and zeros fill the last cell."""
     eighths = tuple(code / 8 - 1 for code in range(15)) + (1.0,)

@@ -157,6 +157,8 @@ def test_saved():
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
     loss_of(model, 0).backward()
     optimizer.step()
+    with pytest.raises(ValueError, match="trained_only=True"):
+        bmt.save_state(folder, model, optimizer, step=1)
     bmt.save_state(folder, model, optimizer, step=1, trained_only=True)
     bmt.save(model, f"{folder}/whole.safetensors")
     before = model.state_dict()

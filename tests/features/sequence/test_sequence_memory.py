@@ -122,7 +122,7 @@ def test_saved_activations_are_those_that_are_predicted():
         real = SavedBytes(model.parameters())
         with real.counting():
             model(**batch)
-        with simulated(quiet_world(2, 3, None)), LiveBytes(str):
+        with simulated(quiet_world(2, None)), LiveBytes(str):
             meta = bmt.auto_wrap(on_meta(MODELS[name]()), sequence_parallel=2, use_checkpoint=recompute)
             saved = SavedBytes(meta.parameters())
             with saved.counting():

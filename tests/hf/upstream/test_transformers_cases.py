@@ -21,20 +21,16 @@ MODULES = (
 )  # fmt: skip
 
 
-DEFAULT = ("gradient_accumulation", "evaluate", "early_stopping_callback", "save_checkpoints")
+DEFAULT = ("trainer_with_datasets", "evaluate", "event_flow", "save_checkpoints")
 """The others are `full`; on one rank `python tests upstream_cases` runs them."""
 
 
 @pytest.mark.parametrize(
-    ("case", "size"),
-    [
-        pytest.param(case, size, id=f"{name}-{size}", marks=() if size == 2 and name in DEFAULT else full)
-        for name, case, size in cases()
-        if size == 2 or not any(other == (name, case, 2) for other in cases())
-    ],
+    "case",
+    [pytest.param(case, id=name, marks=() if name in DEFAULT else full) for name, case, size in cases() if size == 2],
 )
-def test_transformers_case(world, tmp_path, case, size):
-    world(size)(case, str(tmp_path))
+def test_transformers_case(world, tmp_path, case):
+    world(2)(case, str(tmp_path))
 
 
 @full

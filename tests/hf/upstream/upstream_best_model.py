@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from upstream_checkpoints import check_checkpoints
 
-from regression import CloseEnough, Line, LineConfig, PlainLine, checkpoints, make, read_state, whole
+from regression import Line, PlainLine, checkpoints, make, read_state, whole
 
 
 class Scripted:
@@ -22,32 +22,6 @@ class Scripted:
 
     def __call__(self, prediction):
         return {"accuracy": self.values.pop(0) if len(self.values) > 1 else self.values[0]}
-
-
-def check_loaded(trainer):
-    """The model's weights are those of the best checkpoint."""
-    best = load_file(Path(trainer.state.best_model_checkpoint, "model.safetensors"))
-    for name, value in whole(trainer.model).items():
-        assert torch.equal(value, best[name]), name
-
-
-LIMITED = {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True, "save_total_limit": 2}
-
-
-def load_best_model_with_save_best(folder):
-    trainer = make(folder, save_strategy="best", max_steps=11, metric_for_best_model="loss", **LIMITED)
-    trainer.train()
-    check_loaded(trainer)
-
-
-def load_best_model_with_save(folder):
-    first, second = f"{folder}/first", f"{folder}/second"
-    make(first, save_steps=5, eval_strategy="steps", eval_steps=5, max_steps=9).train()
-    assert checkpoints(first) == [5, 9]
-    trainer = make(second, save_steps=5, max_steps=11, **LIMITED)
-    trainer.train()
-    assert checkpoints(second) == [10, 11]
-    check_loaded(trainer)
 
 
 SCRIPT = {"a": 1.5, "b": 2.5, "learning_rate": 0.1, "eval_strategy": "epoch", "metric_for_best_model": "accuracy"}
@@ -97,37 +71,21 @@ def best_model_checkpoint_behavior(folder):
         assert checkpoints(own) == kept, number
 
 
-def check_best(folder, metric, every=5, model=Line, **given):
-    """The checkpoint with the best value in the log is loaded at the end, and evaluates to that value."""
-    given = {"a": 1.5, "b": 2.5, "learning_rate": 0.1, "load_best_model_at_end": True, "model": model, **given}
-    by_steps = {"eval_strategy": "steps", "eval_steps": every, "save_steps": every}
-    trainer = make(folder, **{**by_steps, **given})
-    greater = metric == "eval_accuracy"
-    assert trainer.args.greater_is_better == greater
-    trainer.train()
-    steps = sorted({*range(every, 25, every), 24})
-    check_checkpoints(folder, steps, {"config.json"} if model is Line else set())
-    history = read_state(f"{folder}/checkpoint-24")["log_history"]
-    values = {entry["step"]: entry[metric] for entry in history if metric in entry}
-    best = (max if greater else min)(values, key=values.__getitem__)
-    check_loaded(trainer)
-    saved = f"{folder}/checkpoint-{best}"
-    again = Line.from_pretrained(saved) if model is Line else PlainLine(LineConfig())
-    if model is PlainLine:
-        again.load_state_dict(load_file(f"{saved}/model.safetensors"))
-    loaded = whole(trainer.model)
-    assert (again.a.item(), again.b.item()) == (loaded["a"].item(), loaded["b"].item())
-    assert trainer.evaluate()[metric] == values[best]
-
-
-def load_best_model_at_end(folder):
-    accuracy = {"metric_for_best_model": "accuracy", "compute_metrics": CloseEnough()}
-    by_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch"}
-    check_best(f"{folder}/loss", "eval_loss")
-    check_best(f"{folder}/accuracy", "eval_accuracy", **accuracy)
-    check_best(f"{folder}/epochs", "eval_accuracy", every=8, **accuracy, **by_epoch)
-
-
 def load_best_model_from_safetensors(folder):
+    """The checkpoint with the best loss in the log is loaded at the end, and evaluates to that loss."""
+    given = {"a": 1.5, "b": 2.5, "learning_rate": 0.1, "load_best_model_at_end": True}
+    by_steps = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5}
     for model in (Line, PlainLine):
-        check_best(f"{folder}/{model.__name__}", "eval_loss", model=model)
+        own = f"{folder}/{model.__name__}"
+        trainer = make(own, model=model, **given, **by_steps)
+        trainer.train()
+        check_checkpoints(own, [5, 10, 15, 20, 24], {"config.json"} if model is Line else set())
+        history = read_state(f"{own}/checkpoint-24")["log_history"]
+        values = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+        best = min(values, key=values.__getitem__)
+        assert Path(trainer.state.best_model_checkpoint).name == f"checkpoint-{best}"
+        saved = load_file(f"{own}/checkpoint-{best}/model.safetensors")
+        assert all(torch.equal(value, saved[name]) for name, value in whole(trainer.model).items())
+        if model is Line:
+            assert Line.from_pretrained(f"{own}/checkpoint-{best}").a.item() == saved["a"].item()
+        assert trainer.evaluate()["eval_loss"] == values[best]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import upstream_best_model as best
 import upstream_callbacks as callbacks
@@ -19,52 +18,46 @@ import upstream_generation as generation
 import upstream_logging as logs
 import upstream_training as training
 
-
-@dataclass(frozen=True)
-class Alone:
-    """A case of one rank only, and why."""
-
-    case: Callable
-    reason: str
-
-
 ACCELERATOR = "needs an accelerator; row {} of the Trainer matrix compares the same on CPU with stock Trainer"
 CAST = "needs an accelerator; {} is refused, for it casts the model: test_guards.py"
 LIGER = "needs liger_kernel, which replaces the layers' own code, not what this library touches"
 HUB = "needs the Hub; what is pushed is what save_model has written"
 NO_MODEL = "no model and no training in it: a class of transformers by itself"
-NO_CHECKPOINT = "replaces the checkpoint by a mock; integration_with_trainer saves a real one and resumes"
+LISTED = "Trainer's list of callbacks and their flags by themselves; event_flow has a run of a sharded model"
+ROW = "row {} of the Trainer matrix compares the same with stock Trainer"
+USAGE = "row {} of trainer_usages compares the same with one process"
+NO_CHECKPOINT = "replaces the checkpoint by a mock; enable_jit_checkpoint is refused with several ranks"
 BATCH_SIZE = "auto_find_batch_size is refused: when one rank runs out of memory the others wait; test_guards.py"
 NOTEBOOK = "needs IPython; evaluation before and after training are rows of the Trainer matrix and evaluate here"
-PROCESSOR = "writes files beside the weights, as trainer_saves_tokenizer and _feature_extractor do; needs {}"
+PROCESSOR = "writes files beside the weights, as trainer_saves_tokenizer does; needs {}"
 
-TRAINER: dict[str, Callable | Alone | str] = {
+TRAINER: dict[str, Callable | str] = {
     "mixed_fp16": ACCELERATOR.format("fp16"),
     "mixed_bf16": ACCELERATOR.format("bf16"),
     "tf32": "needs a CUDA device; tf32 is a switch of torch's",
-    "gradient_accumulation": training.gradient_accumulation,
-    "gradient_accumulation_loss_alignment_with_model_loss": logs.gradient_accumulation_loss_alignment_with_model_loss,
+    "gradient_accumulation": ROW.format("gradient_accumulation_steps"),
+    "gradient_accumulation_loss_alignment_with_model_loss": ROW.format("gradient_accumulation_steps"),
     "gradient_accumulation_loss_alignment_with_loss_func": logs.gradient_accumulation_loss_alignment_with_loss_func,
     "num_batches_in_training_with_gradient_accumulation": training.num_batches_in_training_with_gradient_accumulation,
-    "gradient_checkpointing": training.gradient_checkpointing,
-    "neftune": training.neftune,
+    "gradient_checkpointing": ROW.format("gradient_checkpointing"),
+    "neftune": ROW.format("neftune_noise_alpha"),
     "logging_inf_nan_filter": logs.logging_inf_nan_filter,
-    "log_level": logs.log_level,
-    "flos_extraction": logs.flos_extraction,
-    "mem_metrics": logs.mem_metrics,
-    "include_num_input_tokens_seen": logs.include_num_input_tokens_seen,
+    "log_level": "a switch of transformers' logger",
+    "flos_extraction": "test_trainer.py compares total_flos with one process",
+    "mem_metrics": "Trainer's TrainerMemoryTracker by itself",
+    "include_num_input_tokens_seen": USAGE.format("tokens seen"),
     "get_num_trainable_parameters": logs.get_num_trainable_parameters,
-    "training_loss": Alone(logs.training_loss, "Trainer's train_loss is each rank's own since the last log"),
+    "training_loss": "Trainer's train_loss is each rank's own since the last log",
     "number_of_steps_in_training": training.number_of_steps_in_training,
     "num_train_epochs_in_training": training.num_train_epochs_in_training,
-    "reproducible_training": training.reproducible_training,
+    "reproducible_training": ROW.format("seed, dropout"),
     "trainer_with_datasets": training.trainer_with_datasets,
-    "model_init": training.model_init,
+    "model_init": "test_trainer.py compares two runs with one process",
     "torch_compile_loss_func_compatibility": "row torch_compile of the Trainer matrix compiles a Llama and compares",
     "bnb_compile": "needs bitsandbytes; quantized weights are refused: test_wrap.py",
     "torch_compile_train": ACCELERATOR.format("torch_compile"),
     "torch_compile_eval": "needs an accelerator; blocks are compiled when training begins, not for evaluation before",
-    "early_stopping_callback": training.early_stopping_callback,
+    "early_stopping_callback": ROW.format("early stopping"),
     "use_liger_kernel_patching": LIGER,
     "use_liger_kernel_custom_config_patching": LIGER,
     "use_liger_kernel_trainer": LIGER,
@@ -72,48 +65,42 @@ TRAINER: dict[str, Callable | Alone | str] = {
     "end_to_end_example": "needs several accelerators and a dataset of the Hub; recipes/trainer_boolq.py is its like",
     "special_token_alignment": training.special_token_alignment,
     "trainer_works_without_model_config": training.trainer_works_without_model_config,
-    "training_arguments_are_left_untouched": training.training_arguments_are_left_untouched,
+    "training_arguments_are_left_untouched": "TrainingArguments by themselves",
     "double_train_wrap_once": training.double_train_wrap_once,
 }
-EVALUATION: dict[str, Callable | Alone | str] = {
+EVALUATION: dict[str, Callable | str] = {
     "evaluate": evaluation.evaluate,
     "evaluate_before_training_with_fsdp2": "FSDP beside a sharded model is refused: test_guards.py",
     "predict": evaluation.predict,
-    "train_and_predict_loss_parity": Alone(
-        evaluation.train_and_predict_loss_parity, "with several ranks training_step gives the loss times their number"
-    ),
+    "train_and_predict_loss_parity": "with several ranks training_step gives the loss times their number",
     "eval_use_gather_object": evaluation.eval_use_gather_object,
-    "evaluate_with_batch_eval_metrics": evaluation.evaluate_with_batch_eval_metrics,
-    "predict_with_batch_eval_metrics": evaluation.predict_with_batch_eval_metrics,
+    "evaluate_with_batch_eval_metrics": USAGE.format("batch_eval_metrics"),
+    "predict_with_batch_eval_metrics": USAGE.format("batch_eval_metrics"),
     "fp16_full_eval": CAST.format("fp16_full_eval"),
     "bf16_full_eval": CAST.format("bf16_full_eval"),
     "trainer_eval_mrpc": "needs weights of the Hub; evaluate has the same assertion on a known line",
-    "trainer_eval_multiple": evaluation.trainer_eval_multiple,
+    "trainer_eval_multiple": ROW.format("several evaluation sets"),
     "trainer_eval_lm": "counts the rows of a dataset, and nothing else",
 }
-CALLBACKS: dict[str, Callable | Alone | str] = {
-    "default_callbacks_are_present": callbacks.default_callbacks_are_present,
-    "custom_callback_added_at_init": callbacks.custom_callback_added_at_init,
-    "printer_callback_when_tqdm_disabled": callbacks.printer_callback_when_tqdm_disabled,
-    "add_callback_by_class": callbacks.add_callback_by_class,
-    "add_callback_by_instance": callbacks.add_callback_by_instance,
+CALLBACKS: dict[str, Callable | str] = {
     "remove_callback_by_class": callbacks.remove_callback_by_class,
-    "remove_callback_by_instance": callbacks.remove_callback_by_instance,
-    "pop_callback_returns_instance": callbacks.pop_callback_returns_instance,
-    "duplicate_callback_warning": callbacks.duplicate_callback_warning,
     "event_flow": callbacks.event_flow,
-    "on_push_begin_event": callbacks.on_push_begin_event,
     "no_duplicate_save_on_epoch_strategy": callbacks.no_duplicate_save_on_epoch_strategy,
-    "callback_can_stop_training": callbacks.callback_can_stop_training,
-    "callback_receives_control_flags": callbacks.callback_receives_control_flags,
     "early_stopping_state_persists": callbacks.early_stopping_state_persists,
-    "mixed_stateful_and_regular_callbacks": callbacks.mixed_stateful_and_regular_callbacks,
-    "multiple_instances_of_same_stateful_callback": callbacks.multiple_instances_of_same_stateful_callback,
-    "missing_stateful_callback_warning": callbacks.missing_stateful_callback_warning,
-    "trainer_control_state_persists": callbacks.trainer_control_state_persists,
     "evaluate_before_training": NOTEBOOK,
     "evaluate_after_training": NOTEBOOK,
     "multiple_evaluate_calls": NOTEBOOK,
+    **dict.fromkeys(
+        """
+        default_callbacks_are_present custom_callback_added_at_init printer_callback_when_tqdm_disabled
+        add_callback_by_class add_callback_by_instance remove_callback_by_instance pop_callback_returns_instance
+        duplicate_callback_warning on_push_begin_event callback_can_stop_training
+        callback_receives_control_flags mixed_stateful_and_regular_callbacks
+        multiple_instances_of_same_stateful_callback missing_stateful_callback_warning
+        trainer_control_state_persists
+        """.split(),
+        LISTED,
+    ),
     **dict.fromkeys(
         """
         save_and_load_json log_history_initialized stateful_callbacks_initialized compute_steps_from_proportion
@@ -131,7 +118,7 @@ CALLBACKS: dict[str, Callable | Alone | str] = {
         NO_MODEL,
     ),
 }
-CHECKPOINTING: dict[str, Callable | Alone | str] = {
+CHECKPOINTING: dict[str, Callable | str] = {
     "save_checkpoints": saving.save_checkpoints,
     "save_collator_tokenizer_by_default": saving.save_collator_tokenizer_by_default,
     "can_resume_training": saving.can_resume_training,
@@ -140,8 +127,8 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
     "resume_training_with_different_batch_size": saving.resume_training_with_different_batch_size,
     "training_with_resume_from_checkpoint_false": saving.training_with_resume_from_checkpoint_false,
     "resume_training_with_shard_checkpoint": saving.resume_training_with_shard_checkpoint,
-    "resume_training_with_checkpoint": saving.resume_training_with_checkpoint,
-    "resume_training_with_gradient_accumulation": saving.resume_training_with_gradient_accumulation,
+    "resume_training_with_checkpoint": "can_resume_training has the same assertions for other steps",
+    "resume_training_with_gradient_accumulation": "test_checkpoints.py resumes with accumulation, exactly",
     "resume_training_with_frozen_params": saving.resume_training_with_frozen_params,
     "multiple_peft_adapters": "needs PEFT: test_peft.py, where that is installed",
     "auto_batch_size_finder": BATCH_SIZE,
@@ -149,12 +136,10 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
     "auto_batch_size_with_resume_from_checkpoint": BATCH_SIZE,
     "checkpoint_sorting": NO_MODEL,
     "checkpoint_rotation": NO_MODEL,
-    "compare_trainer_and_checkpoint_args_logging": saving.compare_trainer_and_checkpoint_args_logging,
+    "compare_trainer_and_checkpoint_args_logging": "compares TrainingArguments with a file",
     "resume_from_interrupted_training": saving.resume_from_interrupted_training,
     "resume_batch_order": saving.resume_batch_order,
-    "integration_with_trainer": Alone(
-        saving.integration_with_trainer, "enable_jit_checkpoint is refused with several ranks: test_guards.py"
-    ),
+    "integration_with_trainer": "enable_jit_checkpoint is refused with several ranks: test_guards.py",
     **dict.fromkeys(
         """
         checkpoint_manager_initialization signal_handler_setup sigterm_handler_flow toggle_checkpoint_flag
@@ -168,14 +153,14 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
     ),
     "trainer_saves_tokenizer": saving.trainer_saves_tokenizer,
     "trainer_saves_image_processor": PROCESSOR.format("torchvision"),
-    "trainer_saves_feature_extractor": saving.trainer_saves_feature_extractor,
+    "trainer_saves_feature_extractor": "writes a file beside the weights, as trainer_saves_tokenizer does",
     "trainer_saves_processor": PROCESSOR.format("torchvision"),
-    "load_best_model_with_save_best": best.load_best_model_with_save_best,
-    "load_best_model_with_save": best.load_best_model_with_save,
+    "load_best_model_with_save_best": ROW.format("save_strategy=best"),
+    "load_best_model_with_save": ROW.format("load_best_model_at_end, save_total_limit"),
     "save_best_checkpoint": best.save_best_checkpoint,
     "metric_for_best_model_behavior": best.metric_for_best_model_behavior,
     "best_model_checkpoint_behavior": best.best_model_checkpoint_behavior,
-    "load_best_model_at_end": best.load_best_model_at_end,
+    "load_best_model_at_end": ROW.format("load_best_model_at_end"),
     "load_best_model_from_safetensors": best.load_best_model_from_safetensors,
     **dict.fromkeys(
         """
@@ -186,10 +171,10 @@ CHECKPOINTING: dict[str, Callable | Alone | str] = {
         HUB,
     ),
 }
-SEQ2SEQ: dict[str, Callable | Alone | str] = {
+SEQ2SEQ: dict[str, Callable | str] = {
     "finetune_bert2bert": generation.finetune_bert2bert,
     "return_sequences": generation.return_sequences,
-    "bad_generation_config_fail_early": generation.bad_generation_config_fail_early,
+    "bad_generation_config_fail_early": "a GenerationConfig by itself",
 }
 UPSTREAM = {
     "test_trainer.py": TRAINER,
@@ -206,8 +191,7 @@ def cases() -> list[tuple[str, Callable, int]]:
     for table in UPSTREAM.values():
         for name, entry in table.items():
             if not isinstance(entry, str):
-                case, sizes = (entry.case, (1,)) if isinstance(entry, Alone) else (entry, (1, 2))
-                found += [(name, case, size) for size in sizes]
+                found += [(name, entry, size) for size in (1, 2)]
     return found
 
 
@@ -250,9 +234,6 @@ def main() -> int:
             if result != "passed":
                 print(f"  FAILED {name} on {size}: {result}")
                 failed += 1
-        for name, entry in table.items():
-            if isinstance(entry, Alone):
-                print(f"  {name}, 1 rank only: {entry.reason}")
         for reason in dict.fromkeys(reasons.values()):
             print(f"  not applicable, {', '.join(n for n, r in reasons.items() if r == reason)}: {reason}")
     everything = [entry for table in UPSTREAM.values() for entry in table.values()]

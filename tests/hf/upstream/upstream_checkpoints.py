@@ -8,7 +8,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.testing_utils import CaptureLogger
 
 import hf_bmtrain as bmt
 from regression import (
@@ -125,14 +124,6 @@ def resume_training_with_shard_checkpoint(folder):
     check_resumed(folder, 5, change=split)
 
 
-def resume_training_with_checkpoint(folder):
-    check_resumed(folder, 5, 10, per_device_train_batch_size=16)
-
-
-def resume_training_with_gradient_accumulation(folder):
-    check_resumed(folder, 5, gradient_accumulation_steps=2, per_device_train_batch_size=4)
-
-
 def freeze(trainer):
     trainer.model.a.requires_grad_(False)
 
@@ -141,18 +132,6 @@ def resume_training_with_frozen_params(folder):
     trainer = check_resumed(folder, 5, prepare=freeze, per_device_train_batch_size=4, a=0.5)
     assert not trainer.model.a.requires_grad
     assert ends(trainer)[0] == 0.5 and ends(trainer)[1] != 0
-
-
-def compare_trainer_and_checkpoint_args_logging(folder):
-    with CaptureLogger(transformers.logging.get_logger()) as captured:
-        make(folder, rows=64, eval_steps=5, per_device_train_batch_size=4, save_steps=5, max_steps=5).train()
-        trainer = make(folder, rows=64, eval_steps=10, per_device_train_batch_size=8, save_steps=10, max_steps=6)
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-5")
-    size = bmt.world_size()
-    for name, here, there in (
-        ("save_steps", 10, 5), ("per_device_train_batch_size", 8 // size, 4 // size), ("eval_steps", 10, 5)
-    ):  # fmt: skip
-        assert bmt.rank() or f"{name}: {here} (from args) != {there} (from trainer_state.json)" in captured.out
 
 
 class Classifier(nn.Module):
@@ -201,7 +180,6 @@ def resume_from_interrupted_training(folder):
     classifier(first, Numbered(100), max_steps=2, **given).train()
     assert checkpoints(first) == [1, 2]
     trainer = classifier(rest, Numbered(100), **given)
-    trainer.args.resume_from_checkpoint = f"{first}/checkpoint-2"
     trainer.train(resume_from_checkpoint=f"{first}/checkpoint-2")
     assert trainer.state.global_step == 17  # 100 rows, 6 an update
     check_checkpoints(rest, list(range(3, 18)), set())
@@ -215,33 +193,6 @@ def resume_batch_order(folder):
     classifier(rest, Numbered(10), **given).train(resume_from_checkpoint=f"{whole}/checkpoint-6")
     orders = [load_file(f"{where}/checkpoint-15/model.safetensors")["order"] for where in (whole, rest)]
     assert torch.equal(*orders) and len(orders[0]) == 30 // bmt.world_size()
-
-
-def integration_with_trainer(folder):
-    """The checkpoint that SIGTERM asks for, here asked for by hand, is one to resume from."""
-    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-
-    given = {"rows": 64, "enable_jit_checkpoint": True, "max_steps": 6, "save_strategy": "no", "logging_steps": 1}
-    trainer = make(folder, **given)
-    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback))
-    assert callback.jit_manager is not None and callback.trainer is trainer
-    trainer.add_callback(AsksAtStep(callback.jit_manager, 3))
-    trainer.train()
-    assert trainer.state.global_step == 3 and checkpoints(folder) == [3]
-    whole = make(f"{folder}/whole", **{**given, "enable_jit_checkpoint": False})
-    whole.train()
-    resumed = make(folder, **given)
-    resumed.train(resume_from_checkpoint=True)
-    assert ends(resumed) == ends(whole)
-
-
-class AsksAtStep(transformers.TrainerCallback):
-    def __init__(self, manager, step):
-        self.manager, self.step = manager, step
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.step - 1:
-            self.manager._enable_checkpoint()
 
 
 def saves(folder, processing, read):
@@ -258,9 +209,3 @@ def trainer_saves_tokenizer(folder):
     again = saves(folder, make_tokenizer(), transformers.AutoTokenizer)
     text = "w3 w7 w11 unknown"
     assert again(text).input_ids == make_tokenizer()(text).input_ids
-
-
-def trainer_saves_feature_extractor(folder):
-    extractor = transformers.Wav2Vec2FeatureExtractor(feature_size=1, sampling_rate=8000)
-    again = saves(folder, extractor, transformers.AutoFeatureExtractor)
-    assert again.to_dict() == extractor.to_dict()

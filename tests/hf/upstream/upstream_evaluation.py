@@ -1,14 +1,9 @@
 """Cases of transformers' tests/trainer/test_trainer_evaluation.py around a sharded model."""
 
-import datasets
-import numpy as np
 import pytest
-import torch
 
 import hf_bmtrain as bmt
-import jobs
-from regression import CloseEnough, LineConfig, PlainLine, Points, arguments, close_to, make, wrapped
-from tiny_models import build
+from regression import LineConfig, PlainLine, Points, arguments, close_enough, close_to, make, wrapped
 
 LINE = {"a": 1.5, "b": 2.5}
 
@@ -17,43 +12,16 @@ def shift(logits, labels):
     return logits + 1
 
 
-def evaluated(folder, make_metrics, **given):
+def evaluate(folder):
     """Loss and accuracy are those computed here from the line, whether or not batches divide the rows."""
     for options in ({}, {"eval_rows": 66}, {"preprocess_logits_for_metrics": shift}):
-        trainer = make(folder, **LINE, compute_metrics=make_metrics(), **given, **options)
+        trainer = make(folder, **LINE, compute_metrics=close_enough, **options)
         results, points = trainer.evaluate(), trainer.eval_dataset
         line, y = 1.5 * points.x + 2.5, points.ys["labels"]
         if bmt.world_size() == 1 or len(points) == 64:  # several ranks fill the last batch up with rows seen before
             assert results["eval_loss"] == pytest.approx(((line - y) ** 2).mean(), abs=1e-5)
         shifted = line + 1 if "preprocess_logits_for_metrics" in options else line
-        assert results["eval_accuracy"] == pytest.approx(CloseEnough()((shifted, y))["accuracy"])
-
-
-def evaluate(folder):
-    evaluated(folder, CloseEnough)
-
-
-def evaluate_with_batch_eval_metrics(folder):
-    evaluated(folder, CloseEnough, batch_eval_metrics=True)
-
-
-def predicted(folder, **given):
-    for rows in (64, 66):
-        trainer = make(folder, **LINE, eval_rows=rows, **given)
-        points = trainer.eval_dataset
-        result = trainer.predict(points)
-        assert result.predictions.shape == (rows,) and close_to(result.predictions, **LINE, x=points.x)
-        if "compute_metrics" in given:
-            accuracy = CloseEnough()((result.predictions, points.ys["labels"]))["accuracy"]
-            assert result.metrics["test_accuracy"] == pytest.approx(accuracy)
-    for names in (["labels"], ["labels", "others"]):
-        trainer = make(folder, **LINE, twice=True, model=TwoLabels, label_names=names, **given)
-        points = trainer.eval_dataset
-        result = trainer.predict(points)
-        assert len(result.predictions) == 2
-        assert all(close_to(line, **LINE, x=points.x) for line in result.predictions)
-        found = result.label_ids if len(names) == 2 else [result.label_ids]
-        assert all((ids == points.ys[name]).all() for ids, name in zip(found, names))
+        assert results["eval_accuracy"] == pytest.approx(close_enough((shifted, y))["accuracy"])
 
 
 class TwoLabels(PlainLine):
@@ -62,28 +30,19 @@ class TwoLabels(PlainLine):
 
 
 def predict(folder):
-    predicted(folder)
-
-
-def predict_with_batch_eval_metrics(folder):
-    predicted(folder, compute_metrics=CloseEnough(), batch_eval_metrics=True)
-
-
-def loss_of_a_token(outputs, labels, num_items_in_batch=None):
-    logits = outputs["logits"]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-def train_and_predict_loss_parity(folder):
-    """training_step and prediction_step give one batch the same loss."""
-    trainer = wrapped(build("llama"), arguments(folder), compute_loss_func=loss_of_a_token)
-    ids = jobs.Rows(4).ids
-    labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
-    inputs, items = {"input_ids": ids, "labels": labels}, labels[:, 1:].ne(-100).sum().item()
-    trained = trainer.training_step(trainer.model, dict(inputs), items)
-    found = trainer.prediction_step(trainer.model, dict(inputs), prediction_loss_only=True)[0]
-    torch.testing.assert_close(trained, found, atol=1e-6, rtol=0)
+    for rows in (64, 66):
+        trainer = make(folder, **LINE, eval_rows=rows)
+        points = trainer.eval_dataset
+        result = trainer.predict(points)
+        assert result.predictions.shape == (rows,) and close_to(result.predictions, **LINE, x=points.x)
+    for names in (["labels"], ["labels", "others"]):
+        trainer = make(folder, **LINE, twice=True, model=TwoLabels, label_names=names)
+        points = trainer.eval_dataset
+        result = trainer.predict(points)
+        assert len(result.predictions) == 2
+        assert all(close_to(line, **LINE, x=points.x) for line in result.predictions)
+        found = result.label_ids if len(names) == 2 else [result.label_ids]
+        assert all((ids == points.ys[name]).all() for ids, name in zip(found, names))
 
 
 class DictLine(PlainLine):
@@ -102,11 +61,3 @@ def eval_use_gather_object(folder):
     result = trainer.predict(Points())
     assert result.metrics["test_loss"] == pytest.approx(loss, rel=1e-6)
     assert result.predictions.shape == (64,)
-
-
-def trainer_eval_multiple(folder):
-    rows = datasets.Dataset.from_dict({"input_ids": jobs.Rows(6).ids.tolist(), "labels": jobs.Rows(6).ids.tolist()})
-    args = arguments(folder, per_device_eval_batch_size=2)
-    trainer = wrapped(build("gpt2"), args, eval_dataset={"data1": rows, "data2": rows})
-    result = trainer.evaluate()
-    assert np.isfinite(result["eval_data1_loss"]) and result["eval_data1_loss"] == result["eval_data2_loss"]

@@ -1,6 +1,5 @@
 """Cases of transformers' tests/trainer/test_trainer_seq2seq.py around a sharded model."""
 
-import pytest
 import torch
 import transformers
 
@@ -81,9 +80,3 @@ def return_sequences(folder):
         )
         metrics = trainer.evaluate(generation_config=config)
         assert metrics["eval_samples"] == 16 * number
-
-
-def bad_generation_config_fail_early(folder):
-    config = transformers.GenerationConfig(do_sample=False, top_p=0.9)
-    with pytest.raises(ValueError, match="(?i)generation ?config.* is invalid"):
-        make(folder, build("t5"), samples, generation_config=config)

@@ -1,35 +1,22 @@
 """What Trainer logs and counts: cases of transformers' tests/trainer/test_trainer.py around a sharded model."""
 
 import math
-import tempfile
 
-import datasets
 import numpy as np
-import pytest
-import transformers
 from torch import nn
-from transformers.testing_utils import CaptureLogger, LoggingLevel
 
 import hf_bmtrain as bmt
 import jobs
-from regression import Points, arguments, make, make_tokenizer, wrapped
-from tiny_models import build
+from regression import arguments
 
 
-def accumulated_losses(folder, accumulate, broken=False, **options):
+def accumulated_losses(folder, accumulate, loss):
     given = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4} if accumulate else {}
-    trainer = jobs.make_trainer(folder, True, {**given, "max_steps": 5}, size=bmt.world_size(), **options)
-    assert trainer.model_accepts_loss_kwargs
-    trainer.model_accepts_loss_kwargs = not broken
+    trainer = jobs.make_trainer(
+        folder, True, {**given, "max_steps": 5}, size=bmt.world_size(), compute_loss_func=loss
+    )  # fmt: skip
     trainer.train()
     return np.array([loss for (loss,) in jobs.losses(trainer.state.log_history)])
-
-
-def gradient_accumulation_loss_alignment_with_model_loss(folder):
-    """Rows have different numbers of labels: the mean over all tokens is not the mean of the micro-batches' means."""
-    base = accumulated_losses(folder, False)
-    assert abs(accumulated_losses(folder, True) - base).max() < 1e-4
-    assert abs(accumulated_losses(folder, True, broken=True) - base).max() > 1e-3
 
 
 def token_loss(outputs, labels, num_items_in_batch=None):
@@ -43,20 +30,9 @@ def mean_of_each(outputs, labels, num_items_in_batch=None):
 
 
 def gradient_accumulation_loss_alignment_with_loss_func(folder):
-    base = accumulated_losses(folder, False, compute_loss_func=token_loss)
-    assert abs(accumulated_losses(folder, True, compute_loss_func=token_loss) - base).max() < 1e-4
-    assert abs(accumulated_losses(folder, True, compute_loss_func=mean_of_each) - base).max() > 3
-
-
-def training_loss(folder):
-    means = []
-    for steps in (8, 5):  # the first divides the 24 steps
-        trainer = make(folder, logging_steps=steps, save_strategy="no")
-        trainer.train()
-        losses = [loss for (loss,) in jobs.losses(trainer.state.log_history)]
-        means.append(trainer.state.log_history[-1]["train_loss"])
-        assert steps == 5 or sum(losses) / len(losses) == pytest.approx(means[0], abs=1e-4)
-    assert means[0] == pytest.approx(means[1], abs=1e-4)
+    base = accumulated_losses(folder, False, token_loss)
+    assert abs(accumulated_losses(folder, True, token_loss) - base).max() < 1e-4
+    assert abs(accumulated_losses(folder, True, mean_of_each) - base).max() > 3
 
 
 def logging_inf_nan_filter(folder):
@@ -67,53 +43,6 @@ def logging_inf_nan_filter(folder):
         trainer.train()
         losses = [loss for (loss,) in jobs.losses(trainer.state.log_history)]
         assert len(losses) == 2 and all(map(math.isfinite, losses)) == filtered, losses
-
-
-def log_level(folder):
-    logger = transformers.logging.get_logger()
-    for given, expected in (({}, transformers.logging.get_verbosity() <= 20), ("debug", True), ("error", False)):
-        given = given or {}
-        given = given if isinstance(given, dict) else {"log_level": given, "log_level_replica": given}
-        with tempfile.TemporaryDirectory() as own, LoggingLevel(20 if given else transformers.logging.get_verbosity()):
-            with CaptureLogger(logger) as captured:
-                make(own if bmt.world_size() == 1 else folder, save_strategy="no", max_steps=1, **given).train()
-        assert ("Running training" in captured.out) == expected, given
-
-
-def flos_extraction(folder):
-    trainer = make(folder, learning_rate=0.1, max_steps=2)
-    assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
-    trainer.train()
-    assert isinstance(trainer.state.total_flos, float)
-
-
-def mem_metrics(folder):
-    for skipped in (False, True):
-        trainer = make(folder, skip_memory_metrics=skipped, max_steps=2)
-        metrics = trainer.train().metrics
-        for name in ("init", "train"):
-            assert (f"{name}_mem_cpu_alloc_delta" in metrics) != skipped
-        assert ("eval_mem_cpu_alloc_delta" in trainer.evaluate()) != skipped
-        assert ("test_mem_cpu_alloc_delta" in trainer.predict(Points()).metrics) != skipped
-
-
-def include_num_input_tokens_seen(folder):
-    padded = {"input_ids": [[5, 6, 7, 8], [9, 0, 0, 0]], "labels": [[5, 6, 7, 8], [9, -100, -100, -100]]}
-    masked = {**padded, "attention_mask": [[1, 1, 1, 1], [1, 0, 0, 0]]}
-    cases = [("non_padding", masked, True, 5), ("non_padding", padded, True, 5), ("non_padding", padded, False, 8)]
-    for what, rows, pads, expected in [*cases, ("all", masked, True, 8), (True, masked, True, 8)]:
-        tokenizer = make_tokenizer()
-        if not pads:
-            tokenizer.pad_token = None
-        args = arguments(
-            folder, include_num_input_tokens_seen=what, per_device_train_batch_size=2, max_steps=1, save_strategy="no"
-        )
-        trainer = wrapped(
-            build("llama"), args, train_dataset=datasets.Dataset.from_dict(rows), processing_class=tokenizer,
-            data_collator=transformers.default_data_collator,
-        )  # fmt: skip
-        trainer.train()
-        assert trainer.state.num_input_tokens_seen == expected, (what, rows.keys(), pads)
 
 
 def get_num_trainable_parameters(folder):

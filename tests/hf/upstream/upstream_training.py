@@ -7,11 +7,8 @@ import torch
 import transformers
 from torch import nn
 
-import hf_bmtrain as bmt
 import jobs
 from regression import (
-    CloseEnough,
-    Line,
     LineConfig,
     PlainLine,
     Points,
@@ -19,7 +16,6 @@ from regression import (
     ends,
     make,
     make_tokenizer,
-    whole,
     wrapped,
 )  # fmt: skip
 from tiny_models import build
@@ -35,11 +31,6 @@ def trained(folder, **given):
     trainer = make(folder, learning_rate=0.1, **given)
     trainer.train()
     return trainer
-
-
-def gradient_accumulation(folder):
-    accumulated = trained(folder, gradient_accumulation_steps=2, per_device_train_batch_size=4, optim="sgd")
-    same_line(accumulated, trained(folder, optim="sgd"))
 
 
 def num_batches_in_training_with_gradient_accumulation(folder):
@@ -60,35 +51,6 @@ def num_batches_in_training_with_gradient_accumulation(folder):
             assert sum(counts) == len(trainer.get_train_dataloader()) * epochs
 
 
-def gradient_checkpointing(folder):
-    given = {**jobs.CHECKPOINTING, "per_device_train_batch_size": 2}
-    trainer = jobs.make_trainer(
-        folder, True, given, size=bmt.world_size(), make_optimizer=None, use_checkpoint=False
-    )  # fmt: skip
-    before = whole(trainer.model)
-    trainer.train()
-    for name, value in whole(trainer.model).items():
-        assert not torch.allclose(before[name], value, rtol=1e-4, atol=1e-4), name
-
-
-def neftune(folder):
-    from transformers.integrations import activate_neftune
-
-    ids = torch.tensor([[1, 0, 1]])
-    given = {"neftune_noise_alpha": 0.4, "learning_rate": 1e-9}
-    trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), family="gpt2")
-    activate_neftune(trainer.model.train(), trainer.args.neftune_noise_alpha)
-    embed = trainer.model.get_input_embeddings()
-    assert not torch.allclose(embed(ids), embed(ids)), "no noise"
-    trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), family="gpt2")
-    trainer.train()
-    trainer.model(ids)
-    embed = trainer.model.get_input_embeddings()
-    assert len(embed._forward_hooks) == 0
-    trainer.model.eval()
-    assert torch.equal(embed(ids), embed(ids))
-
-
 def number_of_steps_in_training(folder):
     for given, expected in (({}, STEPS), ({"num_train_epochs": 1.5}, 12), ({"max_steps": 10}, 10)):
         assert make(folder, save_strategy="no", **given).train().global_step == expected
@@ -99,11 +61,6 @@ def num_train_epochs_in_training(folder):
     few = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 5, "save_strategy": "no"}
     assert make(folder, max_steps=3, **few).train().global_step == 3
     assert make(folder, **few).train().global_step == EPOCHS
-
-
-def reproducible_training(folder):
-    one, again, other = (trained(folder, save_strategy="no", seed=seed) for seed in (42, 42, 314))
-    assert ends(one) == ends(again) != ends(other)
 
 
 def trainer_with_datasets(folder):
@@ -119,33 +76,6 @@ def trainer_with_datasets(folder):
         )
         trainer.train()
         same_line(trainer, expected)
-
-
-def model_init(folder):
-    """Every train() begins anew, and with the seed that then holds."""
-    args = arguments(folder, learning_rate=0.1, save_strategy="no")
-    trainer = bmt.hf.Trainer(model_init=lambda: bmt.auto_wrap(Line(LineConfig())), args=args, train_dataset=Points())
-    for seed in (42, 42, 314):
-        trainer.args.seed = seed
-        trainer.train()
-        same_line(trainer, trained(folder, save_strategy="no", seed=seed), 1e-6)
-
-
-def early_stopping_callback(folder):
-    given = {
-        "num_train_epochs": 20, "per_device_train_batch_size": 16, "eval_strategy": "epoch", "save_strategy": "epoch",
-        "metric_for_best_model": "accuracy", "compute_metrics": CloseEnough(),
-    }  # fmt: skip
-    for best in (True, False):
-        trainer = make(folder, load_best_model_at_end=best, **given)
-        trainer.add_callback(transformers.EarlyStoppingCallback(1, 0.0001))
-        assert trainer.train().global_step < 20 * 4
-        assert trainer.state.best_model_checkpoint is not None
-    trainer = make(folder, **{**given, "eval_strategy": "no"})
-    trainer.add_callback(transformers.EarlyStoppingCallback(1))
-    with pytest.raises(AssertionError, match="EarlyStoppingCallback requires"):
-        trainer.train()
-    assert trainer.state.global_step == 0
 
 
 def special_token_alignment(folder):
@@ -189,12 +119,6 @@ def trainer_works_without_model_config(folder):
     trainer.train()
     losses = [loss for (loss,) in jobs.losses(trainer.state.log_history)]
     assert losses[-1] < losses[0]
-
-
-def training_arguments_are_left_untouched(folder):
-    trainer = make(folder, max_steps=2)
-    trainer.train()
-    assert arguments(folder, max_steps=2).to_dict() == trainer.args.to_dict()
 
 
 def double_train_wrap_once(folder):

@@ -74,6 +74,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--float8", action="store_true", help="float8 of auto_wrap")
     parser.add_argument("--offload-activations", action="store_true", help="offload_activations of auto_wrap")
     parser.add_argument("--mlp-chunks", type=_positive, default=1, help="mlp_chunks of auto_wrap")
+    parser.add_argument(
+        "--sequence-parallel", type=_positive, default=1, metavar="P",
+        help="sequence_parallel of auto_wrap: P GPUs share each row, and --batch-size is their number of rows",
+    )  # fmt: skip
     parser.add_argument("--head", choices=("plain", "fused"), default="plain", help="fused: bmt.hf.fuse_causal_loss")
     parser.add_argument("--micro-batches", type=_positive, default=1, help="number of backwards in a step")
     parser.add_argument("--memory", type=_gigabytes, default=80.0, metavar="GIB", help="memory of one GPU, in GiB")
@@ -131,6 +135,7 @@ def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
         use_checkpoint=_RECOMPUTE[given.recompute], total=total(given), micro_batches=given.micro_batches,
         keep_frozen=_CHOICES[given.keep_frozen], quantize_frozen=given.quantize, float8=given.float8,
         offload_activations=given.offload_activations, mlp_chunks=given.mlp_chunks,
+        sequence_parallel=given.sequence_parallel,
     )  # fmt: skip
 
 

@@ -61,8 +61,6 @@ def follow_shared_rows(model: Any, args: Any) -> None:
             f"eval_use_gather_object=True does not work with sequence_parallel={size}: it would gather each row {size} "
             "times. Leave this argument out."
         )
-    if args.torch_compile:
-        raise ValueError(f"torch_compile=True does not work with sequence_parallel={size}. Leave it out.")
     share_batches(size, ranks)
     shared = _SharedRows(tp_size=size, dp_shard_size=ranks // size, dp_replicate_size=1, cp_size=1, sp_size=1)
     shared.device_mesh = AcceleratorState().device_mesh

@@ -27,7 +27,8 @@ class Recompute:
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the training forward that is about to start will be recomputed in backward.
 
-        Called before the block's all-gather. The results may differ between ranks, because they change no collective.
+        Called before the block's all-gather. The results may differ between ranks, because they change no collective,
+        unless `Schedule.collective_layers` is set.
         Inside saved-tensor hooks, such as those of a checkpoint around the block, the result must be the same in every
         call, because the checkpoint repeats the block as the last result says.
 

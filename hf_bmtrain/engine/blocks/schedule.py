@@ -136,7 +136,11 @@ class Schedule:
         observers: the observers of this world.
         negotiation: makes the ranks agree on each collective of models whose blocks not all ranks enter.
         backwards: the number of backwards that have ended.
+        collective_layers: whether layers of a model in this world issue collectives in their own forwards, which a
+            recomputation repeats. All ranks must then recompute the same forwards.
     """
+
+    collective_layers = False
 
     def __init__(
         self, shards: Gather, blocks: Reduction, outside: Reduction, inside: ForwardDepth, control: ObjectComm

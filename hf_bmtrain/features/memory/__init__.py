@@ -52,6 +52,7 @@ class MemoryPlanner(Observer):
         self.world, self.memory = world, memory
         self.residents = weakref.WeakKeyDictionary[torch.nn.Module, Residents]()
         self.activations = Activations(self)
+        self._has_policies = False
 
     @property
     def resident_bytes(self) -> int:
@@ -68,18 +69,20 @@ class MemoryPlanner(Observer):
 
         `activations` plans for it once the block has been measured.
         """
+        self._has_policies = True
         if self.activations.outlived:
             self.activations = Activations(self)
         return AutoCheckpoint(self.activations, block)
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        plan = self.residents.get(model)
-        if plan is None:
-            return
-        if torch.is_grad_enabled():
-            plan.begin_forward(shapes_of(args, kwargs))
-        else:
-            plan.reshard()
+        plan, training = self.residents.get(model), torch.is_grad_enabled()
+        if plan is not None:
+            if training:
+                plan.begin_forward(shapes_of(args, kwargs))
+            else:
+                plan.reshard()
+        if training and self._has_policies and self.world.schedule.collective_layers:
+            self.activations.begin_together(shapes_of(args, kwargs))
 
     def finish_backward(self) -> None:
         """Use the measurements of a backward. Called at its end, before its last gradients are received."""

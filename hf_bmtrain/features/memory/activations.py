@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from . import MemoryPlanner
 
 _log = logging.getLogger("hf_bmtrain")
+_OCCASION = "a step with use_checkpoint='auto'"
 
 
 class Block(Protocol):
@@ -151,7 +152,7 @@ class AutoCheckpoint(Recompute):
         self.activations.begin_forward()
         if self.activations.in_backward or inside_hooks():
             return True
-        if not self._inputs.cover(shapes_of(args, kwargs)):
+        if not self.activations.together and not self._inputs.cover(shapes_of(args, kwargs)):
             self.activations.measure()
         return self.activations.measuring or not self.kept or pending >= self.calls
 
@@ -197,10 +198,14 @@ class Activations:
 
     If a forward's inputs are larger than any measured, it is recomputed, and the rest of its pass is measured. After
     that, or when a pass begins with less free memory than the plan assumed, a rank chooses by itself which blocks it
-    recomputes, because this choice changes no collective. (With sequence_parallel it would, so that refuses "auto".)
-    The choice of the blocks that stay unsharded until their backward does change collectives, so all ranks make it
-    together, once. In an uneven model, where ranks may enter different blocks, each rank makes this choice by itself
-    too, because the ranks negotiate each collective anyway.
+    recomputes, because this choice changes no collective. The choice of the blocks that stay unsharded until their
+    backward does change collectives, so all ranks make it together, once. In an uneven model, where ranks may enter
+    different blocks, each rank makes this choice by itself too, because the ranks negotiate each collective anyway.
+
+    If layers issue collectives of their own (`together`), all ranks measure the same passes and make every plan
+    together. A pass is then measured if the inputs of the model are larger on any rank than those that it has measured.
+    Before each training forward the ranks exchange one message about this, and when a pass begins, one about the free
+    memory.
 
     Attributes:
         measuring: whether the rest of this pass is measured.
@@ -215,6 +220,8 @@ class Activations:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
+        self._inputs = MeasuredInputs()  # of models, if plans are made together
+        self._seen: list[Shapes] = []  # the inputs of the models in this pass
         self._free: int | None = None  # minimum of free bytes when a planned pass begins; None before the first plan
         self._forward = self._backward = 0  # the two peaks, in bytes above those allocated when the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
@@ -231,6 +238,11 @@ class Activations:
     def beside_residents(self) -> bool:
         """True if a wrapped model has keep_frozen="auto", so that a plan may make frozen buffers resident."""
         return bool(self._planner.residents)
+
+    @property
+    def together(self) -> bool:
+        """True if every plan is made by all ranks together, because recomputations of layers are collective."""
+        return self._schedule.collective_layers
 
     @property
     def in_backward(self) -> bool:
@@ -252,18 +264,35 @@ class Activations:
         if not self.in_backward and self._meter.enters_pass(self._schedule.backwards):
             self._begin_pass(self._present())
 
+    def begin_together(self, shapes: Shapes) -> None:
+        """Begin a training forward of a model. Called instead of `begin_forward` if plans are made together.
+
+        Collective: every rank must call it.
+
+        shapes: the shapes of the model's inputs.
+        """
+        if self.in_backward:
+            return
+        self.begin_forward()
+        self._seen.append(shapes)
+        if self._planner.world.control.any(not self._inputs.cover(shapes), _OCCASION):
+            self.measure()
+
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
         """Make a plan if one is needed and possible; otherwise measure this pass. blocks: those measured so far."""
         self._meter.begin(_buffers(blocks))
-        self._fresh, self.measuring = [], False
+        self._fresh, self._seen, self.measuring = [], [], False
         if self._free is None:
             if not blocks or not self._agree(blocks):
                 self.measure()
             return
         free = self._read_free()
-        if self._stale or free < self._free:
-            self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
-            self._plan_alone(blocks, self._free)
+        is_short = free < self._free
+        if self.together:
+            is_short = self._planner.world.control.any(is_short, _OCCASION)
+        self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
+        if self._stale or is_short:
+            self._plan_again(blocks, self._free)
 
     def measure(self) -> None:
         """Recompute and measure all blocks from now to the end of this pass."""
@@ -304,12 +333,14 @@ class Activations:
             block.learn(measurement)
             if block not in known:
                 known.append(block)
+        for shapes in self._seen:
+            self._inputs.add(shapes)
         self._blocks, self._fresh = [weakref.ref(block) for block in known], []
         self._meter.note_versions(_buffers(known))
 
     def abandon_backward(self) -> None:
         """Forget the measurements of a backward that raised."""
-        self._fresh = []
+        self._fresh, self._seen = [], []
 
     # -- a plan -------------------------------------------------------------------------------------------------
 
@@ -355,17 +386,23 @@ class Activations:
             _log.info("use_checkpoint='auto': %s", plan.table(sizes, agreed.rooms[0]))
         return True
 
-    def _plan_alone(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
-        """Choose anew which blocks this rank recomputes. free: the bytes that were free when the pass began."""
-        attention, no_parameters = [block.attention_nbytes for block in blocks], [0] * len(blocks)
-        sizes = Sizes([block.nbytes for block in blocks], attention, no_parameters, _attention_first(blocks))
-        rooms = self._rooms(free - self._unsharded)
-        plan = make_plan(sizes, *rooms)
+    def _plan_again(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
+        """Choose anew which blocks are recomputed: this rank by itself, or all ranks if plans are made together.
+
+        blocks: the policies of the measured blocks. free: the least bytes that were free when a pass began.
+        """
+        world = self._planner.world
+        mine = Reading(
+            True, self._rooms(free - self._unsharded), tuple(block.nbytes for block in blocks),
+            tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
+        )  # fmt: skip
+        agreed = agree(world, mine) if self.together else combine([mine])
+        assert agreed is not None  # every reading is complete
+        sizes = Sizes(agreed.activations, agreed.attention, [0] * len(blocks), agreed.attention_first)
+        plan = make_plan(sizes, *agreed.rooms)
         chosen = list(zip(plan.kept, plan.attention))
-        if [(block.kept, block.attention) for block in blocks] != chosen:
-            _log.info(
-                "rank %d: use_checkpoint='auto', new plan: %s", self._planner.world.rank, plan.table(sizes, rooms[0])
-            )
+        if [(block.kept, block.attention) for block in blocks] != chosen and not (self.together and world.rank):
+            _log.info("rank %d: use_checkpoint='auto', new plan: %s", world.rank, plan.table(sizes, agreed.rooms[0]))
         for block, (kept, attention) in zip(blocks, chosen):
             block.kept, block.attention = kept, attention
         self._stale, self._left = False, plan.left + self._planner.resident_bytes

@@ -34,6 +34,7 @@ def predict_memory(
     float8: UseFloat8 = False,
     offload_activations: bool = False,
     mlp_chunks: int = 1,
+    sequence_parallel: int = 1,
 ) -> Prediction:
     """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`.
 
@@ -53,6 +54,7 @@ def predict_memory(
         float8: as for `auto_wrap`.
         offload_activations: as for `auto_wrap`.
         mlp_chunks: as for `auto_wrap`.
+        sequence_parallel: as for `auto_wrap`. `batch` has the whole rows that a group of ranks shares.
 
     Returns:
         A `Prediction`, whose `str` is a table.
@@ -72,7 +74,7 @@ def predict_memory(
         on_meta(model).train(), batch, make_optimizer, ranks=world.shard_group.size, total=total,
         micro_batches=micro_batches, zero_level=world.zero_level if zero_level is None else zero_level,
         use_checkpoint=use_checkpoint, keep_frozen=keep_frozen, quantize_frozen=quantize_frozen, float8=float8,
-        offload_activations=offload_activations, mlp_chunks=mlp_chunks,
+        offload_activations=offload_activations, mlp_chunks=mlp_chunks, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     if on_device:
         world.schedule.observe(Comparison(prediction, micro_batches, model), model)

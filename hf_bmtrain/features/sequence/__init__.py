@@ -38,7 +38,6 @@ class SequenceParallel(Extension):
 
     def __init__(self, options: Options) -> None:
         self._size = options.sequence_parallel
-        self._recompute = options.use_checkpoint
         self._blocks: list[torch.nn.Module] = []
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
@@ -54,17 +53,6 @@ class SequenceParallel(Extension):
         if plan.world.size % self._size:
             raise ValueError(
                 f"auto_wrap: sequence_parallel={self._size} must divide the number of ranks, {plan.world.size}."
-            )
-        if plan.compiled:
-            raise ValueError(
-                "auto_wrap: compile cannot be combined with sequence_parallel, because attention exchanges tokens "
-                "between ranks. Leave compile out."
-            )
-        if self._recompute == "auto":
-            raise ValueError(
-                'auto_wrap: use_checkpoint="auto" cannot be combined with sequence_parallel. With "auto" each rank may '
-                "choose by itself which blocks it recomputes, but a recomputation exchanges tokens with other ranks. "
-                "Pass True or False."
             )
         self._blocks = choose_blocks(plan.model, plan.layers)
 
@@ -84,6 +72,9 @@ class SequenceParallel(Extension):
         rows = SharedRows(plan.model, self._size)
         rows.watch(self._blocks, trunk_of(plan.model, self._blocks[0]))
         setattr(plan.model, _ROWS, rows)
+        plan.world.schedule.collective_layers = True
+        if plan.world.device.type == "meta":  # a prediction of memory, which reads no data
+            return
         share_batches(self._size, plan.world.size)
         if plan.world.rank == 0:
             inner = register(attentions_of(self._blocks[0])[0].config._attn_implementation)

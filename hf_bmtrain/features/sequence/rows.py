@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...engine.base.torch_internals import pytree
+from ...engine.base.torch_internals import disable_compiler, pytree
 from ...engine.runtime.world import current_world
 from .attention import ROW, Row
 from .choose import attentions_of, loss_kind, sets_shape
@@ -80,6 +80,7 @@ class SharedRows:
 
     # -- before the forward ---------------------------------------------------------------------------------------
 
+    @disable_compiler  # the hooks must not be traced if the user compiles the model
     def _before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
         given = _by_name(model, args, kwargs)
@@ -143,6 +144,8 @@ class SharedRows:
 
     def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:
         """Raise RuntimeError unless all ranks of the group have the same row. Every rank of the group must call it."""
+        if row.is_meta:  # a prediction of memory, which has no values to compare
+            return
         facts = [torch.tensor([*row.shape[:2]], device=row.device)]
         for tensor in (row, labels):
             whole = tensor is not None and not tensor.is_floating_point()
@@ -163,6 +166,7 @@ class SharedRows:
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
+    @disable_compiler
     def _before_layer(
         self, attentions: Sequence[torch.nn.Module], layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict]:
@@ -209,6 +213,7 @@ class SharedRows:
             )
         return parts.take(value, places[0])
 
+    @disable_compiler
     def _after_last_layer(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
         """Pad this rank's tokens with zeros to the length of the row, for a trunk that reshapes (`sets_shape`)."""
         parts = self._active
@@ -217,6 +222,7 @@ class SharedRows:
         before, after = parts.own.start, parts.length - parts.own.stop
         return _first(output, lambda hidden: torch.nn.functional.pad(hidden, (0, 0, before, after)))
 
+    @disable_compiler
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
         """Select this rank's tokens in the trunk's output, and gather the routers' logits.
 
@@ -235,6 +241,7 @@ class SharedRows:
 
     # -- after the forward ----------------------------------------------------------------------------------------
 
+    @disable_compiler
     def _after_forward(self, model: torch.nn.Module, args: tuple, output: Any) -> Any:
         parts, self._active = self._active, None
         if parts is None or output is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...engine.runtime.world import current_world
-from ...engine.wrap.extension import Extension
+from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
 from .groups import Part
 
@@ -31,3 +31,7 @@ class TensorParallel(Extension):
                 "has no layers that are split over them (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding). "
                 "Leave tp_size out."
             )
+
+    def connect(self, plan: WrapPlan) -> None:
+        if plan.world.grid is not None:
+            plan.world.schedule.collective_layers = True

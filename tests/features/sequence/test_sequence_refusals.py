@@ -55,20 +55,12 @@ def test_what_ranks_choose_alone():
     model = tiny("OPT", num_attention_heads=4, ffn_dim=40, word_embed_proj_dim=32, layerdrop=0.1)
     with pytest.raises(ValueError, match="OPTDecoder drops layers at random"):
         bmt.auto_wrap(model, sequence_parallel=2)
-    with pytest.raises(ValueError, match='use_checkpoint="auto" cannot be combined'):
-        bmt.auto_wrap(MODELS["llama"](), use_checkpoint="auto", sequence_parallel=2)
 
 
 @on_ranks(3)
 def test_number_of_ranks():
     with pytest.raises(ValueError, match="sequence_parallel=2 must divide the number of ranks, 3"):
         bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
-
-
-@on_ranks(2)
-def test_compiled_blocks():
-    with pytest.raises(ValueError, match="compile cannot be combined with sequence_parallel"):
-        bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2, compile=True)
 
 
 @on_ranks(2)

@@ -266,6 +266,24 @@ class Small(bmt.DistributedModule):
         self.norm = nn.LayerNorm(WIDTH)
 
 
+def wrong_target() -> None:
+    """A target that is no class is refused by name on the CPU, and makes its row NaN on a GPU."""
+    logits, target = torch.zeros(2, WORDS // TOGETHER), torch.tensor([WORDS, 1])
+    if logits.is_cuda:
+        assert bmt.nn.parallel_cross_entropy_func(logits, target).isnan().tolist() == [True, False]
+        return
+    with pytest.raises(ValueError, match="target 12 is not a class in"):
+        bmt.nn.parallel_cross_entropy_func(logits, target)
+
+
+def half_sums() -> None:
+    """Sums over a group that fit in float16 do not overflow on the way."""
+    parameter = bmt.DistributedParameter(torch.ones(3, dtype=torch.half))
+    scale = 2.0**15 if bmt.config["tp_rank"] == 0 else 2.0**14
+    (parameter.gather() * scale).sum().backward()
+    assert parameter.gather_gradient().tolist() == [2.0**15 + 2.0**14] * 3, parameter.gather_gradient()
+
+
 def refusals(folder: Path) -> None:
     """What cannot be done with parts is refused by name; copies and `gathered` are done part by part."""
     model = bmt.auto_wrap(Small())
@@ -314,6 +332,8 @@ if __name__ == "__main__":
     for case in ((False, True, 3, False), (True, False, 2, False), (False, False, 2, True), (True, True, 3, True)):
         train(Path(sys.argv[1]), *case)
     optimizer_state()
+    half_sums()
+    wrong_target()
     refusals(Path(sys.argv[1]))
     wrong_declarations()
     bmt.print_rank("equal")

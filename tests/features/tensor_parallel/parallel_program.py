@@ -266,6 +266,44 @@ class Small(bmt.DistributedModule):
         self.norm = nn.LayerNorm(WIDTH)
 
 
+def checkpoints(folder: Path) -> None:
+    """Training continues from a checkpoint bit by bit; what is split by columns needs the same tp_size."""
+    groups, grid = bmt.config["tp_zero_size"], bmt.config["topology"]
+    of_groups = [(tokens[grid.tp_idx], targets[grid.tp_idx]) for tokens, targets in batches(groups)]
+    data = [(tokens.chunk(TOGETHER)[grid.tp_id], targets) for tokens, targets in of_groups]
+
+    def start(seed: int) -> tuple[nn.Module, bmt.optim.OptimManager]:
+        torch.manual_seed(seed)
+        model = bmt.BMTrainModelWrapper(Split(False, True, 3))
+        bmt.init_parameters(model)
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.1))
+        return model, manager
+
+    def step(model: nn.Module, manager: bmt.optim.OptimManager, batch: tuple[Tensor, Tensor]) -> None:
+        manager.zero_grad()
+        manager.backward(model(*batch))
+        manager.step()
+
+    model, manager = start(1)
+    step(model, manager, data[0])
+    bmt.save_state(folder / "states", model, manager, step=1)
+    other, loaded = start(2)
+    assert bmt.load_state(folder / "states", other, loaded) == 1
+    for batch in data[1:]:
+        step(model, manager, batch)
+        step(other, loaded, batch)
+    found = other.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    split, unsplit = (
+        bmt.auto_wrap(nn.Sequential(first, bmt.nn.ColumnParallelLinear(4, 4)))
+        for first in (bmt.nn.RowParallelLinear(WIDTH, 4, bias=False), nn.Linear(WIDTH, 4, bias=False))
+    )
+    bmt.save_state(folder / "split", split)
+    with pytest.raises(RuntimeError, match="tp_size must be the same"):
+        bmt.load_state(folder / "split", unsplit)
+
+
 def wrong_target() -> None:
     """A target that is no class is refused by name on the CPU, and makes its row NaN on a GPU."""
     logits, target = torch.zeros(2, WORDS // TOGETHER), torch.tensor([WORDS, 1])
@@ -295,8 +333,7 @@ def refusals(folder: Path) -> None:
         ("no layers that are split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
         ("sequence_parallel cannot be", lambda: bmt.auto_wrap(Small(), sequence_parallel=TOGETHER)),
         ("quantize_frozen cannot be", lambda: bmt.auto_wrap(Small().requires_grad_(False), quantize_frozen="nf4")),
-        ("do not support weights that are split", lambda: bmt.save_state(folder / "states", model)),
-        ("DCPState do not support weights that are split", lambda: bmt.DCPState(model)),
+        ("DCPState does not support weights that are split", lambda: bmt.DCPState(model)),
         ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer(model)),
         ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer([matrices])),
         ("check_parity does not support tp_size", lambda: bmt.check_parity(model, {})),
@@ -334,6 +371,7 @@ if __name__ == "__main__":
     optimizer_state()
     half_sums()
     wrong_target()
+    checkpoints(Path(sys.argv[1]))
     refusals(Path(sys.argv[1]))
     wrong_declarations()
     bmt.print_rank("equal")

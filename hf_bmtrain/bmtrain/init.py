@@ -72,8 +72,9 @@ def init_distributed(
             with several hosts "two-level" if possible; otherwise "collective".
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
         tp_size: the number of consecutive ranks that compute together (tensor parallelism). The layers of `nn` such as
-            ColumnParallelLinear split their weights over them. It must divide the number of ranks; 1 or -1 means none.
-            Give the ranks of a group the same rows of the data set.
+            ColumnParallelLinear split their weights over them, and `auto_wrap` splits models of transformers by their
+            `tp_plan`. It must divide the number of ranks; 1 or -1 means none. Give the ranks of a group the same rows
+            of the data set.
         init_method: the URL at which the ranks meet, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
         shard_over: the ranks over which weights, gradients and optimizer state are sharded. "world": all ranks. "host":

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import hf_bmtrain as bmt
@@ -304,6 +305,60 @@ def checkpoints(folder: Path) -> None:
         bmt.load_state(folder / "split", unsplit)
 
 
+def transformers_plans(folder: Path) -> None:
+    """Models of transformers that are split by their own plans, against one process."""
+    sizes = {
+        "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    group, groups = bmt.config["tp_zero_rank"], bmt.config["tp_zero_size"]
+    for family, options in (("Llama", {}), ("Qwen2", {"tie_word_embeddings": True}), ("Qwen3", {})):
+        torch.manual_seed(bmt.rank())  # rank 0's values are used
+        config = getattr(transformers, f"{family}Config")(**sizes, **options)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        true = copy.deepcopy(model)
+        bmt.auto_wrap(model)
+        state = model.state_dict()
+        true.load_state_dict(state)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (true, model)]
+        for step in range(2):
+            rows = [
+                torch.randint(40, (2, 7), generator=torch.Generator("cpu").manual_seed(9 * step + each), device="cpu")
+                for each in range(groups)
+            ]
+            rows = [each.to(bmt.config["device"]) for each in rows]
+            expected = sum(true(input_ids=each, labels=each).loss for each in rows) / groups
+            expected.backward()
+            loss = model(input_ids=rows[group], labels=rows[group]).loss
+            loss.backward()
+            close(bmt.sum_loss(loss.detach()), expected.detach(), f"{family}: loss")
+            for (name, mine), parameter in zip(model.named_parameters(), true.parameters()):
+                close(whole_gradient(mine), parameter.grad, f"{family}, step {step}: gradient of {name}")
+            close(*(nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (model, true)), f"{family}: norm")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = model.state_dict()
+        for name, value in true.state_dict().items():
+            close(found[name], value, f"{family}: {name}")
+        bmt.save_state(folder / family, model)
+        bmt.load_state(folder / family, model)
+        assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    renamed = nn.Sequential(nn.Linear(2, 2))
+    renamed.tp_plan = {"layers.*.up": "colwise"}
+    with pytest.raises(ValueError, match="has none of the layers"):
+        bmt.auto_wrap(renamed)
+    mixtral = transformers.MixtralConfig(**sizes, num_local_experts=4)
+    for message, config, auto in (
+        ("has the style", mixtral, transformers.MixtralForCausalLM),
+        ("num_key_value_heads=1 must be", transformers.LlamaConfig(**{**sizes, "num_key_value_heads": 1}),
+         transformers.LlamaForCausalLM),
+        ("must have no bias", transformers.LlamaConfig(**sizes, attention_bias=True), transformers.LlamaForCausalLM),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            bmt.auto_wrap(auto(config))
+
+
 def wrong_target() -> None:
     """A target that is no class is refused by name on the CPU, and makes its row NaN on a GPU."""
     logits, target = torch.zeros(2, WORDS // TOGETHER), torch.tensor([WORDS, 1])
@@ -371,6 +426,7 @@ if __name__ == "__main__":
     optimizer_state()
     half_sums()
     wrong_target()
+    transformers_plans(Path(sys.argv[1]))
     checkpoints(Path(sys.argv[1]))
     refusals(Path(sys.argv[1]))
     wrong_declarations()

@@ -72,16 +72,19 @@ def init_distributed(
             with several hosts "two-level" if possible; otherwise "collective".
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
         tp_size: the number of consecutive ranks that compute together (tensor parallelism). The layers of `nn` such as
-            ColumnParallelLinear split their weights over them. It must divide the number of ranks; 1 or -1 means none.
-            Give the ranks of a group the same rows of the data set.
+            ColumnParallelLinear split their weights over them, and `auto_wrap` splits models of transformers by their
+            `tp_plan`. It must divide the number of ranks; 1 or -1 means none. Give the ranks of a group the same rows
+            of the data set.
         init_method: the URL at which the ranks meet, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
-        shard_over: the ranks over which weights, gradients and optimizer state are sharded (the shard group). "world":
-            all ranks. "host": the ranks of one host. Every host then stores all shards (hybrid sharding, HSDP), and
-            only gradients are exchanged between hosts. All hosts must have the same number of ranks. With one host,
-            both are the same. "auto" measures the bandwidth, and means "host" if it is less than half as high between
-            hosts as inside a host, and otherwise "world". The choice and the largest model that fits in the memory of
-            a host are logged.
+        shard_over: the ranks over which weights, gradients and optimizer state are sharded. "world": all ranks. "host":
+            the ranks of one host. Every host then stores everything (hybrid sharding, HSDP), and only gradients are
+            exchanged between hosts. "host+world": the optimizer state and gradients over all ranks, and a copy of the
+            weights over the ranks of each host. After each step the new weights are exchanged between hosts once. It
+            sends as much between hosts as "host". "host" and "host+world" need the same number of ranks on all hosts.
+            With one host, all are the same. "auto" measures the bandwidth, and means "host+world" ("host" if `gather`
+            does not allow this) if it is less than half as high between hosts as inside a host, and otherwise "world".
+            The choice is logged.
 
     Raises:
         RuntimeError: it was called before, a rank did not call it within `timeout`, the ranks' arguments differ, or

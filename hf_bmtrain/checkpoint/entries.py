@@ -58,7 +58,6 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
     """
     if chosen is None:
         refuse_quantized(model)
-    refuse_parts(model)
     entries = [
         _of_parameter(name, parameter, parameter)
         for name, parameter in model.named_parameters()
@@ -88,9 +87,8 @@ def refuse_parts(model: torch.nn.Module) -> None:
     """Raise NotImplementedError if ranks that compute together have different parts of a weight."""
     if any(map(is_part, model.parameters())):
         raise NotImplementedError(
-            "save_state, load_state and DCPState do not support weights that are split over ranks by tp_size. Save "
-            "whole tensors with bmt.save(model, file) and torch.save(manager.state_dict(gather_opt=True), file), on "
-            "all ranks."
+            "DCPState does not support weights that are split over ranks by tp_size. Use bmt.save_state and "
+            "bmt.load_state."
         )
 
 
@@ -109,8 +107,14 @@ def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> E
     if not isinstance(parameter, DistributedParameter):
         return _full(name, values)
     part = values.part if isinstance(values, ShardBase) else values
-    spec = TensorSpec(name, part.dtype, tuple(parameter.full_shape))
-    return Entry(spec, parameter.placement.range.tensor_start, part.detach().reshape(-1), True)
+    shape, first = saved_as(parameter)
+    return Entry(TensorSpec(name, part.dtype, shape), first, part.detach().reshape(-1), True)
+
+
+def saved_as(parameter: DistributedParameter) -> tuple[tuple[int, ...], int]:
+    """Return the shape of a parameter in checkpoints, and the place there of this rank's first element."""
+    shape, first = parameter.buffer.storage.saved_as(parameter.index)
+    return tuple(shape), first
 
 
 def _full(name: str, tensor: torch.Tensor) -> Entry:

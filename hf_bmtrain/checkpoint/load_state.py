@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from .entries import (
     model_entries,
     named,
     optimizers_of,
+    saved_as,
     was_trained,
 )
 from .folder import Found, find
@@ -213,11 +215,9 @@ class _Loading:
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
             parameters = named(optimizer, self._model)
             for key, stored in find_tensors(self._folder, file_base(number)).items():
-                full = parameters[key.rpartition(".")[0]].full_shape
-                if stored.shape != tuple(full):
-                    raise ValueError(
-                        f"{key} has shape {stored.shape} in the checkpoint, but its parameter has {tuple(full)}"
-                    )
+                full, _ = saved_as(parameters[key.rpartition(".")[0]])
+                if stored.shape != full:
+                    raise ValueError(f"{key} has shape {stored.shape} in the checkpoint, but its parameter has {full}")
 
     def facts(self) -> dict[str, Any]:
         """Return the arguments and the checkpoint's files and checksums, which must be equal on all ranks."""
@@ -264,7 +264,7 @@ class _Loading:
             names = [(name, what) for name, _, what in (key.rpartition(".") for key in tensors)]
             state = LoadedState(optimizer, parameters, names, saved["others"], saved["groups"])
             for (name, what), (key, stored) in zip(names, tensors.items()):
-                first = parameters[name].placement.range.tensor_start
+                _, first = saved_as(parameters[name])
                 self._wanted.append(Wanted(key, stored, first, state.target(name, what, stored.dtype)))
             self._states.append(state)
 
@@ -326,8 +326,11 @@ def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None
         if name in tensors and tensors[name].shape != shape
     ]
     if missing or unexpected or shapes:
+        both = [(shape, tensors[name].shape) for name, shape in mine.items() if name in tensors]
+        stacked = any(len(one) != len(other) and math.prod(one) == math.prod(other) for one, other in both)
+        hint = ". If weights are split by columns, tp_size must be the same as in the saving job" if stacked else ""
         raise ValueError(
             f"the checkpoint is of another model: {len(missing)} tensors are missing ({', '.join(missing[:5])}), "
             f"{len(unexpected)} are unexpected ({', '.join(unexpected[:5])}), and {len(shapes)} have other shapes "
-            f"({', '.join(shapes[:5])})"
+            f"({', '.join(shapes[:5])}){hint}"
         )

@@ -69,7 +69,8 @@ def save_state(
     random generators of every rank, and which layers compute in float8. Nothing is gathered: each rank writes its own
     elements into the files, so every rank must be able to write to `folder`. Hugging Face's `from_pretrained` can open
     `model*.safetensors` with the config. `optimizer*.safetensors` contain the optimizer state in the parameters'
-    shapes.
+    shapes. With `tp_size`, a weight that is split by columns is stored as (tp_size, rows, columns / tp_size), which
+    only `load_state` with the same `tp_size` can load.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
     older checkpoints deleted. If the job is killed, earlier checkpoints are intact. No other job may save to `folder`

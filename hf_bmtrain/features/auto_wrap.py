@@ -29,14 +29,15 @@ from .options import KeepFrozen, Options, UseCheckpoint, UseFloat8, check_use_ch
 from .packed import Packed
 from .replay.replay import Replay
 from .sequence import SequenceParallel
+from .tensor_parallel.plan import SplitByPlan
 from .tensor_parallel.refuse import TensorParallel
 
 
 def extensions_of(options: Options) -> list[Extension]:
     """Return the extensions of a model that is wrapped with `options`, in the order in which the engine calls them."""
     return [
-        TensorParallel(options), Experts(), Lora(), Packed(options), Float8(options), Memory(options),
-        SequenceParallel(options), OffloadActivations(options), MlpChunks(options),
+        TensorParallel(options), SplitByPlan(options), Experts(), Lora(), Packed(options), Float8(options),
+        Memory(options), SequenceParallel(options), OffloadActivations(options), MlpChunks(options),
     ]  # fmt: skip
 
 

@@ -20,9 +20,9 @@ def add_engine_options(parser: argparse.ArgumentParser, float8: bool = False) ->
     )
     group.add_argument(
         "--shard-over",
-        choices=("world", "host", "auto"),
+        choices=("world", "host", "host+world", "auto"),
         default="world",
-        help="with several hosts: all of them share the weights, or each has them all (%(default)s)",
+        help="with several hosts: the ranks that share weights and optimizer state, see the guide (%(default)s)",
     )
     group.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing them")
     precision = group.add_mutually_exclusive_group()

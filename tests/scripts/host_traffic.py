@@ -7,6 +7,7 @@ ranks, a step of ZeRO-3 without recomputation gathers twice and reduces once:
     flat        gloo's ring crosses into a host once: (HG-1)/HG a gather; the reduction brings (H-1)G/H
     two levels  each foreign shard enters a host once: (H-1)/H a gather, and as much for the reduction
     host        nothing is gathered; an all-reduce of each shard: 2(H-1)/H
+    host+world  each foreign shard enters a host once: (H-1)/H for one gather, and as much for the reduction
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ ADDRESSES = "10.213.9.1", "10.213.9.2"
 WIRE = "wire0"
 HOSTS, LOCAL = 2, 2
 WIDTH, LAYERS, STEPS = 512, 6, 3
-MODES = {"flat": {"gather": "collective"}, "two levels": {}, "host": {"shard_over": "host"}}
+MODES = {
+    "flat": {"gather": "collective"},
+    "two levels": {},
+    "host": {"shard_over": "host"},
+    "host+world": {"shard_over": "host+world"},
+}
 EXPECTED = {
     "flat": 2 * (HOSTS * LOCAL - 1) / (HOSTS * LOCAL) + (HOSTS - 1) * LOCAL / HOSTS,
     "two levels": 3 * (HOSTS - 1) / HOSTS,
     "host": 2 * (HOSTS - 1) / HOSTS,
+    "host+world": 2 * (HOSTS - 1) / HOSTS,
 }
 
 

@@ -6,11 +6,12 @@ A *rail* is a group with one rank of each host: the ranks that have the same ind
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .collective_log import CollectiveLog
-from .communicator import Communicator
+from .communicator import CollectiveGather, Communicator, Ranges
 from .layout import Layout
 from .reduce import Destination, PendingReduce, Reducer, Reduction
 from .streams import Immediate, Ticket, WorkStream, work_stream
@@ -108,19 +109,25 @@ class TwoLevels:
     ) -> None:
         self.rank, self.size = inside.rank * rail.size + rail.rank, world.size
         self.collective_log: CollectiveLog = world.collective_log
-        self._inside, self._rail, self._world, self._order = inside, rail, world, order
+        self.inside, self.rail, self._world, self._order = inside, rail, world, order
         self._number = {rank: number for number, rank in enumerate(order)}
         self._stream = work_stream(device, priority=-1)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        part = full.detach().view(self._inside.size, -1)[self._inside.rank]
-        arrived = self._rail.all_gather(part, shard)
-        return _then(self._stream, arrived, lambda: self._inside.all_gather(full, part))
+        return self.all_gather_through(full.detach().view(self.inside.size, -1)[self.inside.rank], full, shard)
+
+    def all_gather_through(self, part: torch.Tensor, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        """All-gather `shard` between hosts into `part`, and then `part` inside the host into `full`.
+
+        Collective: every rank must call it.
+        """
+        arrived = self.rail.all_gather(part, shard)
+        return _then(self._stream, arrived, lambda: self.inside.all_gather(full, part))
 
     def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
-        part = full.new_empty(full.numel() // self._inside.size)
-        reduced = self._inside.reduce_scatter_mean(part, full)
-        ticket = _then(self._stream, reduced, lambda: self._rail.reduce_scatter_mean(shard, part))
+        part = full.new_empty(full.numel() // self.inside.size)
+        reduced = self.inside.reduce_scatter_mean(part, full)
+        ticket = _then(self._stream, reduced, lambda: self.rail.reduce_scatter_mean(shard, part))
         return _After(ticket, lambda part=part: None)  # keeps `part` until `wait`
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
@@ -148,10 +155,38 @@ class TwoLevels:
         return _After(ticket, sort)
 
     def unfinished(self) -> bool:
-        return any(each.unfinished() for each in (self._inside, self._rail, self._world))
+        return any(each.unfinished() for each in (self.inside, self.rail, self._world))
 
     def close(self, abort: bool) -> None:
         """Do nothing, because the code that opened the communicators closes them."""
+
+
+class HostGather(CollectiveGather):
+    """Gathers shards over all ranks in two levels, and keeps the result of the first level (`shard_over="host+world"`).
+
+    Each rank keeps the part of the full buffer that its rail stores, so that the ranks of a host together have the full
+    buffer. Shards therefore cross between hosts once after each change, and other gathers stay inside the host.
+
+    As with `PeerGather`, a shard's version counter tells whether it has changed, and weights must change on all ranks
+    between the same two gathers.
+
+    Args:
+        levels: the communicator of all ranks.
+    """
+
+    def __init__(self, levels: TwoLevels) -> None:
+        super().__init__(levels)
+        self._levels = levels
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
+        noted: Any = shard
+        if not hasattr(shard, "host_part"):
+            with torch.inference_mode(False):  # otherwise later gathers could not write to it
+                noted.host_part, noted.host_version = shard.new_empty(shard.numel() * self._levels.rail.size), -1
+        if noted.host_version == shard._version:
+            return self._levels.inside.all_gather(full, noted.host_part)
+        noted.host_version = shard._version
+        return self._levels.all_gather_through(noted.host_part, full, shard)
 
 
 class ReplicatedReduction(Reduction):

@@ -220,7 +220,8 @@ class CollectiveReduction(Reduction):
         communicator: the communicator of the ranks.
         device: this rank's device.
         summed: the factor by which the mean over all ranks is multiplied. The size of a group of ranks that compute one
-            loss together gives sums over each group, and means over the groups.
+            loss together gives sums over each group, and means over the groups. The mean is multiplied, and not the
+            gradients, which could overflow in half precision.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device, summed: int = 1) -> None:
@@ -260,8 +261,6 @@ class _CollectiveReducer(CollectingReducer):
         def reduce() -> None:
             packed = gradients[0] if packing is None else packing.complete(gradients)
             assert packed is not None
-            if self._owner.summed != 1:
-                packed = packed * self._owner.summed if packing is None else packed.data.mul_(self._owner.summed)
             tickets.append(self._owner.communicator.reduce_scatter_mean(arriving, packed.view(-1)))
 
         stream = self._owner.stream
@@ -269,6 +268,8 @@ class _CollectiveReducer(CollectingReducer):
         stream.run(reduce)
         # With one rank, the communicator copied on this stream. Replicas on other hosts must wait for the copy.
         arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
+        if self._owner.summed != 1:
+            arrived = _Multiplied(arrived, arriving, self._owner.summed)
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
@@ -278,6 +279,17 @@ class _CollectiveReducer(CollectingReducer):
             return False
         plain = first.layout == torch.strided and not first.is_conj() and not first.is_neg()
         return plain and first.dtype == self._like.dtype and first.is_contiguous()
+
+
+class _Multiplied:
+    """The ticket of a result that `wait` multiplies by `factor`, on the current stream."""
+
+    def __init__(self, ticket: Ticket, result: torch.Tensor, factor: int) -> None:
+        self._ticket, self._result, self._factor = ticket, result, factor
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        self._result.mul_(self._factor)
 
 
 class LocalReduction(Reduction):

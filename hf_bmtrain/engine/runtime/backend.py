@@ -30,7 +30,7 @@ from ..comm.communicator import (
     SingleProcess,
     group_of,
 )
-from ..comm.groups import EqualSums, ReplicatedReduction, ShardGroup, TwoLevels
+from ..comm.groups import EqualSums, HostGather, ReplicatedReduction, ShardGroup, TwoLevels
 from ..comm.nccl import NcclCommunicator, abort_all, import_nccl
 from ..comm.object_comm import ObjectComm
 from ..comm.peer_gather import PeerGather
@@ -43,9 +43,9 @@ from .monitor import Monitor
 
 _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer", "two-level")
-SHARD_OVER = ("world", "host", "auto")
+SHARD_OVER = ("world", "host", "host+world", "auto")
 SLOW_LINK = 0.5
-"""With `shard_over="auto"`, every host stores all shards if the bandwidth between hosts is less than this fraction of
+"""With `shard_over="auto"`, every host keeps all weights if the bandwidth between hosts is less than this fraction of
 that inside a host."""
 MEASURED = 4 << 20  # bytes that each rank sends to measure a bandwidth
 SMALLEST_PULLED = 16 << 20
@@ -105,10 +105,10 @@ def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
     """Raise ValueError unless these arguments of `open_backend` have valid values."""
     if not isinstance(shard_over, str) or shard_over not in SHARD_OVER:
         raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
-    if gather == "two-level" and shard_over != "world":
-        raise ValueError(
-            "gather='two-level' needs shard_over='world', because with 'host' nothing is gathered between hosts"
-        )
+    if gather == "two-level" and shard_over == "host":
+        raise ValueError("gather='two-level' does not work with shard_over='host', which gathers nothing between hosts")
+    if gather == "collective" and shard_over == "host+world":
+        raise ValueError("shard_over='host+world' gathers in two levels. Use gather='auto' or 'two-level'.")
     if not isinstance(gather, str) or gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if not isinstance(init_method, str) or "://" not in init_method:
@@ -190,17 +190,21 @@ def open_backend(
     open_inside = functools.cache(lambda name: open_communicator(f"{name} inside hosts", hosts))
     open_rail = functools.cache(lambda name: open_communicator(f"{name} between hosts", [*zip(*hosts)]))
     if shard_over == "auto":
-        shard_over = _choose_ranks(rank, device, hosts, open_inside, open_rail, control.gather)
+        shard_over = _choose_ranks(rank, device, gather, hosts, open_inside, open_rail, control.gather)
     divided = _divide(rank, device, gather, shard_over, hosts, gathering, reducing, open_inside, open_rail)
     shards, reduction = CollectiveGather(divided.gather), CollectiveReduction(divided.reduce, device)
+    if shard_over == "host+world" and isinstance(divided.gather, TwoLevels):
+        shards = HostGather(divided.gather)
 
     def replicated(inside: Reduction) -> Reduction:
         return inside if divided.rail is None else ReplicatedReduction(inside, divided.rail, device)
 
     @functools.cache
+    def open_groups(groups: tuple[range, ...]) -> Communicator:
+        return open_communicator(f"groups of {len(groups[0])} at a distance of {groups[0].step}", groups)
+
     def open_group(group_size: int, stride: int = 1) -> Communicator:
-        groups = [*dict.fromkeys(group_of(each, group_size, stride) for each in range(size))]
-        return open_communicator(f"groups of {group_size} at a distance of {stride}", groups)
+        return open_groups(tuple(dict.fromkeys(group_of(each, group_size, stride) for each in range(size))))
 
     found = Backend(
         gathering, reducing, shards, divided.sums, divided.rail is None or rank in hosts[0], replicated(reduction),
@@ -277,6 +281,8 @@ def _divide(
         reason = "each host has one rank"
     if gather == "two-level" and reason is not None:
         raise RuntimeError(f"init_distributed(gather='two-level'): {reason} ({numbers}). Use gather='auto'.")
+    if shard_over == "host+world" and several and reason is not None:
+        raise RuntimeError(f"init_distributed(shard_over='host+world'): {reason} ({numbers}). Use shard_over='world'.")
     if not several or gather == "peer":
         return flat
     if gather == "collective" or reason is not None:
@@ -288,9 +294,10 @@ def _divide(
         TwoLevels(open_inside(name), open_rail(name), all_ranks, order, device)
         for name, all_ranks in (("gather", gathering), ("reduce", reducing))
     ]
+    once = "once per step" if shard_over == "host+world" else "once"
     _log.info(
-        "rank %d: %s: shards are exchanged first between hosts, so that each enters a host once, then inside it by %s",
-        rank, numbers, "gloo" if device.type == "cpu" else "NCCL",
+        "rank %d: %s: shards are exchanged first between hosts, so that each enters a host %s, then inside it by %s",
+        rank, numbers, once, "gloo" if device.type == "cpu" else "NCCL",
     )  # fmt: skip
     return flat._replace(gather=two[0], reduce=two[1], sums=two[1])
 
@@ -298,18 +305,19 @@ def _divide(
 def _choose_ranks(
     rank: int,
     device: torch.device,
+    gather: str,
     hosts: Groups,
     open_inside: Callable[[str], Communicator],
     open_rail: Callable[[str], Communicator],
     exchange: Callable[[Any], list[Any]],
 ) -> str:
-    """Return the value "world" or "host" that `shard_over="auto"` chooses on all ranks, and log the reason.
+    """Return the value of `shard_over` that "auto" stands for, the same on all ranks, and log the reason.
 
-    Collective: every rank must call it. The model is not known yet, so the log also contains the size of the largest
-    model that fits in one host.
+    Collective: every rank must call it. The model is not known yet. "host+world" is therefore preferred to "host": it
+    sends as much between hosts, and needs little more memory than "world".
 
     Args:
-        rank, device, hosts, open_inside, open_rail: as for `_divide`.
+        rank, device, gather, hosts, open_inside, open_rail: as for `_divide`.
         exchange: all-gathers a Python object.
     """
     if len(hosts) == 1:
@@ -318,19 +326,16 @@ def _choose_ranks(
     if {len(host) for host in hosts} != {len(hosts[0])} or len(hosts[0]) == 1:
         _log.info("rank %d: shard_over='auto': 'world', because there are %s", rank, _describe(hosts))
         return "world"
+    if gather == "peer":
+        _log.info("rank %d: shard_over='auto': 'host', because gather='peer' copies only inside a host", rank)
+        return "host"
     mine = [_bytes_a_second(each, device) for each in (open_inside("gather"), open_rail("reduce"))]
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    inside, between, least = (min(values) for values in zip(*exchange((*mine, memory))))
-    chosen = "host" if between < SLOW_LINK * inside else "world"
-    room = ""
-    if chosen == "host" and least:  # bf16 weights and gradients, float32 masters and moments, and 40 % for activations
-        room = (
-            f". A host holds about {0.6 * least * len(hosts[0]) / 16e9:.0f} billion parameters with AdamW; for a "
-            "larger model, pass shard_over='world'"
-        )
+    inside, between = (min(values) for values in zip(*exchange(mine)))
+    kept = "host" if gather == "collective" else "host+world"
+    chosen = kept if between < SLOW_LINK * inside else "world"
     _log.info(
-        "rank %d: shard_over='auto': '%s', because a rank receives %.2f GB/s from other hosts, %.2f inside its host%s",
-        rank, chosen, between / 1e9, inside / 1e9, room,
+        "rank %d: shard_over='auto': '%s', because a rank receives %.2f GB/s from other hosts, %.2f inside its host",
+        rank, chosen, between / 1e9, inside / 1e9,
     )  # fmt: skip
     return chosen
 

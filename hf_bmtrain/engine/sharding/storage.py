@@ -196,6 +196,13 @@ class Storage:
         """
         return whole
 
+    def saved_as(self, index: int) -> tuple[torch.Size, int]:
+        """Return the shape of parameter `index` in checkpoints, and the place there of this rank's first element.
+
+        The elements of this rank are contiguous there. The place is an index in the flattened tensor.
+        """
+        return self.buffer.full_params[index].shape, self.buffer.local_ranges[index].tensor_start
+
     def memory(self) -> Memory:
         """Return the memory that the buffer uses."""
         buffer = self.buffer

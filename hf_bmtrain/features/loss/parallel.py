@@ -21,14 +21,16 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
     Args:
         logits: (..., classes / tp_size), floating, for this rank's classes: the output of a ColumnParallelLinear or of
             the projection of a VPEmbedding.
-        target: (...) int, the classes. Targets below 0, such as -100, have loss 0 and gradient 0.
+        target: (...) int, the classes. Targets below 0, such as -100, have loss 0 and gradient 0. On CUDA, where
+            checking would synchronize, a target that is too large makes the loss and the gradient of its row NaN.
         label_smoothing: as in torch.nn.functional.cross_entropy.
 
     Returns:
         (...) float32.
 
     Raises:
-        ValueError: a shape does not fit, or `label_smoothing` is not in 0 to 1.
+        ValueError: a shape does not fit, `label_smoothing` is not in 0 to 1 or, on the CPU, a target is not below the
+            number of classes of all ranks that compute together.
     """
     expect_number("label_smoothing", label_smoothing, "from 0 to 1", lambda share: 0 <= share <= 1)
     if target.shape != logits.shape[:-1]:
@@ -36,7 +38,11 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
             f"target must have the shape of logits without the last dimension, {tuple(logits.shape[:-1])}, but has "
             f"{tuple(target.shape)}. Every rank needs the targets of the rows of all ranks that compute together."
         )
-    return _CrossEntropy.apply(current_world().grid, logits, target.long(), label_smoothing)
+    grid = current_world().grid
+    classes = logits.shape[-1] * (1 if grid is None else grid.size)
+    if target.device.type == "cpu" and target.numel() and (highest := int(target.max())) >= classes:
+        raise ValueError(f"target {highest} is not a class in [0, {classes})")
+    return _CrossEntropy.apply(grid, logits, target.long(), label_smoothing)
 
 
 def parallel_cross_entropy(
@@ -76,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
         chosen = wide.gather(-1, index).squeeze(-1).masked_fill(others, 0)
         sums = torch.stack([chosen, wide.exp().sum(-1), wide.sum(-1)])  # in one tensor, for a single all-reduce
         chosen, total, every = reduce(sums).unbind()
-        log_total, ignored = total.log(), target < 0
+        log_total, ignored = total.log().masked_fill(target >= classes, float("nan")), target < 0
         loss = (1 - smoothing) * (log_total - chosen) + smoothing * (log_total - every / classes)
         ctx.save_for_backward(wide - log_total.unsqueeze(-1), index, others, ignored)
         ctx.smoothing, ctx.classes, ctx.dtype = smoothing, classes, logits.dtype

@@ -7,7 +7,7 @@ import torch
 from ...engine.runtime.world import current_world
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
-from .groups import Part
+from .plan import has_parts, has_plan
 
 
 class TensorParallel(Extension):
@@ -24,12 +24,11 @@ class TensorParallel(Extension):
             return
         if self._unfit:
             raise ValueError(f"auto_wrap: {self._unfit[0]} cannot be combined with tp_size. Leave one of them out.")
-        # Parameters of a deep copy are plain Parameters; those that are split have the attribute `storage_kind`.
-        if not any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters()):
+        if not has_parts(model) and not has_plan(model):
             raise ValueError(
                 f"auto_wrap: with tp_size={grid.size}, {grid.size} ranks compute together, but {type(model).__name__} "
-                "has no layers that are split over them (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding). "
-                "Leave tp_size out."
+                "has no layers that are split over them (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding), "
+                "and no tensor-parallel plan of transformers. Leave tp_size out."
             )
 
     def connect(self, plan: WrapPlan) -> None:

@@ -49,7 +49,8 @@ class SameRowsCheck(Observer):
             name = f"{origin.block}.{origin.name}" if origin.block else origin.name
         if (key := (same, f"{name}, of shape {tuple(local.full_shape)}")) in self._seen:
             return
-        squares = values.detach().double().square().sum()
+        wide = torch.promote_types(values.dtype, torch.float32)
+        squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()  # without a copy of `values`
         self._squares[key] = self._squares[key] + squares if key in self._squares else squares
 
     def end_backward(self) -> None:

@@ -42,6 +42,14 @@ class PartStorage(WholeStorage):
             self.grid.together.all_gather(parts.view(-1), part.view(-1)).wait()
         return torch.cat(parts.unbind(), self.dim)
 
+    def saved_as(self, index: int) -> tuple[torch.Size, int]:
+        """As in `Storage`. The parts are stacked, because a part of rows is contiguous in the whole tensor, but a part
+        of columns is not. For a split on dimension 0, the stack has the elements and the shape of the whole tensor.
+        """
+        part, first = super().saved_as(index)
+        stacked = self.whole_shape(index) if self.dim == 0 else torch.Size([self.grid.size, *part])
+        return stacked, self.grid.place * part.numel() + first
+
     def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         shape = self.whole_shape(index)
         if whole.shape != shape:

@@ -33,6 +33,7 @@ WORLDS = {
     "2x2 host": ("aabb", {"shard_over": "host"}),
     "2x2 host, copies": ("aabb", {"shard_over": "host", "gather": "peer"}),
     "2x2 world": ("aabb", {}),
+    "2x2 host+world": ("aabb", {"shard_over": "host+world"}),
     "2x2 flat": ("aabb", {"gather": "collective"}),
     "in turn": ("abab", {}),
     "in turn, host": ("abab", {"shard_over": "host"}),
@@ -253,14 +254,16 @@ def entered():
     return total / sum(layer.weight.full_shape.numel() * 4 for layer in layers)
 
 
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "3x1 host"])
+@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world", "3x1 host"])
 def test_equal_to_one_process(hosts, name):
     hosts(name)(parity)
     hosts(name)(unlike_values)
     hosts(name)(skipped)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("2x2 host", 1.0), ("2x2 world", 1.5 - 1 / 8), ("3x1 host", 4 / 3)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("2x2 host", 1.0), ("2x2 world", 1.5 - 1 / 8), ("2x2 host+world", 1.0), ("3x1 host", 4 / 3)]
+)
 def test_bytes_that_enter_a_host(hosts, name, expected):
     """H hosts: 2(H-1)/H with shards over each; else three times (H-1)/H, the last block is still there for backward."""
     assert hosts(name)(entered) == pytest.approx([expected] * len(WORLDS[name][0]))
@@ -279,6 +282,7 @@ def test_more_hosts(hosts, name):
         ([[0, 1], [2]], "auto", "host", "2 hosts with 1 to 2 ranks each"),
         ([[0, 1], [2]], "two-level", "world", "different numbers of ranks"),
         ([[0], [1]], "two-level", "world", "each host has one rank"),
+        ([[0], [1]], "auto", "host+world", "each host has one rank"),
         ([[0, 1]], "two-level", "world", "there is one host"),
     ],
 )
@@ -290,22 +294,28 @@ def test_refusals(hosts, gather, shard_over, told):
 
 @pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
 @full
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "3x1 host"])
+@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world", "3x1 host"])
 def test_quantized_base(hosts, name):
     hosts(name)(packed)
 
 
-@pytest.mark.parametrize(("between", "chosen"), [(4e9, "host"), (6e9, "world")])
-def test_auto(monkeypatch, caplog, between, chosen):
+@pytest.mark.parametrize(
+    ("between", "gather", "chosen"),
+    [(4e9, "auto", "host+world"), (4e9, "collective", "host"), (6e9, "auto", "world"), (6e9, "peer", "host")],
+)
+def test_auto(monkeypatch, caplog, between, gather, chosen):
     """A rank receives 10 GB/s inside its host."""
     rates = {"inside": 10e9, "rail": between}
     monkeypatch.setattr(backend, "_bytes_a_second", lambda communicator, device: rates[communicator])
     with caplog.at_level("INFO", "hf_bmtrain"):
         found = backend._choose_ranks(
-            0, torch.device("cpu"), [[0, 1], [2, 3]], lambda name: "inside", lambda name: "rail", lambda value: [value]
-        )
+            0, torch.device("cpu"), gather, [[0, 1], [2, 3]], lambda name: "inside", lambda name: "rail",
+            lambda value: [value],
+        )  # fmt: skip
     assert found == chosen
-    assert f"'{chosen}', because a rank receives {between / 1e9:.2f} GB/s from other hosts, 10.00" in caplog.text
+    measured = f"a rank receives {between / 1e9:.2f} GB/s from other hosts, 10.00"
+    reason = "gather='peer'" if gather == "peer" else measured
+    assert f"'{chosen}', because {reason}" in caplog.text
 
 
 def loaded_from_files(folder):
@@ -325,7 +335,7 @@ def test_from_pretrained(hosts, name, folder):
 
 
 @full
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world"])
+@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world"])
 def test_trainer(hosts, name, tmp_path):
     """Losses, norms, evaluations and saved weights of an unmodified Trainer."""
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -335,13 +345,13 @@ def test_trainer(hosts, name, tmp_path):
 
 
 @full
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world"])
+@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world"])
 def test_gathers_in_float8(hosts, name):
     hosts(name)(float8_training.same_bits, "llama", {})
 
 
 @full
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world"])
+@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world"])
 def test_optimizers(hosts, name, world):
     for found, expected, which in zip(hosts(name)(optimizers)[0], world(4)(optimizers)[0], OPTIMIZERS):
         if which[1] == torch.bfloat16 or which[0] == "MuonOptimizer":  # Muon orthogonalizes in bfloat16

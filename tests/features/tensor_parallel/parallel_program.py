@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import hf_bmtrain as bmt
@@ -266,6 +267,116 @@ class Small(bmt.DistributedModule):
         self.norm = nn.LayerNorm(WIDTH)
 
 
+def checkpoints(folder: Path) -> None:
+    """Training continues from a checkpoint bit by bit; what is split by columns needs the same tp_size."""
+    groups, grid = bmt.config["tp_zero_size"], bmt.config["topology"]
+    of_groups = [(tokens[grid.tp_idx], targets[grid.tp_idx]) for tokens, targets in batches(groups)]
+    data = [(tokens.chunk(TOGETHER)[grid.tp_id], targets) for tokens, targets in of_groups]
+
+    def start(seed: int) -> tuple[nn.Module, bmt.optim.OptimManager]:
+        torch.manual_seed(seed)
+        model = bmt.BMTrainModelWrapper(Split(False, True, 3))
+        bmt.init_parameters(model)
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.1))
+        return model, manager
+
+    def step(model: nn.Module, manager: bmt.optim.OptimManager, batch: tuple[Tensor, Tensor]) -> None:
+        manager.zero_grad()
+        manager.backward(model(*batch))
+        manager.step()
+
+    model, manager = start(1)
+    step(model, manager, data[0])
+    bmt.save_state(folder / "states", model, manager, step=1)
+    other, loaded = start(2)
+    assert bmt.load_state(folder / "states", other, loaded) == 1
+    for batch in data[1:]:
+        step(model, manager, batch)
+        step(other, loaded, batch)
+    found = other.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    split, unsplit = (
+        bmt.auto_wrap(nn.Sequential(first, bmt.nn.ColumnParallelLinear(4, 4)))
+        for first in (bmt.nn.RowParallelLinear(WIDTH, 4, bias=False), nn.Linear(WIDTH, 4, bias=False))
+    )
+    bmt.save_state(folder / "split", split)
+    with pytest.raises(RuntimeError, match="tp_size must be the same"):
+        bmt.load_state(folder / "split", unsplit)
+
+
+def transformers_plans(folder: Path) -> None:
+    """Models of transformers that are split by their own plans, against one process."""
+    sizes = {
+        "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    group, groups = bmt.config["tp_zero_rank"], bmt.config["tp_zero_size"]
+    for family, options in (("Llama", {}), ("Qwen2", {"tie_word_embeddings": True}), ("Qwen3", {})):
+        torch.manual_seed(bmt.rank())  # rank 0's values are used
+        config = getattr(transformers, f"{family}Config")(**sizes, **options)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        true = copy.deepcopy(model)
+        bmt.auto_wrap(model)
+        state = model.state_dict()
+        true.load_state_dict(state)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (true, model)]
+        for step in range(2):
+            rows = [
+                torch.randint(40, (2, 7), generator=torch.Generator("cpu").manual_seed(9 * step + each), device="cpu")
+                for each in range(groups)
+            ]
+            rows = [each.to(bmt.config["device"]) for each in rows]
+            expected = sum(true(input_ids=each, labels=each).loss for each in rows) / groups
+            expected.backward()
+            loss = model(input_ids=rows[group], labels=rows[group]).loss
+            loss.backward()
+            close(bmt.sum_loss(loss.detach()), expected.detach(), f"{family}: loss")
+            for (name, mine), parameter in zip(model.named_parameters(), true.parameters()):
+                close(whole_gradient(mine), parameter.grad, f"{family}, step {step}: gradient of {name}")
+            close(*(nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (model, true)), f"{family}: norm")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = model.state_dict()
+        for name, value in true.state_dict().items():
+            close(found[name], value, f"{family}: {name}")
+        bmt.save_state(folder / family, model)
+        bmt.load_state(folder / family, model)
+        assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    renamed = nn.Sequential(nn.Linear(2, 2))
+    renamed.tp_plan = {"layers.*.up": "colwise"}
+    with pytest.raises(ValueError, match="has none of the layers"):
+        bmt.auto_wrap(renamed)
+    mixtral = transformers.MixtralConfig(**sizes, num_local_experts=4)
+    for message, config, auto in (
+        ("has the style", mixtral, transformers.MixtralForCausalLM),
+        ("num_key_value_heads=1 must be", transformers.LlamaConfig(**{**sizes, "num_key_value_heads": 1}),
+         transformers.LlamaForCausalLM),
+        ("must have no bias", transformers.LlamaConfig(**sizes, attention_bias=True), transformers.LlamaForCausalLM),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            bmt.auto_wrap(auto(config))
+
+
+def wrong_target() -> None:
+    """A target that is no class is refused by name on the CPU, and makes its row NaN on a GPU."""
+    logits, target = torch.zeros(2, WORDS // TOGETHER), torch.tensor([WORDS, 1])
+    if logits.is_cuda:
+        assert bmt.nn.parallel_cross_entropy_func(logits, target).isnan().tolist() == [True, False]
+        return
+    with pytest.raises(ValueError, match="target 12 is not a class in"):
+        bmt.nn.parallel_cross_entropy_func(logits, target)
+
+
+def half_sums() -> None:
+    """Sums over a group that fit in float16 do not overflow on the way."""
+    parameter = bmt.DistributedParameter(torch.ones(3, dtype=torch.half))
+    scale = 2.0**15 if bmt.config["tp_rank"] == 0 else 2.0**14
+    (parameter.gather() * scale).sum().backward()
+    assert parameter.gather_gradient().tolist() == [2.0**15 + 2.0**14] * 3, parameter.gather_gradient()
+
+
 def refusals(folder: Path) -> None:
     """What cannot be done with parts is refused by name; copies and `gathered` are done part by part."""
     model = bmt.auto_wrap(Small())
@@ -277,8 +388,7 @@ def refusals(folder: Path) -> None:
         ("no layers that are split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
         ("sequence_parallel cannot be", lambda: bmt.auto_wrap(Small(), sequence_parallel=TOGETHER)),
         ("quantize_frozen cannot be", lambda: bmt.auto_wrap(Small().requires_grad_(False), quantize_frozen="nf4")),
-        ("do not support weights that are split", lambda: bmt.save_state(folder / "states", model)),
-        ("DCPState do not support weights that are split", lambda: bmt.DCPState(model)),
+        ("DCPState does not support weights that are split", lambda: bmt.DCPState(model)),
         ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer(model)),
         ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer([matrices])),
         ("check_parity does not support tp_size", lambda: bmt.check_parity(model, {})),
@@ -314,6 +424,10 @@ if __name__ == "__main__":
     for case in ((False, True, 3, False), (True, False, 2, False), (False, False, 2, True), (True, True, 3, True)):
         train(Path(sys.argv[1]), *case)
     optimizer_state()
+    half_sums()
+    wrong_target()
+    transformers_plans(Path(sys.argv[1]))
+    checkpoints(Path(sys.argv[1]))
     refusals(Path(sys.argv[1]))
     wrong_declarations()
     bmt.print_rank("equal")

@@ -1,0 +1,152 @@
+"""Split a model of transformers over the ranks that compute together, by the model's own tensor-parallel plan.
+
+A plan gives modules a style. In "colwise" layers each rank computes a part of the output features, in "rowwise" layers
+it uses a part of the input features, and the ranks' outputs are summed. All other modules compute the same rows on all
+ranks of a group. The modules keep their classes; their hooks contain the communication.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ...engine.runtime.world import current_world
+from ...engine.sharding.sourced import SourcedParameter
+from ...engine.wrap.extension import Extension, WrapPlan
+from ..options import Options
+from .functions import add, share
+from .groups import Part
+
+_SPLIT = {"colwise": 0, "rowwise": 1}  # the dimension of the weight
+_WHOLE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise"}
+"""Styles of layers whose inputs and outputs are whole tensors. They are not split, so that all ranks compute them."""
+_PART_OF_ROWS = "replicated_with_grad_allreduce"
+"""The style of parameters that are not split, but that each rank uses for its own features, such as norms of heads."""
+
+
+def has_parts(model: torch.nn.Module) -> bool:
+    """Return whether the model already has parameters that are parts of whole tensors."""
+    # Parameters of a deep copy are plain Parameters; those that are split have the attribute `storage_kind`.
+    return any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters())
+
+
+def has_plan(model: torch.nn.Module) -> bool:
+    """Return whether the model has a tensor-parallel plan that splits layers."""
+    return any(style in _SPLIT for style in _plan_of(model).values())
+
+
+def _plan_of(model: Any) -> dict[str, str]:
+    plan = getattr(model, "tp_plan", None)
+    return dict(plan) if isinstance(plan, Mapping) else {}
+
+
+class SplitByPlan(Extension):
+    """Splits the linear layers that the model's plan names."""
+
+    def __init__(self, options: Options) -> None:
+        self._float8 = bool(options.float8)
+        self._modules: list[tuple[torch.nn.Module, str]] = []
+
+    def choose(self, plan: WrapPlan) -> None:
+        grid = plan.world.grid
+        if grid is None or has_parts(plan.model):
+            return
+        if self._float8:
+            raise ValueError("auto_wrap: float8 cannot be combined with tp_size. Leave one of them out.")
+        styles = _plan_of(plan.model)
+        unknown = {style: name for name, style in styles.items() if style not in {*_SPLIT, *_WHOLE, _PART_OF_ROWS}}
+        if unknown:
+            style, name = next(iter(unknown.items()))
+            raise ValueError(
+                f"auto_wrap: the tensor-parallel plan of {type(plan.model).__name__} has the style '{style}' for "
+                f"{name}, but only {' and '.join(_SPLIT)} layers can be split. Leave tp_size out."
+            )
+        config: Any = getattr(plan.model, "config", None)
+        for heads in ("num_attention_heads", "num_key_value_heads"):
+            if (count := getattr(config, heads, None)) is not None and count % grid.size:
+                raise ValueError(f"auto_wrap: {heads}={count} must be a multiple of tp_size={grid.size}")
+        found = [*_matching(plan.model, styles)]
+        if not any(style in _SPLIT for _, _, style in found):
+            raise ValueError(
+                f"auto_wrap: {type(plan.model).__name__} has none of the layers that its tensor-parallel plan splits "
+                f"({', '.join(name for name, style in styles.items() if style in _SPLIT)}). Leave tp_size out."
+            )
+        for name, module, style in found:
+            if style in _SPLIT:
+                _check(name, module, _SPLIT[style], grid.size)
+        self._modules = [(module, style) for _, module, style in found]
+
+    def prepare(self, plan: WrapPlan) -> None:
+        split_kind = plan.world.split_kind
+        if not self._modules or split_kind is None:
+            return
+        used_by_parts = set()
+        for module, style in self._modules:
+            if style in _SPLIT:
+                _split(module, _SPLIT[style])
+            elif style == _PART_OF_ROWS:
+                used_by_parts.update(module.parameters())
+        for parameter in plan.model.parameters():
+            if parameter not in used_by_parts and not hasattr(parameter, "storage_kind"):
+                marked: Any = parameter
+                marked.storage_kind = split_kind(-1)
+
+
+def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Yield (name, module, style) for each module that a pattern of the plan matches."""
+    patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in styles.items()]
+    for name, module in model.named_modules():
+        for pattern, style in patterns:
+            if pattern.fullmatch(name):
+                yield name, module, style
+
+
+def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
+    """Raise ValueError if a module that the plan splits on dimension `dim` of its weight cannot be split."""
+    if type(module) is not torch.nn.Linear:
+        raise ValueError(f"auto_wrap: with tp_size, {name} must be a torch.nn.Linear, but is a {type(module).__name__}")
+    if module.weight.is_meta or isinstance(module.weight, SourcedParameter):
+        raise ValueError(
+            f"auto_wrap: with tp_size, {name} must have values. Load the model with its own from_pretrained."
+        )
+    if module.weight.shape[dim] % parts:
+        raise ValueError(
+            f"auto_wrap: dimension {dim} of {name}.weight, {tuple(module.weight.shape)}, must be a multiple of "
+            f"tp_size={parts}"
+        )
+    if dim == 1 and module.bias is not None:
+        raise ValueError(f"auto_wrap: with tp_size, {name} must have no bias, because it would be added {parts} times")
+
+
+def _split(module: Any, dim: int) -> None:
+    """Replace the weight and bias of a linear layer by this rank's parts of rank 0's values, and add the hooks.
+
+    Collective: every rank must call it.
+    """
+    world, grid = current_world(), current_world().grid
+    assert grid is not None and world.split_kind is not None
+    for name, whole in [*module.named_parameters(recurse=False)]:
+        values = whole.detach().to(world.device, copy=True).contiguous()
+        world.gather.broadcast(values.view(-1), 0).wait()
+        part: Any = torch.nn.Parameter(values.chunk(grid.size, dim)[grid.place].clone(), whole.requires_grad)
+        part.storage_kind = world.split_kind(dim)
+        setattr(module, name, part)
+    if dim == 0:
+        module.out_features //= grid.size
+        module.register_forward_pre_hook(_share_input)
+    else:
+        module.in_features //= grid.size
+        module.register_forward_hook(_add_outputs)
+
+
+def _share_input(module: torch.nn.Module, args: Any) -> Any:
+    grid = current_world().grid
+    return args if grid is None else (share(grid, args[0]), *args[1:])
+
+
+def _add_outputs(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    grid = current_world().grid
+    return output if grid is None else add(grid, output)

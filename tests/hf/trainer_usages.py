@@ -362,8 +362,7 @@ USAGES: dict[str, Usage] = {
     "stream, dispatch_batches=False": Usage(
         llama, given={"max_steps": 2, "accelerator_config": {"dispatch_batches": False}}, stream=True
     ),
-    # Trainer repeats a batch's loss as often as all ranks have rows, so that a short one would count less.
-    "split_batches": Usage(llama, given={"accelerator_config": {"split_batches": True}}, alike=True, evaluated=16),
+    "split_batches": Usage(llama, given={**STEPS, "accelerator_config": {"split_batches": True}}, alike=True),
     "even_batches=False, full batches": Usage(
         llama, given={"accelerator_config": {"even_batches": False}}, rows=16, evaluated=16
     ),

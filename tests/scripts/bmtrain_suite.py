@@ -38,7 +38,7 @@ LARGEST = 20000
 """Ranges over sizes end here."""
 SECONDS, LATE = 400, "not done after"
 LONG = {"loss_func": 1200, "training": 1200}
-"""Files that take longer than SECONDS if other programs run: 29,000 columns, and 12 trainings of 100 steps on 4 ranks."""
+"""Seconds for files that are slow beside other work: one with 30,000 columns, one with 12 trainings on four ranks."""
 REFUSED = "is not offered"
 """Words of the error that names pipeline parallelism."""
 

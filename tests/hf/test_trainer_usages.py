@@ -16,6 +16,7 @@ IN_FULL = (
     "causal, accumulated", "label smoothing", "regression, no row left", "token classes, no row left",
     "questions, no row left", "CTC, no row left", "generation, no row left", "batch_eval_metrics",
     "tokens seen, no row left", "stream, tokens seen", "split_batches", "two epochs, evaluated and saved",
+    "the last step is not logged", "outputs as tuples",
 )  # fmt: skip
 
 

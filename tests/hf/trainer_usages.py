@@ -377,6 +377,10 @@ USAGES: dict[str, Usage] = {
         },
     ),
     "eval_on_start": Usage(llama, given={**STEPS, "eval_on_start": True}),
+    "outputs as tuples": Usage(
+        bert("SequenceClassification", num_labels=3, return_dict=False), "class", STEPS, rows=16, evaluated=16
+    ),
+    "the last step is not logged": Usage(llama, given={"logging_steps": 2}),
     "logging_nan_inf_filter": Usage(llama, given={"logging_nan_inf_filter": True}),
     "max_grad_norm=0": Usage(llama, given={"max_grad_norm": 0.0}),
     "max_grad_norm of a short batch": Usage(llama, given={"max_grad_norm": 0.3}),

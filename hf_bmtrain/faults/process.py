@@ -21,6 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +40,7 @@ _CAUSE_SECONDS = 5.0
 _TORCH_COLLECTIVES = tuple(
     os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")
 )
+_OWN_COLLECTIVES = (str(Path(__file__).parents[1] / "engine" / "comm"),)
 _FIRST_SECONDS = 5.0
 """Seconds that a failing rank waits for the first failed rank to end, so that the launcher blames the right rank."""
 
@@ -77,8 +79,13 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         problem = watch.problem if watch.problem is not None and watch.problem in str(error) else None
-        if problem is None and isinstance(error, RuntimeError) and _is_of_torch_collective(trace):
-            problem = watch.find_cause(_CAUSE_SECONDS)
+        if problem is None and isinstance(error, RuntimeError):
+            if _is_raised_in(_TORCH_COLLECTIVES, trace):
+                problem = watch.find_cause(_CAUSE_SECONDS)
+            elif _is_raised_in(_OWN_COLLECTIVES, trace):  # these have waited for the cause already
+                problem = watch.find_cause(0.0)
+            elif "CUDA error" in str(error):  # such as one from memory of a rank that has ended
+                problem = watch.wait_for_problem(_CAUSE_SECONDS)
         first = watch.raised_before()
         if first is not None and first[1].ended.startswith("ended"):  # the cause may be a problem of a third rank
             cause = problem or first[1].problem or ""
@@ -108,13 +115,13 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
     return lambda: _put_back(sys, "excepthook", report, print_exception)
 
 
-def _is_of_torch_collective(trace: TracebackType | None) -> bool:
-    """Return whether an exception was raised by a collective of torch.distributed.
+def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
+    """Return whether an exception was raised in one of these `files` or folders, or in a call from there.
 
-    Such collectives fail if another rank ends, or calls another collective, but their errors do not name the rank.
+    Collectives fail if another rank ends, or calls another collective, but their errors do not name the rank.
     """
     frames = traceback.walk_tb(trace)
-    return any(frame.f_code.co_filename.endswith(_TORCH_COLLECTIVES) for frame, _ in frames)
+    return any(file in frame.f_code.co_filename for frame, _ in frames for file in files)
 
 
 class Exits:

@@ -11,6 +11,7 @@ import os
 import socket
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ..engine.comm.collective_log import WORDS, CollectiveLog
@@ -37,11 +38,13 @@ class SharedStatus:
 
     Attributes:
         neighbours: the other ranks of this host.
+        lost: whether the store could not be reached. It is not asked again then.
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:
         """Map the pages of this host's ranks. Collective: every rank must call it."""
         self._control, self._rank, self._collective_logs = control, rank, 0
+        self.lost = False
         places = control.gather(_place())
         self.neighbours = [r for r, place in enumerate(places) if place == places[rank] and r != rank]
         self._several_hosts = len(self.neighbours) + 1 < control.size
@@ -94,13 +97,22 @@ class SharedStatus:
             with self._writing:
                 _write(self._pages[self._rank], text.encode()[: _TEXT_BYTES - 8])
         if self._several_hosts or not self._pages:
-            self._control.show(_KEY.format(self._rank), text)
+            self._ask(self._control.show, _KEY.format(self._rank), text)
 
     def read(self, rank: int) -> str | None:
-        """Return the latest text of `rank`, or None if it has not written one."""
+        """Return the latest text of `rank`, or None if it has not written one or cannot be read any more."""
         if rank in self._pages:
             return _read(self._pages[rank])
-        return self._control.look(_KEY.format(rank))
+        return self._ask(self._control.look, _KEY.format(rank))
+
+    def _ask(self, function: Callable[..., str | None], *arguments: str) -> str | None:
+        if not self.lost:
+            try:
+                return function(*arguments)
+            except RuntimeError as error:
+                _log.debug("rank %d cannot reach the store: %s", self._rank, error)
+                self.lost = True
+        return None
 
 
 def _place() -> tuple[str, ...]:

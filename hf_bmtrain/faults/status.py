@@ -32,6 +32,8 @@ _TASKS = {
     ),
 }  # fmt: skip
 """Tasks that may take long, and the files that are on a rank's stack during each."""
+_EXITING = 0x4
+"""PF_EXITING of the Linux kernel, in the flags in /proc/PID/stat."""
 
 
 @dataclass
@@ -139,12 +141,18 @@ def line_of(trace: Any) -> str:
 
 
 def condition(pid: int) -> str:
-    """Return "gone" or "stopped" if process `pid` of this host does not run, or "" if it does or /proc is missing."""
+    """Return "gone" or "stopped" if process `pid` of this host does not run, or "" if it does or /proc is missing.
+
+    A killed process counts as gone while the kernel still frees its memory, which takes seconds for pinned host memory
+    and for memory of a GPU. Its connections to other ranks may have ended already.
+    """
     if not os.path.isdir("/proc/self"):
         return ""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
+        return "gone"
+    if int(fields[5]) & _EXITING:
         return "gone"
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "")
 

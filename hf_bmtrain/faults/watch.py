@@ -125,16 +125,30 @@ class Watch(Monitor):
             None,
         )
 
-    def find_cause(self, seconds: float) -> str | None:
-        """Return why a collective that is not in the logs has failed on this rank, or None if it is unknown.
+    def wait_for_problem(self, seconds: float) -> str | None:
+        """Wait at most `seconds` until a problem is known, or another rank has ended by an exception.
 
-        This waits at most `seconds` until a problem is known, or another rank has ended by an exception. If neither
-        happens, it returns the last warning about the wait that has failed.
+        Returns the problem, or None if none is known.
         """
-        warning, end = self._warning, time.monotonic() + seconds
+        end = time.monotonic() + seconds
         while self.problem is None and self.raised_before() is None and time.monotonic() < end:
             time.sleep(0.1)
-        return self.problem or warning
+        return self.problem
+
+    def find_cause(self, seconds: float) -> str | None:
+        """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
+
+        This waits like `wait_for_problem`. If no problem is known then, and no other rank has ended by an exception, it
+        names the ranks that are absent. If there is none, it returns the last warning about the wait that has failed.
+        """
+        warning = self._warning
+        if self.wait_for_problem(seconds) is not None or self.raised_before() is not None:
+            return self.problem
+        others = {rank: status for rank, status in self._read_all().items() if rank != self._rank}
+        absent = [self._last_seen(rank, status) for rank, status in others.items() if self._why_absent(rank, status)]
+        if absent:
+            self.status.problem = f"{'; '.join(absent)}."  # so that other ranks name them too
+        return self.status.problem or warning
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
         """Wait at most `seconds` until the process of `rank`, if it is on this host, has ended or is stopped."""
@@ -151,7 +165,7 @@ class Watch(Monitor):
                 if problem is not None:
                     self._tell(problem)
                     return
-        except Exception as error:  # probably the process that serves the store (the launcher or rank 0) has ended
+        except Exception as error:
             _log.debug("rank %d stops monitoring the other ranks: %s", self._rank, error, exc_info=True)
 
     def _look(self) -> str | None:
@@ -171,6 +185,12 @@ class Watch(Monitor):
                 if problem is not None:
                     self.status.blamed = theirs.blamed
                     return problem
+        if self._board.lost and not self.status.ended:  # at the end of the program, rank 0 may leave first
+            served = "'s launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
+            return (
+                f"rank 0{served} has probably ended, or its host or network is down, because the store that it serves "
+                "cannot be reached."
+            )
         return self._of_all()
 
     def _of_one(self, other: int, theirs: Status) -> str | None:
@@ -178,7 +198,7 @@ class Watch(Monitor):
         if theirs.ended.startswith("raised"):
             return f"rank {other} {theirs.ended}; see the traceback in its output."
         if not theirs.ended and other in self._board.neighbours and condition(theirs.pid) == "gone":
-            return f"rank {other} was last seen at {theirs.place}; {self._why_absent(other, theirs)}."
+            return f"{self._last_seen(other, theirs)}."
         crossed = self._crossed(other, theirs) if other == (self._rank + 1) % self._control.size else None
         return self.compare(other, theirs.excerpts) or crossed
 
@@ -334,6 +354,10 @@ class Watch(Monitor):
             )
         return ""
 
+    def _last_seen(self, rank: int, status: Status) -> str:
+        """Return where a rank that is absent was last seen, and why it is absent."""
+        return f"rank {rank} was last seen at {status.place or 'an unknown line'}; {self._why_absent(rank, status)}"
+
     def missing(self) -> str:
         """Return a text with the ranks for which this one waits, where they are, and why they are missing."""
         self._observe()
@@ -353,9 +377,8 @@ class Watch(Monitor):
             if status is None:
                 lines.append(f"rank {rank} has not reported its status yet")
                 continue
-            absent = self._why_absent(rank, status)
-            if absent:
-                lines.append(f"rank {rank} was last seen at {status.place or 'an unknown line'}; {absent}")
+            if self._why_absent(rank, status):
+                lines.append(self._last_seen(rank, status))
             else:
                 at = f" at {status.place}, for {now - status.since:.0f} s" if status.place else " at an unknown line"
                 lines.append(f"rank {rank} is{at}, {_guess(status, self._reported.get(rank))}")

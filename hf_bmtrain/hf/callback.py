@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
@@ -182,6 +183,7 @@ class BMTrainCallback(TrainerCallback):
         # A rank that alone was stopped after `_compare` (by `on_log` or by a later callback) waits here. Without this
         # barrier, other ranks might mistake its next collective, which would be one of Trainer's, for theirs.
         current_world().barrier(f"the end of an epoch, {_flags(control)} in the TrainerControl")
+        _average_train_loss(calling_trainer())
 
     def _end_step(self, args: Any, state: Any, control: Any, when: str, **kwargs: Any) -> None:
         assert self._speed is not None and self._router is not None and self._numbers is not None
@@ -258,6 +260,18 @@ class BMTrainCallback(TrainerCallback):
             self.take_report(logs)
             if self._numbers is not None:
                 self._numbers.look(state.global_step, logs.get("grad_norm"), logs.get("loss_scale"))
+
+
+def _average_train_loss(trainer: Any) -> None:
+    """Replace the sum of the losses since the last log entry by its mean over ranks. Collective.
+
+    Trainer does so when it logs them. At the end of training it adds this rank's own sum to `train_loss`.
+    """
+    loss = getattr(trainer, "_tr_loss", None)
+    if isinstance(loss, torch.Tensor):
+        mean = loss.detach().reshape(1).clone()
+        current_world().reduce.all_reduce_mean(mean).wait()
+        loss.copy_(mean[0])
 
 
 def _compare(control: Any, when: str) -> None:

@@ -1,14 +1,19 @@
 """Whom a rank names when it ends by an exception: itself, or the rank that made it fail."""
 
+import os
 import sys
+import time
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from hf_bmtrain.engine.comm.collective_log import CollectiveLog
+from hf_bmtrain.engine.comm.communicator import wait_for
 from hf_bmtrain.faults.process import _report_exceptions
-from hf_bmtrain.faults.status import Status
+from hf_bmtrain.faults.status import Status, condition
+from hf_bmtrain.faults.watch import Watch
 
 KILLED = "rank 1 was last seen at train.py:7 (main); its process has ended without an exception"
 
@@ -19,6 +24,17 @@ def gathers() -> None:
     group = mock.Mock(allgather=mock.Mock(return_value=fail))
     with mock.patch("torch.distributed.distributed_c10d._rank_not_in_group", return_value=False):
         torch.distributed.all_gather([torch.zeros(1)], torch.zeros(1), group=group)
+
+
+def waits() -> None:
+    """Fails in an operation of this package, whose search for a cause has found none."""
+    with mock.patch("hf_bmtrain.engine.comm.communicator._DIAGNOSIS_SECONDS", 0.0):
+        fail = mock.Mock(side_effect=RuntimeError("Connection closed by peer"))
+        wait_for(mock.Mock(wait=fail, **{"is_completed.return_value": True}), CollectiveLog("gather"), 9.0)
+
+
+def reads_memory_of_another_rank() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def raises() -> None:
@@ -34,7 +50,7 @@ def told(capsys):
 
     def told(function, problem: str | None, first: tuple[int, Status] | None = None) -> str:
         watch = mock.Mock(problem=None, status=SimpleNamespace(blamed=[]), **{"raised_before.return_value": first})
-        watch.find_cause.return_value = problem
+        watch.find_cause.return_value = watch.wait_for_problem.return_value = problem
         undo = _report_exceptions(watch, 0)
         try:
             function()
@@ -47,11 +63,49 @@ def told(capsys):
     return told
 
 
-def test_a_collective_of_torch_that_fails_names_the_rank_that_was_killed(told):
-    (line,) = told(gathers, KILLED).splitlines()
-    assert line.startswith("rank 0 ends at") and line.endswith(
-        f"(gathers, from line {LINE}) (RuntimeError: Connection closed by peer): {KILLED}"
-    )
+@pytest.mark.parametrize("function", [gathers, waits, reads_memory_of_another_rank])
+def test_what_fails_because_a_rank_was_killed_names_that_rank(told, function):
+    (line,) = told(function, KILLED).splitlines()
+    assert line.startswith("rank 0 ends at") and line.endswith(f"): {KILLED}")
+    assert f"({function.__name__}, from line {LINE}) (RuntimeError: C" in line
+
+
+def seen_by_rank_1(**of_rank_0) -> Watch:
+    """The watch of one of two ranks on two hosts."""
+    watch = Watch()
+    watch._rank, own = 1, CollectiveLog("control")
+    watch._control = mock.Mock(size=2, timeout=60.0, collective_log=own, occasions={})
+    watch._board = mock.Mock(neighbours=[], lost=False)
+    status = Status(place="train.py:7 (main)", **of_rank_0)
+    watch._board.read.side_effect = lambda rank: None if rank else status.to_text()
+    return watch
+
+
+def test_a_rank_that_is_silent_is_the_cause_of_a_failed_operation():
+    """The kernel may take seconds to end a process, in which it seems to run."""
+    watch = seen_by_rank_1(written=time.time() - 6)
+    assert watch.find_cause(0.0).startswith("rank 0 was last seen at train.py:7 (main); it has been silent for 6 s")
+    assert watch.status.problem  # for a third rank, which takes rank 1 for the first that failed
+    assert seen_by_rank_1(written=time.time()).find_cause(0.0) is None
+    assert seen_by_rank_1(written=time.time() - 6, ended="raised ValueError: no").find_cause(0.0) is None
+
+
+@pytest.mark.parametrize(("served", "named"), [("", "rank 0 has"), ("True", "rank 0's launcher has")])
+def test_a_lost_store_is_named(monkeypatch, served, named):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", served)
+    watch = seen_by_rank_1(written=time.time())
+    assert watch._look() is None
+    watch._board.lost = True
+    assert watch._look().startswith(f"{named} probably ended")
+    watch.end("has left the program")
+    assert watch._look() is None
+
+
+def test_a_killed_process_is_gone_while_the_kernel_frees_its_memory():
+    stat = "7 (train (1)) D 1 7 7 0 -1 4194564 1 0 0 0 1 1"
+    with mock.patch("pathlib.Path.read_text", return_value=stat):
+        assert condition(os.getpid()) == "gone"
+    assert condition(os.getpid()) == ""
 
 
 def test_a_rank_that_ends_before_because_another_was_killed_is_not_blamed(told):

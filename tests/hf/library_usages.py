@@ -262,6 +262,7 @@ def train_by_trl(
     columns: Callable[[int, int], dict[str, Any]],
     rows: int = 21,
     model: Any = None,
+    evaluated: int = 16,
     **given: Any,
 ):
     import datasets
@@ -278,7 +279,7 @@ def train_by_trl(
     )  # fmt: skip
     trainer = getattr(trl, f"{name}Trainer")(
         model=model, args=config, train_dataset=datasets.Dataset.from_dict(columns(rows, 0)),
-        eval_dataset=datasets.Dataset.from_dict(columns(16, 10)), processing_class=tokenizer(),
+        eval_dataset=datasets.Dataset.from_dict(columns(evaluated, 10)), processing_class=tokenizer(),
         callbacks=side.callbacks(),
     )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
@@ -290,15 +291,20 @@ def train_by_trl(
 
 @usage("TRL: SFT, no row left", "trl")
 def sft_no_row(side: Side) -> dict[str, Any]:
-    return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)}, rows=18)
+    return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)}, rows=18, evaluated=10)
+
+
+@usage("TRL: SFT, evaluated with a short batch", "trl")
+def sft_short(side: Side) -> dict[str, Any]:
+    return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)}, rows=16, evaluated=11)
 
 
 @usage("TRL: SFT of prompts and completions", "trl")
 def sft_completions(side: Side) -> dict[str, Any]:
-    """Of one length: SFTTrainer's evaluation loss is the mean of the ranks' means."""
-
     def columns(rows: int, seed: int) -> dict[str, Any]:
-        return {"prompt": sentences(seed, rows), "completion": [f" w{row % 7} w{row % 5} w3" for row in range(rows)]}
+        ends = [" w3" * (row % 4) for row in range(rows)]  # so that ranks have different numbers of labels
+        completions = [f" w{row % 7} w{row % 5}{end}" for row, end in enumerate(ends)]
+        return {"prompt": sentences(seed, rows), "completion": completions}
 
     return train_by_trl(side, "SFT", columns)
 

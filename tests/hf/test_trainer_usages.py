@@ -17,7 +17,7 @@ IN_FULL = (
     "questions, no row left", "CTC, no row left", "generation, no row left", "batch_eval_metrics",
     "tokens seen, no row left", "stream, tokens seen", "split_batches", "two epochs, evaluated and saved",
     "images and numbers", "masked words, accumulated", "loss in an attribute", "forward calls super",
-    "not of transformers", "passes no count",
+    "not of transformers", "passes no count", "the last step is not logged", "outputs as tuples",
 )  # fmt: skip
 
 
@@ -31,9 +31,28 @@ def test_as_one_process(world, tmp_path, name):
     assert not judge(world(2), run, name, str(tmp_path))
 
 
+class OwnSquares(transformers.Trainer):
+    """A loss that would take a label of -100 as a number."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return (model(inputs["input_ids"]).logits[:, 0] - inputs["labels"]).square().mean()
+
+
+class OwnFocal(transformers.Trainer):
+    """A loss for which a label of -100 is out of range."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        chances = model(inputs["input_ids"]).logits.softmax(-1).gather(1, inputs["labels"][:, None])
+        return -((1 - chances) ** 2 * chances.log()).mean()
+
+
+MODELS = {"ids": llama, "spans": bert("QuestionAnswering"), "class": bert("SequenceClassification", num_labels=3),
+          "number": bert("SequenceClassification", num_labels=1)}  # fmt: skip
+
+
 def warnings_of(folder, cls, labels, rows, given):
-    """What is said of the training batches of two epochs, with the last logged loss and norm."""
-    model = llama() if labels == "ids" else bert("QuestionAnswering")()
+    """What is said of the training batches of two epochs, with the loss of the first short one."""
+    model = MODELS[labels]()
     args = jobs.arguments(folder, per_device_train_batch_size=4, optim="sgd", max_steps=6, seed=7, **given)
     trainer = cls(
         model=bmt.auto_wrap(model), args=args, train_dataset=rows(labels, 18), data_collator=collate,
@@ -54,12 +73,15 @@ def warnings_of(folder, cls, labels, rows, given):
             transformers.Trainer, "ids", Stream, {"accelerator_config": {"dispatch_batches": False}},
             "perhaps too few.*the dataset has no length",
         ),
+        (OwnSquares, "number", Rows, {}, "OwnSquares, or its model, computes losses in its own way"),
+        (OwnFocal, "class", Rows, {}, "OwnFocal, or its model, computes losses in its own way"),
         (OwnLoss, "ids", Rows, {}, None),  # it gets labels that are ignored
     ],
 )  # fmt: skip
 def test_what_cannot_be_left_out_is_told_once(world, tmp_path, cls, labels, rows, given, reason):
     (lines, loss), (others, _) = world(2)(warnings_of, str(tmp_path), cls, labels, rows, given)
     assert not others and len(lines) == (reason is not None)
+    assert loss < 10
     assert reason is None or re.search(reason, lines[0])
     if reason is None:
         assert loss == pytest.approx(world(2)(warnings_of, str(tmp_path), transformers.Trainer, labels, rows, {})[0][1])

@@ -408,8 +408,7 @@ USAGES: dict[str, Usage] = {
     "stream, dispatch_batches=False": Usage(
         llama, given={"max_steps": 2, "accelerator_config": {"dispatch_batches": False}}, stream=True
     ),
-    # Trainer repeats a batch's loss as often as all ranks have rows, so that a short one would count less.
-    "split_batches": Usage(llama, given={"accelerator_config": {"split_batches": True}}, alike=True, evaluated=16),
+    "split_batches": Usage(llama, given={**STEPS, "accelerator_config": {"split_batches": True}}, alike=True),
     "even_batches=False, full batches": Usage(
         llama, given={"accelerator_config": {"even_batches": False}}, rows=16, evaluated=16
     ),
@@ -423,6 +422,10 @@ USAGES: dict[str, Usage] = {
             "load_best_model_at_end": True,
         },
     ),
+    "outputs as tuples": Usage(
+        bert("SequenceClassification", num_labels=3, return_dict=False), "class", STEPS, rows=16, evaluated=16
+    ),
+    "the last step is not logged": Usage(llama, given={"logging_steps": 2}),
     "logging_nan_inf_filter": Usage(llama, given={"logging_nan_inf_filter": True}),
     "max_grad_norm of a short batch": Usage(llama, given={"max_grad_norm": 0.3}),
     "no evaluation loss": Usage(llama, given={**STEPS, "prediction_loss_only": True}),

@@ -52,15 +52,18 @@ def hook_loss(
         if around is not None and asked:
             around[0]()
 
-    def after(module: Any, inputs: tuple, given: dict[str, Any], outputs: Any) -> None:
+    def after(module: Any, inputs: tuple, given: dict[str, Any], outputs: Any) -> Any:
         if not asked:
-            return
+            return None
         if around is not None:
             around[1]()
         if given.get(COUNT) is None:
-            return
+            return None
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             outputs["loss"] = correct(given, outputs, outputs["loss"])
+        elif isinstance(outputs, tuple) and outputs and is_scalar(outputs[0]):  # with return_dict=False
+            return (correct(given, outputs, outputs[0]), *outputs[1:])
+        return None
 
     vars(base_of(model))[_HOOKS][1].extend(
         [
@@ -68,6 +71,11 @@ def hook_loss(
             model.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
     )
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether `value` is a tensor without dimensions, as losses are."""
+    return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
 def base_of(model: Any) -> Any:

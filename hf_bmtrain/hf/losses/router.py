@@ -11,7 +11,7 @@ import transformers
 
 from ...engine.runtime.world import current_world
 from ...features.sequence import ranks_per_row
-from .hooks import base_of, hook_loss, ignores_count, names_in_forward
+from .hooks import base_of, hook_loss, ignores_count, is_scalar, names_in_forward
 
 _log = logging.getLogger("hf_bmtrain")
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -38,7 +38,9 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
 
     def divide(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
         nonlocal told
-        trainer, auxiliary = owner(), outputs.get("aux_loss")
+        trainer = owner()
+        found = [outputs.get("aux_loss")] if isinstance(outputs, dict) else filter(is_scalar, outputs[1:])
+        auxiliary = next(iter(found), None)
         if trainer is None or not isinstance(auxiliary, torch.Tensor):
             return loss
         times = trainer.current_gradient_accumulation_steps if model.training else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     Trainer drops the predictions for these rows, but a rank's loss is a mean over all its rows, including repeated
     ones. This function replaces `prediction_step` of `trainer`: after such a batch, it computes the loss again without
     the repeated rows. Seq2SeqTrainer also drops the predictions of repeated rows then. If it generates, its loss is
-    averaged over the labels of all ranks.
+    averaged over the labels of all ranks. So is that of TRL's SFTTrainer, which gets the repeated rows with ignored
+    labels. With `split_batches`, Trainer repeats the loss of a batch as often as all ranks have rows, so that a short
+    batch would count too little; then only this rank's repetitions are gathered.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
@@ -32,11 +35,14 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
     def as_in_one_process(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         nonlocal told
+        left, groups = _rows_left(trainer), world.size // ranks_per_row(trainer.model)
+        of_labels = groups == world.size and _is_sft(trainer, inputs)
+        if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
+            inputs, left = _ignore_repeated(inputs, left - world.rank * _rows_of_rank(trainer)), None
         loss, logits, labels = plain(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        if loss is not None and getattr(trainer.args, "predict_with_generate", False) and not prediction_loss_only:
+        generates = getattr(trainer.args, "predict_with_generate", False) and not prediction_loss_only
+        if loss is not None and (of_labels or generates):
             loss = _weigh(trainer, inputs, loss, world)
-        left = _rows_left(trainer)
-        groups = world.size // ranks_per_row(trainer.model)
         if loss is None or left is None or left == groups * (find_batch_size(inputs) or 0):
             return loss, logits, labels
         right = _loss_of_rows(trainer, model, inputs, left, world) if left > 0 else None
@@ -55,8 +61,15 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         return loss, logits, labels
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        if trainer.gather_function == trainer.accelerator.gather:  # set by Seq2SeqTrainer; it keeps repeated rows
-            trainer.gather_function = _GatherRows(trainer)  # pyright: ignore[reportAttributeAccessIssue]
+        accelerator = trainer.accelerator
+        if trainer.gather_function == accelerator.gather:  # set by Seq2SeqTrainer; it keeps repeated rows
+            trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
+                accelerator, accelerator.gather
+            )
+        elif accelerator.split_batches and not isinstance(trainer.gather_function, _GatherRows):
+            trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
+                accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
+            )
         loss, logits, labels = as_in_one_process(model, inputs, prediction_loss_only, ignore_keys)
         if isinstance(trainer.gather_function, _GatherRows):
             trainer.gather_function.loss_comes = loss is not None
@@ -66,37 +79,58 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
 
 class _GatherRows:
-    """Gathers the outputs of ranks for Seq2SeqTrainer without repeated rows, which its own function would keep.
+    """Gathers the outputs of ranks without repeated rows, and the loss of a batch, which Trainer gathers first, by
+    `gather_loss`.
 
-    The loss of a batch, which Trainer gathers first, is gathered from all ranks as before. Seq2SeqTrainer gives each
-    batch of an evaluation the same weight, in one process too.
+    Seq2SeqTrainer's own function would keep repeated rows. It gives each batch of an evaluation the same weight, in one
+    process too.
     """
 
-    def __init__(self, trainer: transformers.Trainer) -> None:
-        self._accelerator = trainer.accelerator
+    def __init__(self, accelerator: Any, gather_loss: Callable[[Any], Any]) -> None:
+        self._accelerator, self._gather_loss = accelerator, gather_loss
         self.loss_comes = False
 
     def __call__(self, values: Any) -> Any:
         if self.loss_comes:
             self.loss_comes = False
-            return self._accelerator.gather(values)
+            return self._gather_loss(values)
         return self._accelerator.gather_for_metrics(values)
 
 
-def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world: World) -> torch.Tensor:
-    """Return `loss`, a rank's mean, weighted so that its mean over ranks is the mean over the labels of all ranks.
+def _is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
+    """Return whether TRL's SFTTrainer evaluates `inputs`. Its loss is a mean over this rank's labels."""
+    methods = (type(trainer).compute_loss, type(trainer).prediction_step)
+    own = all(method.__module__ == "trl.trainer.sft_trainer" for method in methods)
+    return own and trainer.compute_loss_func is None and isinstance(inputs.get("labels"), torch.Tensor)
 
-    Collective: every rank must call it. This is needed because Seq2SeqTrainer does not pass the number of labels to the
-    model if it generates.
+
+def _rows_of_rank(trainer: transformers.Trainer) -> int:
+    """Return the number of rows of a full evaluation batch on one rank."""
+    accelerator = trainer.accelerator
+    return trainer.args.eval_batch_size // (accelerator.num_processes if accelerator.split_batches else 1)
+
+
+def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
+    """Return `inputs` with ignored labels in all but the first `kept` rows."""
+    labels = inputs["labels"].clone()
+    labels[max(kept, 0) :] = IGNORED
+    return {**inputs, "labels": labels}
+
+
+def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the mean over the labels of all ranks, given `loss`, the mean over this rank's labels.
+
+    Collective: every rank must call it. This is needed for trainers that do not pass the number of labels to the model:
+    Seq2SeqTrainer if it generates, and SFTTrainer.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or ranks_per_row(trainer.model) > 1:
         return loss
     counted = (labels[..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else labels).ne(-100)
-    mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
-    everyone = mine.clone()
-    world.reduce.all_reduce(everyone).wait()
-    return torch.where(mine > 0, loss, torch.zeros_like(loss))[0] * (mine / everyone * world.size).to(loss.dtype)[0]
+    mine = counted.sum(dtype=torch.float64).to(loss.device)
+    sums = torch.stack([torch.where(mine > 0, loss.detach().double() * mine, 0.0), mine])
+    world.reduce.all_reduce(sums).wait()
+    return (sums[0] / sums[1]).to(loss.dtype)
 
 
 def _rows_left(trainer: transformers.Trainer) -> int | None:

@@ -165,6 +165,15 @@ def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | 
         return "its labels are not a tensor"
     if counted and not trainer.args.average_tokens_across_devices:
         return "average_tokens_across_devices=False averages each rank's labels by themselves"
-    if not computes_loss(trainer) and not (counted and "shift_labels" not in inputs):
+    ignored = counted and "shift_labels" not in inputs and _are_of_tokens(trainer, inputs)
+    if not computes_loss(trainer) and not ignored:
         return f"{type(trainer).__name__}, or its model, computes losses in its own way"
     return ""
+
+
+def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
+    """Return whether each token has a label. For other labels, a trainer's own loss may take -100 as a value."""
+    labels, read = inputs["labels"], inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
+    if labels.is_floating_point() or labels.ndim != 2 or not isinstance(read, torch.Tensor):
+        return False
+    return labels.shape == read.shape[:2] or getattr(trainer.model.config, "is_encoder_decoder", False)

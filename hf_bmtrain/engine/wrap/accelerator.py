@@ -55,9 +55,11 @@ def check_accelerator(size: int) -> None:
 def check_trainer(size: int) -> None:
     """Raise RuntimeError if a Trainer that runs on this thread, on several ranks, has no BMTrainCallback."""
     module, callback = sys.modules.get("transformers.trainer"), sys.modules.get("hf_bmtrain.hf.callback")
-    frame = sys._getframe(1) if module is not None and size > 1 else None
+    if module is None or size == 1:
+        return
+    frame = sys._getframe(1)
     while frame is not None:
-        trainer = frame.f_locals.get("self")
+        trainer: Any = frame.f_locals.get("self")
         if isinstance(trainer, module.Trainer):
             if callback is None or not any(
                 isinstance(each, callback.BMTrainCallback) for each in trainer.callback_handler.callbacks

@@ -173,7 +173,8 @@ def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | 
 
 def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
     """Return whether each token has a label. For other labels, a trainer's own loss may take -100 as a value."""
-    labels, read = inputs["labels"], inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
+    model: Any = trainer.model
+    labels, read = inputs["labels"], inputs.get(getattr(model, "main_input_name", "input_ids"))
     if labels.is_floating_point() or labels.ndim != 2 or not isinstance(read, torch.Tensor):
         return False
-    return labels.shape == read.shape[:2] or getattr(trainer.model.config, "is_encoder_decoder", False)
+    return labels.shape == read.shape[:2] or getattr(model.config, "is_encoder_decoder", False)

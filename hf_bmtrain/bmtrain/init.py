@@ -146,4 +146,4 @@ def init_distributed(
     if watch is not None:
         install(world, watch, found.opened, joined)
     kind = type(found.shards).__name__
-    _log.info("rank %d of %d on %s: %s of shards, zero_level %d", rank, size, device, kind, zero_level)
+    _log.info("rank %d of %d on %s: gather: %s, zero_level %d", rank, size, device, kind, zero_level)

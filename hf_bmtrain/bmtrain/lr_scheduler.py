@@ -158,7 +158,7 @@ class Noam(WarmupLRScheduler):
 
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
-        start_lr: s, the peak learning rate.
+        start_lr: s in these formulas.
         warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: ignored (-1 is customary).
         num_iter: t, the number of steps taken already.

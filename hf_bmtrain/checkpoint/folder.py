@@ -213,7 +213,7 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
 
 
 def add_checksums(folder: Path) -> None:
-    """Write checksums of all files that were added to a checkpoint after its publication to the file `ADDED`."""
+    """Write to the file `ADDED` the checksums of all files added to a checkpoint after its publication."""
     known = {NAME, *Manifest.read(folder).files}
     sums = {
         path.name: zlib.crc32(path.read_bytes())

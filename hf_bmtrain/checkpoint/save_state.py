@@ -559,7 +559,7 @@ def _posts(world: World, job: _Job) -> Agree:
 
 
 def _look(world: World, key: str, rank: int) -> str:
-    """Return the text that `rank` stores under `key` in the launcher's store, or after a time limit a problem."""
+    """Return the text that `rank` stores under `key` in the launcher's store, or a problem after a time limit."""
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
         shown = world.control.look(key)

@@ -59,7 +59,7 @@ class Saving:
             self._thread.join()
         if self._error is not None:
             raise RuntimeError(
-                f"{self._thread.name} failed, and an earlier file was not changed: {self._error}"
+                f"{self._thread.name} failed; an existing file was not changed: {self._error}"
             ) from self._error
 
 

@@ -175,8 +175,7 @@ class Watch(Monitor):
         if self.problem is not None:  # another operation of this rank has found a problem
             return self.problem
         # An excerpt contains only the last entries of a rank's log. So of two ranks, only the one that has issued more
-        # operations surely finds the other's entries in its own log. Each rank compares with both neighbours, so that
-        # this rank is one of each pair.
+        # operations is sure to find the other's entries in its own log. So both ranks of each pair compare their logs.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -263,7 +262,7 @@ class Watch(Monitor):
             self._observe()
             self._show()
             if self.status.waits:
-                break  # the program waits in an operation that does not check `problem`; otherwise it may be working
+                break  # the program waits in an operation that does not check `problem`, so it must be interrupted
         _log.error("rank %d: %s", self._rank, problem)
         self._interrupt()
         if self._is_told(SECONDS if blamed else _GRACE_SECONDS):

@@ -291,9 +291,8 @@ def _report(model: torch.nn.Module, world: World) -> None:
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
-        "rank %d: each of %d ranks reads its elements of %d parameters of %s from mapped files, and keeps 1/%d of each "
-        "of %d parameters that were converted. %d parameters are not in the files, so every rank initializes them in "
-        "full%s",
+        "rank %d of %d reads its elements of %d parameters of %s from mapped files, and stores 1/%d of each of "
+        "%d converted parameters. %d parameters are not in the files, so every rank initializes them in full%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.shard_group.size,
         len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",

@@ -117,7 +117,7 @@ class Negotiation:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
-        """Return when the ranks have agreed on the all-gather of `buffer`. The caller must issue it now.
+        """Wait until the ranks agree on the all-gather of `buffer`. The caller must then issue it.
 
         Collective: every rank must call it. Does nothing if no collective is needed, or if the buffer's model was not
         registered.
@@ -131,7 +131,7 @@ class Negotiation:
             self._agree(requests.backward if entry == BACKWARD else requests.forward, entry)
 
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
-        """Return when the ranks have agreed on the reduction of `gradients`. The caller must start it now.
+        """Wait until the ranks agree on the reduction of `gradients`. The caller must then start it.
 
         Collective: every rank must call it. Does nothing if `gradients` is empty, or if their model was not registered.
         """
@@ -171,6 +171,6 @@ def _alive(reference: weakref.ref[Owned]) -> Owned:
     found = reference()
     if found is None:
         raise RuntimeError(
-            "Another rank computes with a part of a model that this rank has dropped. Keep the model on every rank."
+            "Another rank is running a part of a model that this rank has deleted. Keep the model on every rank."
         )
     return found

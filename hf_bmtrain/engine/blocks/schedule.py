@@ -373,7 +373,7 @@ class Schedule:
             self._receive(ahead=0)
             self._decide()
         except BaseException:
-            self._members[task] = members  # needed by `discard_failed_backward`
+            self._members[task] = members  # for the cleanup in the next forward
             raise
         self._passes.pop(task, None)
         self.wait_for_readers()  # so that the optimizer may write the shards

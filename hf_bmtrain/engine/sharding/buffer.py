@@ -300,7 +300,7 @@ class ShardedBuffer:
         parts = full.split_with_sizes(self.layout.sizes)[1::2]
         return {index: parts[index].view(self.full_params[index].shape) for index in values}
 
-    # -- refused ------------------------------------------------------------------------------------------------
+    # -- refused writes and casts -------------------------------------------------------------------------------
 
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
         """Raise RuntimeError if a forward cast a full parameter or wrote to it in place.

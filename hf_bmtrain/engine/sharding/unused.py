@@ -11,9 +11,9 @@ class UnusedParameters:
     """Finds the parameters of one flat buffer that no rank used in a backward.
 
     A rank that used all parameters does nothing. Any other rank writes the unused ones to the ranks' key-value store (a
-    post) before it starts the reduction of the buffer's gradient. After its host has waited for the mean, it reads the
+    post) before it starts the reduction of the buffer's gradient. After the CPU has waited for the mean, it reads the
     posts of all ranks. Every rank has started the reduction by then, so a rank without a post used all parameters. The
-    posts of one reduction are deleted after the host has waited for the mean of a later one, because every rank has
+    posts of one reduction are deleted after the CPU has waited for the mean of a later one, because every rank has
     read them by then.
 
     Attributes:

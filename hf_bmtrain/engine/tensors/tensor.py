@@ -241,7 +241,7 @@ class WholeCopy(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if any(issubclass(kind, ShardBase) for kind in types):
-            return NotImplemented  # `ShardBase.__torch_function__` runs instead, and treats a WholeCopy as plain tensor
+            return NotImplemented  # `ShardBase.__torch_function__` runs instead; to it, a WholeCopy is a plain tensor
         kwargs = kwargs or {}
         with WithoutTorchFunction():
             copies = [each for each in find_tensors((args, kwargs)) if isinstance(each, WholeCopy)]

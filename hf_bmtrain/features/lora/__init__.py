@@ -41,7 +41,7 @@ class Lora(Extension):
                     vars(module)["_bmt_name"] = name
         split = sum(split_adapters(block.modules()) for block in chosen)
         if split and plan.world.rank == 0:
-            _log.info("%d adapters on stacks of experts are computed as separate products", split)
+            _log.info("%d adapters of stacked experts are not merged into the weights", split)
             for name, module in plan.model.named_modules():
                 if isinstance(module, SplitWrapper):
                     vars(module)["_bmt_name"] = name

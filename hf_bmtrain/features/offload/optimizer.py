@@ -227,8 +227,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         uneven = [buffer for buffer in by_buffer if negotiation.covers(buffer)]
         if uneven and not self._told and current_world().rank == 0:
             _log.info(
-                "update_in_backward(): step() updates the parameters of %d of %d flat buffers, because the ranks may "
-                "enter different parts of their model",
+                "update_in_backward(): step() updates the parameters of %d of %d flat buffers instead, because ranks "
+                "may enter different parts of a model",
                 len(uneven), len(by_buffer),
             )  # fmt: skip
         self._told = True
@@ -236,8 +236,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             del by_buffer[buffer]
         with ExitStack() as hooks:
             for buffer, local_params in by_buffer.items():
-                # Hooks run parameter by parameter, in the buffer's order. So a hook on the last parameter that is added
-                # now runs after the user's hooks on all of them.
+                # Hooks run parameter by parameter, in the buffer's order. So a hook that is added now to the last
+                # parameter runs after the user's hooks on all of them.
                 last = [local for local in buffer.slices if local.requires_grad][-1]
                 update = last.register_post_accumulate_grad_hook(
                     lambda _, local_params=local_params: self._update_early(local_params)

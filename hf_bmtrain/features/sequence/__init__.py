@@ -34,7 +34,7 @@ def ranks_per_row(model: Any) -> int:
 
 
 class SequenceParallel(Extension):
-    """The feature of `auto_wrap(sequence_parallel=)`."""
+    """Makes `sequence_parallel` ranks share each row."""
 
     def __init__(self, options: Options) -> None:
         self._size = options.sequence_parallel

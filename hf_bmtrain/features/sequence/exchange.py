@@ -78,7 +78,7 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
 
 
 def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-    """Do the opposite of `_scatter_heads`. Values of a head that several ranks have are added.
+    """Undo `_scatter_heads`. If several ranks have a head, add up their values of that head.
 
     totals: for each tensor, the number of all heads.
     """

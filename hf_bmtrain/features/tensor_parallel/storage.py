@@ -54,7 +54,7 @@ class PartStorage(WholeStorage):
         shape = self.whole_shape(index)
         if whole.shape != shape:
             raise ValueError(
-                f"full must have the shape {tuple(shape)} of the whole tensor, of which {self.grid.size} ranks have "
-                f"one part each, but has {tuple(whole.shape)}"
+                f"`full` must be the whole tensor, which {self.grid.size} ranks split into parts: its shape must be "
+                f"{tuple(shape)}, but is {tuple(whole.shape)}"
             )
         return whole.chunk(self.grid.size, self.dim)[self.grid.place]

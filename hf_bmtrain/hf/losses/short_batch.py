@@ -151,7 +151,7 @@ def _loss_of_rows(
 
     Collective: every rank must call it.
     """
-    rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # `shared` ranks have the same rows
+    rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # `shared` ranks share each row
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)
     short = first_rows(inputs, rows, max(mine, 1)) if computes_loss(trainer) else None
     if not all(world.gather_objects(short is not None)):

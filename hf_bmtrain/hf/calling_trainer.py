@@ -7,27 +7,31 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-import transformers
+from transformers import Trainer, trainer
 
 
-def calling_trainer() -> transformers.Trainer | None:
+def calling_trainer() -> Trainer | None:
     """Return the innermost Trainer that has a method running on this thread, or None."""
     return next((frame.f_locals["self"] for frame in _trainer_frames()), None)
 
 
 def resumed_folder() -> str | None:
     """Return the checkpoint folder from which the Trainer that is calling has resumed, or None."""
-    trainer = calling_trainer()
+    caller = calling_trainer()
     given = (
-        frame.f_locals.get("resume_from_checkpoint") for frame in _trainer_frames() if frame.f_locals["self"] is trainer
+        frame.f_locals.get("resume_from_checkpoint") for frame in _trainer_frames() if frame.f_locals["self"] is caller
     )
     return next((os.fspath(each) for each in given if isinstance(each, (str, os.PathLike))), None)
 
 
 def _trainer_frames() -> Iterator[FrameType]:
-    """Yield the frames of this thread that run a method of a Trainer, innermost first."""
+    """Yield the frames of this thread that run a method of class Trainer itself, innermost first.
+
+    Until Python 3.13, reading the locals of a frame stores references to them in it, which would keep the program's own
+    objects alive. So only frames of transformers' own file are read.
+    """
     frame = sys._getframe(1)
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), transformers.Trainer):
+        if frame.f_code.co_filename == trainer.__file__ and isinstance(frame.f_locals.get("self"), trainer.Trainer):
             yield frame
         frame = frame.f_back

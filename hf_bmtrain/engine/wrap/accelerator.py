@@ -54,23 +54,30 @@ def check_accelerator(size: int) -> None:
 
 def check_trainer(size: int) -> None:
     """Raise RuntimeError if a Trainer that runs on this thread, on several ranks, has no BMTrainCallback."""
-    module, callback = sys.modules.get("transformers.trainer"), sys.modules.get("hf_bmtrain.hf.callback")
-    if module is None or size == 1:
+    trainer = _calling_trainer() if size > 1 else None
+    if trainer is None:
         return
-    frame = sys._getframe(1)
+    callback = sys.modules.get("hf_bmtrain.hf.callback")
+    if callback is None or not any(
+        isinstance(each, callback.BMTrainCallback) for each in trainer.callback_handler.callbacks
+    ):
+        raise RuntimeError(
+            f"{type(trainer).__name__} trains a sharded model on {size} ranks without BMTrainCallback: it would scale "
+            "some losses by the number of ranks, and hang when rank 0 saves alone. Pass "
+            "callbacks=[bmt.hf.BMTrainCallback()]."
+        )
+
+
+def _calling_trainer() -> Any:
+    module: Any = sys.modules.get("transformers.trainer")
+    frame = sys._getframe(1) if hasattr(module, "Trainer") else None
     while frame is not None:
-        trainer: Any = frame.f_locals.get("self")
-        if isinstance(trainer, module.Trainer):
-            if callback is None or not any(
-                isinstance(each, callback.BMTrainCallback) for each in trainer.callback_handler.callbacks
-            ):
-                raise RuntimeError(
-                    f"{type(trainer).__name__} trains a sharded model on {size} ranks without BMTrainCallback: it "
-                    "would scale some losses by the number of ranks, and hang when rank 0 saves alone. Pass "
-                    "callbacks=[bmt.hf.BMTrainCallback()]."
-                )
-            return
+        # Until Python 3.13, reading the locals of a frame stores references to them in it, which would keep the
+        # program's own objects alive. So only frames of transformers' own file are read.
+        if frame.f_code.co_filename == module.__file__ and isinstance(frame.f_locals.get("self"), module.Trainer):
+            return frame.f_locals["self"]
         frame = frame.f_back
+    return None
 
 
 def _state() -> Any:

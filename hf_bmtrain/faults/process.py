@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..engine.comm.communicator import Communicator
@@ -82,7 +83,8 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
         if problem is None and isinstance(error, RuntimeError):
             if _is_raised_in(_TORCH_COLLECTIVES, trace):
                 problem = watch.find_cause(_CAUSE_SECONDS)
-            elif _is_raised_in(_OWN_COLLECTIVES, trace):  # these have waited for the cause already
+            elif _is_raised_in(_OWN_COLLECTIVES, trace) and not isinstance(error, torch.OutOfMemoryError):
+                # These have waited for the cause already.
                 problem = watch.find_cause(0.0)
             elif "CUDA error" in str(error):  # such as one from memory of a rank that has ended
                 problem = watch.wait_for_problem(_CAUSE_SECONDS)

@@ -106,12 +106,12 @@ class SharedStatus:
         return self._ask(self._control.look, _KEY.format(rank))
 
     def _ask(self, function: Callable[..., str | None], *arguments: str) -> str | None:
-        if not self.lost:
+        for last in () if self.lost else (False, True):  # a connection may fail once
             try:
                 return function(*arguments)
             except RuntimeError as error:
                 _log.debug("rank %d cannot reach the store: %s", self._rank, error)
-                self.lost = True
+                self.lost = last
         return None
 
 

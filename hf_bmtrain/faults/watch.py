@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from ..engine.comm.collective_log import UNKNOWN, CollectiveLog, Excerpt, describe
 from ..engine.comm.communicator import Communicator
 from ..engine.comm.object_comm import ObjectComm
@@ -184,7 +186,8 @@ class Watch(Monitor):
                 if problem is not None:
                     self.status.blamed = theirs.blamed
                     return problem
-        if self._board.lost and not self.status.ended:  # at the end of the program, rank 0 may leave first
+        # At the end of the program, and after destroy_process_group(), rank 0 may leave first.
+        if self._board.lost and not self.status.ended and dist.is_initialized():
             served = "'s launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
             return (
                 f"rank 0{served} has probably ended, or its host or network is down, because the store that it serves "

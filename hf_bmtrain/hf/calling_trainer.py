@@ -17,11 +17,9 @@ def calling_trainer() -> Trainer | None:
 
 def resumed_folder() -> str | None:
     """Return the checkpoint folder from which the Trainer that is calling has resumed, or None."""
-    caller = calling_trainer()
-    given = (
-        frame.f_locals.get("resume_from_checkpoint") for frame in _trainer_frames() if frame.f_locals["self"] is caller
-    )
-    return next((os.fspath(each) for each in given if isinstance(each, (str, os.PathLike))), None)
+    name = "resume_from_checkpoint"
+    folder = next((frame.f_locals.get(name) for frame in _trainer_frames() if name in frame.f_code.co_varnames), None)
+    return None if folder is None else os.fspath(folder)
 
 
 def _trainer_frames() -> Iterator[FrameType]:

@@ -150,18 +150,18 @@ class TrainerCheckpoints:
         not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
 
         Args:
-            folder: the checkpoint from which Trainer has resumed; None if it has not.
+            folder: the checkpoint from which Trainer has resumed; None if it has not. A program may also have loaded
+                `optimizer.pt` itself.
 
         Raises:
             RuntimeError: the checkpoint is incomplete or damaged.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
-        if folder is None:
-            return
-        place = Path(folder)
         if reference is None:
-            self._verify_without_reference(place)
+            if folder is not None:
+                self._verify_without_reference(Path(folder))
             return
+        place = Path(folder or reference["folder"])
         if current_world().control.broadcast_object(_identity(place) != reference["id"]):
             _raise_if_damaged(place, _damage)
             raise RuntimeError(
@@ -170,7 +170,7 @@ class TrainerCheckpoints:
             )
         _raise_if_damaged(place, _damage_of_added)
         saved, rows = _extra(place).get("rows"), self._rows_per_step()
-        if saved not in (None, rows) and current_world().rank == 0:
+        if saved not in (None, rows) and not self._args.ignore_data_skip and current_world().rank == 0:
             _log.warning(
                 "The checkpoint %s was saved by a training with %d rows a step, and this one has %d. Trainer finds its "
                 "place in the epoch by counting steps, so it leaves rows out or trains on some twice. Set "
@@ -186,8 +186,9 @@ class TrainerCheckpoints:
 
     def _rows_per_step(self) -> int:
         """Return the number of rows of all ranks that Trainer takes for one step of the optimizer."""
-        batches = self._args.gradient_accumulation_steps * current_world().size // ranks_per_row(self._model)
-        return self._args.train_batch_size * batches
+        groups = current_world().size // ranks_per_row(self._model)
+        batches = 1 if self._args.accelerator_config.split_batches else groups
+        return self._args.train_batch_size * self._args.gradient_accumulation_steps * batches
 
     def _verify_without_reference(self, place: Path) -> None:
         """Verify a checkpoint that Trainer has loaded without a reference to a sharded part.

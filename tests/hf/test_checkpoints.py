@@ -214,6 +214,16 @@ def test_damage_to_trainers_own_files(world, tmp_path):
         path.write_bytes(data)
 
 
+def loaded_by_hand(folder, given, options, checkpoint):
+    """Whether a program that loads the optimizer itself, without resuming, trains with the state of the checkpoint."""
+    trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), **options)
+    trainer.create_optimizer()
+    trainer.optimizer.load_state_dict(torch.load(f"{checkpoint}/optimizer.pt"))
+    trainer.args.max_steps = 1
+    trainer.train()
+    return {int(state["step"]) for state in trainer.optimizer.state_dict()["state"].values()} == {3}
+
+
 def test_a_checkpoint_that_was_copied(world, tmp_path):
     """What is verified and loaded is the folder that Trainer resumes from, not the one that was saved."""
     folder, given, options = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}
@@ -226,6 +236,7 @@ def test_a_checkpoint_that_was_copied(world, tmp_path):
         world(2)(resume_errors, str(folder), given, options, str(copied), f"elsewhere.*{name}")
         (copied / name).write_bytes(whole)
     resumed = world(2)(run, str(folder), given, options, str(saved))[0]
+    assert all(world(2)(loaded_by_hand, str(folder), given, options, str(saved)))
     shutil.rmtree(saved)
     moved = world(2)(run, str(folder), given, options, str(copied))[0]
     assert losses(moved["history"], "grad_norm") == losses(resumed["history"], "grad_norm")

@@ -1,6 +1,7 @@
 """What would train wrongly in silence is one clear error, at the first step at the latest."""
 
 import dataclasses
+import functools
 import types
 
 import pytest
@@ -56,9 +57,24 @@ def optimizer_from_before_in_trainer(folder):
 def trainer_without_callback(folder):
     model = bmt.auto_wrap(build("llama"))
     args = jobs.arguments(folder)
+    make = functools.partial(transformers.Trainer, model=model, args=args, train_dataset=jobs.Rows())
+    make(callbacks=[bmt.hf.BMTrainCallback()]).train()
     with pytest.raises(RuntimeError, match="on 2 ranks without BMTrainCallback: .* Pass callbacks="):
-        transformers.Trainer(model=model, args=args, train_dataset=jobs.Rows()).train()
-    transformers.Trainer(model=model, args=args, train_dataset=jobs.Rows(), eval_dataset=jobs.Rows()).evaluate()
+        make().train()
+    make(eval_dataset=jobs.Rows()).evaluate()
+    model.zero_grad()
+    Distilled(model=build("llama"), args=args, train_dataset=jobs.Rows(), teacher=model).train()
+
+
+class Distilled(transformers.Trainer):
+    """Trains a plain model; its teacher is sharded."""
+
+    def __init__(self, *args, teacher, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.teacher = teacher
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss + 0 * self.teacher(**inputs).loss.detach()
 
 
 def optimizers_that_take_turns():

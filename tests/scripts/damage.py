@@ -124,7 +124,7 @@ class Stock:
     def state(self) -> str:
         trainer = self.trainer
         found = digest(
-            trainer.model.state_dict(), trainer.optimizer.state_dict()["param_groups"], trainer.state.global_step,
+            trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.state.global_step,
             trainer.lr_scheduler.state_dict(), torch.get_rng_state(),
         )  # fmt: skip
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -162,7 +162,9 @@ class Prepared:
         self.accelerator.load_state(str(folder / "state"))
 
     def state(self) -> str:
-        return digest(self.model.state_dict(), self.scheduler.state_dict(), torch.get_rng_state())
+        return digest(
+            self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict(), torch.get_rng_state()
+        )  # fmt: skip
 
 
 KINDS = {"save_state": Own, "files": Files, "stock Trainer": Stock, "bmt.hf.Trainer": Ours, "Accelerate": Prepared}

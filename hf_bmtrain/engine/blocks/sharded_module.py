@@ -165,6 +165,8 @@ def _begins_without_dict(cls: Any) -> bool:
 
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
+STAYS = "stays_in_copies"
+"""An attribute of hooks of this package without which a deep copy of their module would compute something else."""
 _ADDED = ("_schedule", "_bmt", "_bmt_name", "_uneven", "_is_fsdp_managed_module")
 """Attributes that sharding adds to instances, besides hooks and methods."""
 
@@ -220,7 +222,8 @@ def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
     cls, attributes = own_class(module), {}
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_pre_hooks")) and isinstance(value, dict):
-            kept = {key: hook for key, hook in value.items() if not _is_ours(getattr(hook, "hook", hook))}
+            hooks = {key: getattr(hook, "hook", hook) for key, hook in value.items()}
+            kept = {key: value[key] for key, hook in hooks.items() if not _is_ours(hook) or hasattr(hook, STAYS)}
             attributes[name] = value if len(kept) == len(value) else type(value)(kept)
         elif name not in _ADDED:
             replaced = value

@@ -52,32 +52,29 @@ def check_accelerator(size: int) -> None:
         )
 
 
-def check_trainer(size: int) -> None:
-    """Raise RuntimeError if a Trainer that runs on this thread, on several ranks, has no BMTrainCallback."""
-    trainer = _calling_trainer() if size > 1 else None
-    if trainer is None:
+def check_trainer(model: torch.nn.Module, size: int) -> None:
+    """Raise RuntimeError if a Trainer without BMTrainCallback takes a training step of `model` on several ranks."""
+    transformers: Any = sys.modules.get("transformers.trainer")
+    if size == 1 or not hasattr(transformers, "Trainer"):
         return
-    callback = sys.modules.get("hf_bmtrain.hf.callback")
-    if callback is None or not any(
+    step, frame = transformers.Trainer.training_step.__code__, sys._getframe(1)
+    while frame is not None and frame.f_code is not step:
+        frame = frame.f_back
+    if frame is None:
+        return
+    # Until Python 3.13, reading the locals of a frame stores references to them in it, which would keep objects of the
+    # program alive. So no other frames are read.
+    trainer, callback = frame.f_locals["self"], sys.modules.get("hf_bmtrain.hf.callback")
+    if callback is not None and any(
         isinstance(each, callback.BMTrainCallback) for each in trainer.callback_handler.callbacks
     ):
+        return
+    if any(each is model for each in trainer.model.modules()):  # otherwise it may be the teacher of a plain model
         raise RuntimeError(
             f"{type(trainer).__name__} trains a sharded model on {size} ranks without BMTrainCallback: it would scale "
             "some losses by the number of ranks, and hang when rank 0 saves alone. Pass "
             "callbacks=[bmt.hf.BMTrainCallback()]."
         )
-
-
-def _calling_trainer() -> Any:
-    module: Any = sys.modules.get("transformers.trainer")
-    frame = sys._getframe(1) if hasattr(module, "Trainer") else None
-    while frame is not None:
-        # Until Python 3.13, reading the locals of a frame stores references to them in it, which would keep the
-        # program's own objects alive. So only frames of transformers' own file are read.
-        if frame.f_code.co_filename == module.__file__ and isinstance(frame.f_locals.get("self"), module.Trainer):
-            return frame.f_locals["self"]
-        frame = frame.f_back
-    return None
 
 
 def _state() -> Any:

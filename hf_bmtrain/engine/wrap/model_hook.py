@@ -84,13 +84,13 @@ class ModelHook:
         if DistributedDataParallel._active_ddp_module is not None:
             iter(RefuseDataParallel())
         check_accelerator(ranks)
+        check_trainer(model, ranks)
         names = list(chain.from_iterable(self._parameters))
         if (
             _values(self._modules) != self._tree
             or names != self._names
             or not set(map(type, _values(self._parameters))) <= self._kinds
         ):
-            check_trainer(ranks)
             self._walk(model)
 
     def _walk(self, model: torch.nn.Module) -> None:

@@ -287,11 +287,11 @@ class Activations:
                 self.measure()
             return
         free = self._read_free()
-        is_short = free < self._free
-        if self.together:
-            is_short = self._planner.world.control.any(is_short, _OCCASION)
+        replan = self._stale or free < self._free
+        if self.together:  # a rank may have measured alone before the first such layer was wrapped
+            replan = self._planner.world.control.any(replan, _OCCASION)
         self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
-        if self._stale or is_short:
+        if replan:
             self._plan_again(blocks, self._free)
 
     def measure(self) -> None:

@@ -37,7 +37,7 @@ class SequenceParallel(Extension):
     """Makes `sequence_parallel` ranks share each row."""
 
     def __init__(self, options: Options) -> None:
-        self._size = options.sequence_parallel
+        self._size, self._plans = options.sequence_parallel, options.use_checkpoint == "auto"
         self._blocks: list[torch.nn.Module] = []
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
@@ -69,6 +69,11 @@ class SequenceParallel(Extension):
             rows.follow(plan.model)
         if not self._blocks:
             return
+        if self._plans and getattr(plan.model, "_uneven", False):
+            raise ValueError(
+                "auto_wrap: with sequence_parallel, use_checkpoint='auto' does not support "
+                f"{type(plan.model).__name__}, whose ranks may enter different parts of it. Pass True or False."
+            )
         rows = SharedRows(plan.model, self._size)
         rows.watch(self._blocks, trunk_of(plan.model, self._blocks[0]))
         setattr(plan.model, _ROWS, rows)

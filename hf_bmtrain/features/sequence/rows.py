@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ...engine.base.checksums import digest
 from ...engine.base.torch_internals import disable_compiler, pytree
 from ...engine.runtime.world import current_world
 from .attention import ROW, Row
@@ -149,7 +150,7 @@ class SharedRows:
         facts = [torch.tensor([*row.shape[:2]], device=row.device)]
         for tensor in (row, labels):
             whole = tensor is not None and not tensor.is_floating_point()
-            facts.append(_digest(tensor) if whole else facts[0].new_zeros(1))  # pyright: ignore[reportArgumentType]
+            facts.append(digest(tensor) if whole else facts[0].new_zeros(1))  # pyright: ignore[reportArgumentType]
         mine = torch.cat(facts)
         everyone = mine.new_empty(self.size * len(mine))
         current_world().open_group(self.size).all_gather(everyone, mine).wait()
@@ -324,12 +325,6 @@ def _refuse_generate(*args: Any, **kwargs: Any) -> NoReturn:
         "generate() is not supported with sequence_parallel. Save the model (bmt.save), and generate with a model that "
         "is wrapped without sequence_parallel."
     )
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    """Return a hash of an integer tensor, (1,) int64."""
-    flat = tensor.reshape(-1).long()
-    return ((flat + 1) * (torch.arange(flat.numel(), device=flat.device) * 2654435761 + 97)).sum().reshape(1)
 
 
 def _narrow(parts: Parts, tensor: Tensor, dim: int) -> Tensor:

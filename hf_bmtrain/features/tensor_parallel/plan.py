@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from ...engine.base.checksums import digest
+from ...engine.base.torch_internals import pytree
+from ...engine.blocks.sharded_module import STAYS
 from ...engine.runtime.world import current_world
 from ...engine.sharding.sourced import SourcedParameter
 from ...engine.wrap.extension import Extension, WrapPlan
@@ -65,6 +68,7 @@ class SplitByPlan(Extension):
                 f"{name}, but only {' and '.join(_SPLIT)} layers can be split. Leave tp_size out."
             )
         config: Any = getattr(plan.model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
         for heads in ("num_attention_heads", "num_key_value_heads"):
             if (count := getattr(config, heads, None)) is not None and count % grid.size:
                 raise ValueError(f"auto_wrap: {heads}={count} must be a multiple of tp_size={grid.size}")
@@ -93,6 +97,31 @@ class SplitByPlan(Extension):
             if parameter not in used_by_parts and not hasattr(parameter, "storage_kind"):
                 marked: Any = parameter
                 marked.storage_kind = split_kind(-1)
+
+    def connect(self, plan: WrapPlan) -> None:
+        if self._modules and plan.world.device.type != "meta":
+            plan.model.register_forward_pre_hook(_check_same_inputs, with_kwargs=True)
+
+
+def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise RuntimeError unless the ranks of a group have called the model with the same integers.
+
+    Collective in the group: every rank of it must call it.
+    """
+    grid = current_world().grid
+    values = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    integers = [each for each in values if not each.is_floating_point() and not each.is_complex()]
+    if grid is None or not integers:
+        return
+    mine = torch.cat([digest(each) for each in integers]).sum().reshape(1)
+    everyone = mine.new_empty(grid.size)
+    grid.together.all_gather(everyone, mine).wait()
+    if len({*everyone.tolist()}) > 1:
+        raise RuntimeError(
+            f"{type(model).__name__}: the {grid.size} ranks that compute together (tp_size) must get the same batch, "
+            f"but their inputs differ. Let rank r read the data of rank r - r % {grid.size}. In generate with "
+            "do_sample=True, give these ranks the same seed."
+        )
 
 
 def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, torch.nn.Module, str]]:
@@ -150,3 +179,7 @@ def _share_input(module: torch.nn.Module, args: Any) -> Any:
 def _add_outputs(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     grid = current_world().grid
     return output if grid is None else add(grid, output)
+
+
+for _hook in (_share_input, _add_outputs):
+    setattr(_hook, STAYS, True)  # the weights in copies are parts, too

@@ -24,6 +24,11 @@ class TensorParallel(Extension):
             return
         if self._unfit:
             raise ValueError(f"auto_wrap: {self._unfit[0]} cannot be combined with tp_size. Leave one of them out.")
+        if late and has_plan(model):
+            raise ValueError(
+                "auto_wrap: with tp_size, parameters such as LoRA adapters cannot be added to a model that is split by "
+                "its tensor-parallel plan. Leave tp_size out."
+            )
         if not has_parts(model) and not has_plan(model):
             raise ValueError(
                 f"auto_wrap: with tp_size={grid.size}, {grid.size} ranks compute together, but {type(model).__name__} "

@@ -62,7 +62,8 @@ def hook_loss(
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             outputs["loss"] = correct(given, outputs, outputs["loss"])
         elif isinstance(outputs, tuple) and outputs and is_scalar(outputs[0]):  # with return_dict=False
-            return (correct(given, outputs, outputs[0]), *outputs[1:])
+            corrected = (correct(given, outputs, outputs[0]), *outputs[1:])
+            return type(outputs)._make(corrected) if hasattr(outputs, "_make") else corrected  # pyright: ignore
         return None
 
     vars(base_of(model))[_HOOKS][1].extend(

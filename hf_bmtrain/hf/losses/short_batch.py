@@ -106,8 +106,8 @@ def _is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
 
 def _rows_of_rank(trainer: transformers.Trainer) -> int:
     """Return the number of rows of a full evaluation batch on one rank."""
-    accelerator = trainer.accelerator
-    return trainer.args.eval_batch_size // (accelerator.num_processes if accelerator.split_batches else 1)
+    groups = current_world().size // ranks_per_row(trainer.model)
+    return trainer.args.eval_batch_size // (groups if trainer.accelerator.split_batches else 1)
 
 
 def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world
     mine = counted.sum(dtype=torch.float64).to(loss.device)
     sums = torch.stack([torch.where(mine > 0, loss.detach().double() * mine, 0.0), mine])
     world.reduce.all_reduce(sums).wait()
-    return (sums[0] / sums[1]).to(loss.dtype)
+    return (sums[0] / sums[1]).to(loss.dtype) if sums[1] > 0 else loss
 
 
 def _rows_left(trainer: transformers.Trainer) -> int | None:

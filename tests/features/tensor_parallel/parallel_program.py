@@ -341,9 +341,16 @@ def transformers_plans(folder: Path) -> None:
         found = model.state_dict()
         for name, value in true.state_dict().items():
             close(found[name], value, f"{family}: {name}")
+        copied = copy.deepcopy(model)
+        close(copied(input_ids=rows[group]).logits, true(input_ids=rows[group]).logits, f"{family}: logits of a copy")
+        with pytest.raises(RuntimeError, match="must get the same batch, but their inputs differ"):
+            model(input_ids=rows[group] if bmt.config["tp_rank"] else rows[group].flip(1))
         bmt.save_state(folder / family, model)
         bmt.load_state(folder / family, model)
         assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    model.adapter = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="such as LoRA adapters cannot be added"):
+        bmt.auto_wrap(model)
     renamed = nn.Sequential(nn.Linear(2, 2))
     renamed.tp_plan = {"layers.*.up": "colwise"}
     with pytest.raises(ValueError, match="has none of the layers"):

@@ -15,6 +15,7 @@ from ..engine.base.arguments import expect_flag
 from ..engine.blocks.block import CheckpointBlock
 from ..engine.optim.adam import AdamOptimizer
 from ..engine.runtime.world import current_world
+from ..engine.wrap.accelerator import HAD_CALLBACK
 from ..engine.wrap.refuse import holds_additions
 from ..features.auto_wrap import auto_wrap
 from ..features.router import RouterLoad
@@ -118,7 +119,10 @@ class BMTrainCallback(TrainerCallback):
     def _follow_losses(self, model: Any) -> None:
         """Make the losses of `model` count as in one process, in training and in evaluation."""
         trainer = calling_trainer()
-        if trainer is None or not claim_hooks(model, trainer):
+        if trainer is None:
+            return
+        setattr(trainer, HAD_CALLBACK, True)
+        if not claim_hooks(model, trainer):
             return
         follow_mean_loss(model, trainer.args)
         follow_short_batch(trainer)

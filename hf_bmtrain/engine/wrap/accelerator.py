@@ -19,6 +19,8 @@ from ..blocks.block import weak_method
 _log = logging.getLogger("hf_bmtrain")
 _log_once = functools.cache(_log.log)
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HAD_CALLBACK = "_had_bmtrain_callback"
+"""An attribute that BMTrainCallback sets on its Trainer."""
 _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
@@ -53,7 +55,7 @@ def check_accelerator(size: int) -> None:
 
 
 def check_trainer(model: torch.nn.Module, size: int) -> None:
-    """Raise RuntimeError if a Trainer without BMTrainCallback takes a training step of `model` on several ranks."""
+    """Raise RuntimeError if a Trainer that has never had BMTrainCallback trains `model` on several ranks."""
     transformers: Any = sys.modules.get("transformers.trainer")
     if size == 1 or not hasattr(transformers, "Trainer"):
         return
@@ -64,12 +66,9 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
         return
     # Until Python 3.13, reading the locals of a frame stores references to them in it, which would keep objects of the
     # program alive. So no other frames are read.
-    trainer, callback = frame.f_locals["self"], sys.modules.get("hf_bmtrain.hf.callback")
-    if callback is not None and any(
-        isinstance(each, callback.BMTrainCallback) for each in trainer.callback_handler.callbacks
-    ):
-        return
-    if any(each is model for each in trainer.model.modules()):  # otherwise it may be the teacher of a plain model
+    trainer = frame.f_locals["self"]
+    # Another model than the trainer's may be the teacher of a plain one.
+    if not hasattr(trainer, HAD_CALLBACK) and any(each is model for each in trainer.model.modules()):
         raise RuntimeError(
             f"{type(trainer).__name__} trains a sharded model on {size} ranks without BMTrainCallback: it would scale "
             "some losses by the number of ranks, and hang when rank 0 saves alone. Pass "

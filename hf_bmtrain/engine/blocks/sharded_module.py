@@ -205,7 +205,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # A class that an extension has generated for a layer, such as one that computes in float8, also has `_extends`.
+    # A class that an extension has generated for a layer, such as one with another arithmetic, also has `_extends`.
     while "_extends" in vars(cls) and issubclass(cls, (ShardedModule, OnlyWhileSharded)):
         cls = cls._extends
     return cls

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import resource
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,12 +112,21 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 class ParameterCount:
     """Counts the elements of a model's full parameters. Tied parameters count once.
 
-    Trainer requests the count in every step, for its total_flos. It gets the first answer again until `renew`.
+    The modules are searched again only if a module or parameter was added, removed or replaced since the last count.
+    Trainer requests the count in every step, for its total_flos. It gets the same answer for KEPT steps, before the
+    modules are compared with those of the last search.
     """
+
+    KEPT = 20
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._answer: int | None = None  # to Trainer
+        self._held: list[Any] = []  # `values()` of the modules' non-empty `_modules` and `_parameters`
+        self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
+        self._seen: list[Any] = [None]  # the items of `_held` at the last search, then _END
+        # For each parameter: (the parameter, its number of elements, whether only embeddings use it).
+        self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
+        self._answer, self._left = 0, 0  # the count for Trainer, and the number of steps that still get it
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of elements of the model's full parameters.
@@ -125,23 +137,43 @@ class ParameterCount:
         """
         if sys._getframe(1).f_code is not Trainer.floating_point_ops.__code__:
             return self._count(only_trainable, exclude_embeddings)
-        if self._answer is None:
-            self._answer = self._count(only_trainable, exclude_embeddings)
+        if self._left == 0:
+            self._answer, self._left = self._count(only_trainable, exclude_embeddings), self.KEPT
+        self._left -= 1
         return self._answer
 
     def renew(self) -> None:
         """Make Trainer's next request count again. Called when training begins."""
-        self._answer = None
+        self._left = 0
 
     def _count(self, only_trainable: bool, exclude_embeddings: bool) -> int:
+        if any(self._empty) or not all(map(operator.is_, self._values(), self._seen)):
+            self._search()
+        return sum(
+            numel
+            for parameter, numel, looked_up in self._numels
+            if not (exclude_embeddings and looked_up) and (not only_trainable or parameter.requires_grad)
+        )
+
+    def _search(self) -> None:
         model = self._model()
         assert model is not None, "the model was dropped"
         embeddings, others = set(), set()
         for module in model.modules():
             (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
-        left_out = embeddings - others if exclude_embeddings else set()
-        counted = [parameter for parameter in model.parameters() if parameter not in left_out]
-        return sum(parameter.numel() for parameter in counted if parameter.requires_grad or not only_trainable)
+        looked_up = embeddings - others
+        self._numels = [(parameter, parameter.numel(), parameter in looked_up) for parameter in model.parameters()]
+        dictionaries = [each for module in model.modules() for each in (module._modules, module._parameters)]
+        self._held = [each.values() for each in dictionaries if each]
+        self._empty = [each for each in dictionaries if not each]
+        self._seen = [*self._values()]
+
+    def _values(self) -> Iterator[Any]:
+        return itertools.chain(itertools.chain.from_iterable(self._held), _END)
+
+
+_END = (object(),)
+"""Ends each list of values, so that a list is never the beginning of a longer one."""
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -131,12 +131,12 @@ def test_texts_go_through_the_store_where_no_memory_is_shared(world):
     assert world(2)(without_shared_memory) == [["é of rank 0", "é of rank 1" + "x" * 100]] * 2
 
 
-def test_a_store_that_ends_is_asked_once():
+def test_a_store_that_ends_is_asked_no_more():
     control = mock.Mock(size=1, **{"gather.return_value": [("here",)], "look.side_effect": RuntimeError("Broken pipe")})
     board = SharedStatus(control, 0)
     assert not board.lost and board.read(0) is None and board.lost
     board.show("status")
-    assert control.look.call_count == 1 and not control.show.called
+    assert control.look.call_count == 2 and not control.show.called
 
 
 def one_gathers_another_size():

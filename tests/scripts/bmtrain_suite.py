@@ -172,9 +172,9 @@ def main() -> int:
     if arguments[:1] == ["--file"]:
         run_file(Path(arguments[1]))
         return 0
-    if not arguments:
-        raise SystemExit("usage: python tests bmtrain_suite CHECKOUT [NAME ...]")
-    folder = Path(arguments[0]).resolve() / "tests"
+    folder = Path(*arguments[:1]).resolve() / "tests"
+    if not arguments or not (folder / "test_all.py").is_file():
+        raise SystemExit("usage: python tests bmtrain_suite CHECKOUT [NAME ...]; CHECKOUT has BMTrain's tests")
     ranks, unexplained = ranks_of(folder), 0
     for path in sorted(folder.glob("test_*.py")):
         name = path.stem.removeprefix("test_")

@@ -341,7 +341,7 @@ def main() -> int:
         run_role(*arguments[:3], arguments[3:])
         return 0
     unknown = {*arguments[1:]} - {*FAMILIES}
-    if not arguments or unknown:
+    if not arguments or unknown or not Path(arguments[0], "model_center").is_dir():
         raise SystemExit(f"usage: python tests model_center_suite CHECKOUT [{' | '.join(FAMILIES)} ...]")
     results = examine(Path(arguments[0]).resolve(), arguments[1:] or list(FAMILIES))
     print(f"{'family':10} ranks {' '.join(STEPS)}")

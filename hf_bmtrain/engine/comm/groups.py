@@ -185,8 +185,9 @@ class HostGather(CollectiveGather):
                 noted.host_part, noted.host_version = shard.new_empty(shard.numel() * self._levels.rail.size), -1
         if noted.host_version == shard._version:
             return self._levels.inside.all_gather(full, noted.host_part)
-        noted.host_version = shard._version
-        return self._levels.all_gather_through(noted.host_part, full, shard)
+        ticket = self._levels.all_gather_through(noted.host_part, full, shard)
+        noted.host_version = shard._version  # not before, because a failed gather leaves old or unfilled weights there
+        return ticket
 
 
 class ReplicatedReduction(Reduction):

@@ -19,7 +19,8 @@ import hf_bmtrain as bmt
 import hf_bmtrain.hf
 import jobs
 from cases import full
-from hf_bmtrain.engine.comm.communicator import GlooCommunicator
+from hf_bmtrain.engine.comm.communicator import GlooCommunicator, SingleProcess
+from hf_bmtrain.engine.comm.groups import HostGather
 from hf_bmtrain.engine.optim import skipped_steps
 from hf_bmtrain.engine.runtime import backend
 from ranks import Ranks
@@ -297,6 +298,32 @@ def test_refusals(hosts, gather, shard_over, told):
 @pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world", "3x1 host"])
 def test_quantized_base(hosts, name):
     hosts(name)(packed)
+
+
+def test_failed_gather_is_not_taken_for_a_filled_part():
+    """After a gather between hosts that failed, the next one crosses between hosts again, instead of using old weights.
+
+    There is one host with one rank, so all tensors have the size of the shard.
+    """
+    failing = [True]
+
+    class Levels:
+        rail = inside = SingleProcess()
+
+        def all_gather_through(self, part, full, shard):
+            if failing.pop():
+                raise RuntimeError("interrupted")
+            part.copy_(shard)
+            return self.inside.all_gather(full, part)
+
+    gather, shard, full = HostGather(Levels()), torch.ones(3), torch.zeros(3)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        gather.gather(full, shard, [])
+    failing.append(False)
+    gather.gather(full, shard, []).wait()
+    assert full.tolist() == [1, 1, 1]
+    gather.gather(full.zero_(), shard, []).wait()  # from the part: `failing` is empty
+    assert full.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The forward and backward of a module that computes its tokens in pieces.
+"""The forward and backward of a module that computes its tokens in chunks.
 
 In autograd's graph, the module is two nodes: first `_Keep`, which saves the input, and then `_Compute`, which computes
 the output and saves nothing. The last tensor that a recomputed block saves is therefore the input of its MLP, and
@@ -140,7 +140,7 @@ def _pieces(count: int, *tensors: Any) -> Any:
     """Yield, for each of `count` pieces, the index of its first token, and the tokens of each of `tensors`."""
     at = 0
     for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
-        yield at, *(view.contiguous() for view in views)  # contiguous, as the module's input is without pieces
+        yield at, *(view.contiguous() for view in views)  # contiguous, as the module's input is if it is not split
         at += views[0].shape[-2]
 
 

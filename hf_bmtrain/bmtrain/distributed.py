@@ -30,8 +30,8 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
-            size and rank numbers here refer to its ranks.
+        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", "world size"
+            and "rank" in this docstring refer to the ranks of this communicator.
 
     Returns:
         (world size, ...), a new tensor on the device of `x`, equal on all ranks.

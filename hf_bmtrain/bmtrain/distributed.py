@@ -6,9 +6,9 @@ For sharded parameters you need not divide the loss, because their gradients are
 If you use the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation,
 in the same order, and run its backward.
 
-With `comm=config["tp_comm"]`, the operations are between the ranks that compute one loss together. A tensor that is
-equal on these ranks, such as the result of `all_gather`, also has an equal gradient on each of them. As in BMTrain and
-in layers with split weights, these gradients are not summed.
+With `comm=config["tp_comm"]`, the operations are between the ranks of a tensor-parallel group, which compute one loss.
+A tensor that is equal on these ranks, such as the result of `all_gather`, also has an equal gradient on each of them.
+As in BMTrain and in layers with split weights, these gradients are not summed.
 """
 
 from __future__ import annotations

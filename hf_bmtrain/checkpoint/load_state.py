@@ -89,7 +89,7 @@ def load_state(
     the checkpoint, and verifies the checksums of all bytes that it uses. If a checkpoint is incomplete or damaged, the
     previous one is loaded instead, with a warning that names the file and the tensor. On the same number of ranks, the
     resumed training is bitwise identical to an uninterrupted one. On another number of ranks, the random generators are
-    seeded anew.
+    re-seeded.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.

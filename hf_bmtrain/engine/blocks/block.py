@@ -161,7 +161,7 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 def weak_method(method: Callable) -> Callable:
     """Return a function that calls a bound method without keeping its object alive. Return other callables unchanged.
 
-    This is for an object that stores one of its own methods. The reference cycle would keep a dropped model in memory
+    This is for an object that stores one of its own methods. The reference cycle would keep a deleted model in memory
     until the next garbage collection.
     """
     if not inspect.ismethod(method):

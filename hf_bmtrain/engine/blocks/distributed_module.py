@@ -101,7 +101,8 @@ class DistributedModule(ShardedModule):
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
-        """Return `on_demand.watch` of the buffers of this module's own parameters. Null context if it has children.
+        """Return `on_demand.watch` of the buffers of this module's own parameters. A null context if this module has
+        children.
 
         Inside `watch`, no other module may read these buffers. A module without children calls no other module, so this
         is guaranteed. The context is also null if gradients are disabled, because autograd then saves nothing.

@@ -199,7 +199,7 @@ class Schedule:
             add_note("\n".join(lines))
 
     def free_dropped(self) -> None:
-        """Free memory outside torch's allocator that belongs to models which every rank has dropped.
+        """Free memory outside torch's allocator that belongs to models which every rank has deleted.
 
         Collective: every rank must call it.
         """

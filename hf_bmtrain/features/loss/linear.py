@@ -94,7 +94,7 @@ class _Work:
         how: the loss of each row, and the reduction.
         wants: whether hidden, weight and bias need a gradient.
         dtype: the dtype of the matrix products.
-        chunk_bytes: the most bytes of logits at a time.
+        chunk_bytes: the maximum number of bytes of logits at a time.
     """
 
     how: Criterion
@@ -242,7 +242,7 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
     Args:
         rows: the number of all rows.
         row_bytes: bytes of a row.
-        budget: the most bytes of a chunk, which has at least one row.
+        budget: the maximum size of a chunk in bytes. A chunk has at least one row.
     """
     most = max(1, budget // row_bytes)
     even = -(-rows // max(1, -(-rows // most)))

@@ -389,7 +389,7 @@ class Activations:
     def _plan_again(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
         """Choose anew which blocks are recomputed: this rank by itself, or all ranks if plans are made together.
 
-        blocks: the policies of the measured blocks. free: the least bytes that were free when a pass began.
+        blocks: the policies of the measured blocks. free: the minimum of free bytes when a pass began.
         """
         world = self._planner.world
         mine = Reading(

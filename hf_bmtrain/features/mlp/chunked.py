@@ -24,7 +24,7 @@ from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 class ChunkedMlp(OnlyWhileSharded):
     """An MLP, extended in place.
 
-    chunks: the number of pieces.
+    chunks: the number of chunks.
     """
 
     chunks: ClassVar[int]
@@ -51,7 +51,7 @@ class _Call:
 
     Attributes:
         forward: the forward of the module.
-        count: the number of pieces.
+        count: the number of chunks.
         parameters: the parameters of the module that require a gradient.
         autocast: the device type and the dtype of autocast, or None if it is off.
         gradient: the gradient of the output, between the backwards of `_Compute` and `_Keep`.
@@ -71,10 +71,10 @@ class _Call:
 
 
 def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[Tensor], tokens: Tensor) -> Tensor:
-    """Compute `forward(tokens)` and its gradients in `count` pieces.
+    """Compute `forward(tokens)` and its gradients in `count` chunks.
 
     Args:
-        count: the number of pieces. If there are fewer tokens, each of them is a piece.
+        count: the number of chunks. If there are fewer tokens, there is one chunk per token.
         forward: the forward of a module.
         parameters: the parameters of the module.
         tokens: (..., tokens, features).
@@ -137,7 +137,7 @@ class _Compute(torch.autograd.Function):
 
 
 def _pieces(count: int, *tensors: Any) -> Any:
-    """Yield, for each of `count` pieces, the index of its first token, and the tokens of each of `tensors`."""
+    """Yield, for each of `count` chunks, the index of its first token, and the tokens of each of `tensors`."""
     at = 0
     for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
         yield at, *(view.contiguous() for view in views)  # contiguous, as the module's input is if it is not split
@@ -145,7 +145,7 @@ def _pieces(count: int, *tensors: Any) -> Any:
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Add the gradient of a weight from one piece to the sum of the earlier pieces, in float32."""
+    """Add the gradient of a weight from one chunk to the sum of the earlier chunks, in float32."""
     if gradient is None:
         return total
     return gradient.float() if total is None else total.add_(gradient)

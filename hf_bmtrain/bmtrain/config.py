@@ -23,8 +23,8 @@ class Topology:
         stages: the number of stages of a pipeline, 1.
         pipe_idx: the index of this rank's pipeline, equal to `rank`.
         stage_id: the index of the pipeline's stage, 0.
-        tp_id: this rank's index among the ranks that compute together.
-        tp_idx: the index of the group of ranks that compute together.
+        tp_id: this rank's index in its tensor-parallel group.
+        tp_idx: the index of this rank's tensor-parallel group.
         zero_idx: the index of the group of all ranks, 0.
         zero_id: this process's rank.
         tp_zero_idx: the index of the group of ranks that have the same parts of weights.
@@ -90,10 +90,10 @@ class Config(Mapping):
 
     * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
     * The properties of BMTrain's process groups. zero_rank and zero_size describe the group of all ranks. tp_rank and
-      tp_size describe the ranks that compute together. tp_zero_rank and tp_zero_size describe the ranks that have the
+      tp_size describe this rank's tensor-parallel group. tp_zero_rank and tp_zero_size describe the ranks that have the
       same parts of weights. pipe_size and pipe_enabled describe a group of this rank alone. topology is a `Topology`.
     * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks. With `tp_size` there are
-      also tp_comm, the ranks that compute together, and tp_zero_comm, the ranks that have the same parts of weights.
+      also tp_comm, this rank's tensor-parallel group, and tp_zero_comm, the ranks that have the same parts of weights.
     * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
     """
 

@@ -6,9 +6,9 @@ For sharded parameters you need not divide the loss, because their gradients are
 If you use the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation,
 in the same order, and run its backward.
 
-With `comm=config["tp_comm"]`, the operations are between the ranks that compute one loss together. A tensor that is
-equal on these ranks, such as the result of `all_gather`, also has an equal gradient on each of them. As in BMTrain and
-in layers with split weights, these gradients are not summed.
+With `comm=config["tp_comm"]`, the operations are between the ranks of a tensor-parallel group, which compute one loss.
+A tensor that is equal on these ranks, such as the result of `all_gather`, also has an equal gradient on each of them.
+As in BMTrain and in layers with split weights, these gradients are not summed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", the world
-            size and rank numbers here refer to its ranks.
+        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", "world size"
+            and "rank" in this docstring refer to the ranks of this communicator.
 
     Returns:
         (world size, ...), a new tensor on the device of `x`, equal on all ranks.

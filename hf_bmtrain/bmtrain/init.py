@@ -63,28 +63,28 @@ def init_distributed(
             CheckpointBlock can override it for a model.
         loss_scale_factor: the default of `OptimManager`'s argument with this name.
         loss_scale_steps: the default of `OptimManager`'s argument with this name.
-        timeout: the seconds that a rank waits for the others before all ranks end with an error.
+        timeout: the time in seconds that a rank waits for the others before all ranks end with an error.
         gather: how weights and gradients are exchanged. "peer": each rank reads shards from the memory of other ranks,
-            and writes gradients of blocks to it. This needs all ranks of a shard group on one host and, on GPUs, peer
-            access. "collective": with collectives of NCCL or gloo over all ranks of a shard group. "two-level": with
-            collectives first between hosts, so that each shard enters a host once, and then inside each host. This
-            needs several hosts with the same number of ranks. "auto": on GPUs "peer" for large shards if possible;
-            with several hosts "two-level" if possible; otherwise "collective".
+            and writes gradients of blocks to their memory. This needs all ranks of a shard group on one host and, on
+            GPUs, peer access. "collective": with collectives of NCCL or gloo over all ranks of a shard group.
+            "two-level": with collectives first between hosts, so that each shard enters a host once, and then inside
+            each host. This needs several hosts with the same number of ranks. "auto": on GPUs "peer" for large shards
+            if possible; with several hosts "two-level" if possible; otherwise "collective".
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
-        tp_size: the number of consecutive ranks that compute together (tensor parallelism). The layers of `nn` such as
-            ColumnParallelLinear split their weights over them, and `auto_wrap` splits models of transformers by their
-            `tp_plan`. It must divide the number of ranks; 1 or -1 means none. Give the ranks of a group the same rows
-            of the data set.
-        init_method: the URL at which the ranks meet, as in torch.distributed.init_process_group.
+        tp_size: the number of consecutive ranks in a tensor-parallel group. Layers of `nn` such as ColumnParallelLinear
+            split their weights over the group, and `auto_wrap` splits models of transformers by their `tp_plan`. It
+            must divide the number of ranks; 1 or -1 means none. Give the ranks of a group the same rows of the data
+            set.
+        init_method: the URL for the rendezvous, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
         shard_over: the ranks over which weights, gradients and optimizer state are sharded. "world": all ranks. "host":
-            the ranks of one host. Every host then stores everything (hybrid sharding, HSDP), and only gradients are
+            the ranks of one host. Every host then has a complete copy (hybrid sharding, HSDP), and only gradients are
             exchanged between hosts. "host+world": the optimizer state and gradients over all ranks, and a copy of the
-            weights over the ranks of each host. After each step the new weights are exchanged between hosts once. It
-            sends as much between hosts as "host". "host" and "host+world" need the same number of ranks on all hosts.
-            With one host, all are the same. "auto" measures the bandwidth, and means "host+world" ("host" if `gather`
-            does not allow this) if it is less than half as high between hosts as inside a host, and otherwise "world".
-            The choice is logged.
+            weights over the ranks of each host. After each step the new weights are exchanged between hosts once, so
+            the traffic between hosts is the same as with "host". "host" and "host+world" need the same number of ranks
+            on all hosts. On one host, all values mean the same. "auto" measures the bandwidth between hosts and inside
+            a host. If the former is less than half the latter, it selects "host+world" (or "host" if `gather` does not
+            allow that), otherwise "world". The choice is logged.
 
     Raises:
         RuntimeError: it was called before, a rank did not call it within `timeout`, the ranks' arguments differ, or

@@ -65,11 +65,11 @@ class WarmupLRScheduler:
         )
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return the learning rate at a step below `warmup_iter`: s*t/w."""
+        """Return the learning rate during the warm-up, before step `warmup_iter`: s*t/w."""
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate at a step that is at least `warmup_iter`. Subclasses define this method.
+        """Return the learning rate after the warm-up, at step `warmup_iter` or later. Subclasses define this method.
 
         Raises:
             NotImplementedError: the class does not define it.

@@ -1,5 +1,5 @@
 """Save and load checkpoints in safetensors files; each rank writes and reads only the byte ranges of its own elements.
 
-This package knows files, folders, and which bytes of a full tensor belong to this rank. It knows neither layers nor
+This package handles files, folders, and the byte ranges of each rank's elements. It does not depend on layers or on
 Hugging Face's packages.
 """

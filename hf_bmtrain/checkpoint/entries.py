@@ -84,7 +84,7 @@ def refuse_quantized(model: torch.nn.Module) -> None:
 
 
 def refuse_parts(model: torch.nn.Module) -> None:
-    """Raise NotImplementedError if ranks that compute together have different parts of a weight."""
+    """Raise NotImplementedError if the ranks of a tensor-parallel group have different parts of a weight."""
     if any(map(is_part, model.parameters())):
         raise NotImplementedError(
             "DCPState does not support weights that are split over ranks by tp_size. Use bmt.save_state and "

@@ -105,7 +105,7 @@ class Snapshot:
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
-                stream.record_event().synchronize()  # otherwise copies of the training step would wait for all of these
+                stream.record_event().synchronize()  # otherwise the step's copies would queue behind all of these
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:

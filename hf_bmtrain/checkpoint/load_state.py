@@ -85,10 +85,11 @@ def load_state(
 ) -> Resumed | None:
     """Load the newest intact checkpoint in `folder`, or `folder` itself if it is a checkpoint.
 
-    Collective: every rank must call it. Each rank reads its own elements, whatever number of ranks saved them, and
-    verifies the checksums of all bytes that it uses. If a checkpoint is incomplete or damaged, the previous one is
-    loaded instead, with a warning that names the file and the tensor. On the same number of ranks, training continues
-    bit by bit; on another number, the random generators are seeded anew.
+    Collective: every rank must call it. Each rank reads its own elements, regardless of the number of ranks that saved
+    the checkpoint, and verifies the checksums of all bytes that it uses. If a checkpoint is incomplete or damaged, the
+    previous one is loaded instead, with a warning that names the file and the tensor. On the same number of ranks, the
+    resumed training is bitwise identical to an uninterrupted one. On another number of ranks, the random generators are
+    re-seeded.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.

@@ -80,7 +80,7 @@ def save_state(
         folder: the folder of the checkpoints.
         model: the model.
         optimizer: an OptimManager, an optimizer, or a sequence of optimizers, with parameters of `model`.
-        scheduler: one or several objects with a `state_dict`. Schedulers in the OptimManager are saved anyway.
+        scheduler: one or several objects with a `state_dict`. Schedulers of an OptimManager are always saved.
         extra: data of this rank that `load_state` will return: tensors, numbers, strings, lists and dicts.
         step: the step of the checkpoint. None uses one more than the step of the newest checkpoint in `folder`.
         keep: the number of checkpoints to keep, including this one. None keeps all.
@@ -92,7 +92,7 @@ def save_state(
             are raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
         name: the name of the checkpoint's folder, instead of checkpoint-`step`.
         add: a function that is called on every rank with an empty folder. Files that it writes there become part of the
-            checkpoint. If several ranks write files with the same name, that of the lowest rank is saved.
+            checkpoint. If several ranks write files with the same name, the file of the lowest rank is saved.
 
     Returns:
         A `SavingState`, whose `folder` is the checkpoint's folder.

@@ -104,7 +104,7 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     """Restore this rank's random generators.
 
-    If another number of ranks saved, seed them anew, with a seed derived from rank 0's saved generator and `step`.
+    If another number of ranks saved, re-seed them, with a seed derived from rank 0's saved generator and `step`.
     """
     ranks = state["ranks"]
     if len(ranks) == world.size:

@@ -109,9 +109,10 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
     """Load a file of full tensors into a model, in place. Collective: every rank must call it.
 
-    Each rank reads its own elements of each tensor, so every host must see the file. It may have been written by
-    `bmt.save`, `torch.save(model.state_dict())`, Hugging Face's `save_pretrained` or BMTrain. Files of torch.save are
-    read with `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share this work.
+    Each rank reads its own elements of each tensor, so every host must be able to read the file. It may have been
+    written by `bmt.save`, `torch.save(model.state_dict())`, Hugging Face's `save_pretrained` or BMTrain. Files of
+    torch.save are read with `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share
+    this work.
 
     Args:
         model: the model whose parameters and buffers are overwritten.

@@ -31,8 +31,8 @@ class DCPState:
     Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
     those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim". So checkpoints can be
     exchanged with FSDP2 and with plain models, in both directions. The state of an AdamOptimizer has the format of
-    torch.optim.AdamW; of its settings, lr, betas, eps and weight decay are loaded. For half-precision weights, the
-    float32 masters are saved too, and must be in a checkpoint that is loaded.
+    torch.optim.AdamW. The only settings that are loaded are lr, betas, eps and weight decay. For half-precision
+    weights, a checkpoint must also contain the float32 masters, which are saved too.
 
     Args:
         model: the model; its complete state dict is saved.
@@ -41,7 +41,7 @@ class DCPState:
     Raises:
         RuntimeError: torch is older than 2.15.
         NotImplementedError: weights are split over ranks by `tp_size`.
-        ValueError: the optimizer is a MuonOptimizer, whose state other programs would not understand.
+        ValueError: the optimizer is a MuonOptimizer, whose state other programs cannot load.
 
     Example::
 

@@ -84,7 +84,7 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             if _is_raised_in(_TORCH_COLLECTIVES, trace):
                 problem = watch.find_cause(_CAUSE_SECONDS)
             elif _is_raised_in(_OWN_COLLECTIVES, trace) and not isinstance(error, torch.OutOfMemoryError):
-                # These have waited for the cause already.
+                # These collectives have already waited for the cause.
                 problem = watch.find_cause(0.0)
             elif "CUDA error" in str(error):  # such as one from memory of a rank that has ended
                 problem = watch.wait_for_problem(_CAUSE_SECONDS)

@@ -111,11 +111,11 @@ class Status:
             instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
         if waits.startswith("torch.distributed."):
-            waits += called  # the function of a library that the user's line calls
+            waits += called  # the library function that the user's line called
         place = _in_words(lines)
         if (
             place not in ("", self.place) and not self.ended
-        ):  # while `sys.excepthook` runs, the stack has no line of the program
+        ):  # while `sys.excepthook` runs, no frame of the stack belongs to the program
             self.place, self.since = place, now
         if instructions != self._instructions:
             self._instructions, self.moved = instructions, now

@@ -93,26 +93,26 @@ def auto_wrap(
             given to `init_distributed`.
         use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "attention"
             keeps the outputs of attention, and recomputes everything else. "auto" on a GPU measures the first step,
-            then recomputes only as much as memory requires. If no block needs recomputation, "auto" also keeps as many
-            blocks as fit unsharded from forward to backward. On the CPU, where memory is not measured, "auto"
+            then recomputes only as much as memory requires. If no block needs recomputation, the remaining memory is
+            used to keep blocks unsharded between forward and backward. On the CPU, "auto" does not measure memory and
             recomputes no block.
         compile: whether to compile the blocks with torch.compile. A str names the backend; True takes the default one.
         blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
-            ModuleList or Sequential stands for its items.
+            ModuleList or Sequential among them is replaced by its items.
         weights: the folder or file, as for `load`, with the weights of a model on the meta device. Each rank keeps only
             its shard.
         keep_frozen: whether frozen parameters stay unsharded between steps. True: all. False: none. "auto": as many as
             fit on the GPU.
         quantize_frozen: "nf4" or "fp8" quantizes the frozen weight matrices of blocks to 4 or 8 bits, which makes them
             read-only. None quantizes none.
-        float8: whether linear layers of blocks compute in float8. "rows" means the same as True.
-        keep: names of modules whose linear layers do not compute in float8.
-        sequence_parallel: the number of consecutive ranks that share each row. Each of them computes a part of the
-            row's tokens, and all of them must be given the same rows.
+        float8: whether the linear layers in blocks compute in float8. "rows" is a synonym of True.
+        keep: names of modules to exclude from float8.
+        sequence_parallel: the number of consecutive ranks over which each sequence (row of the batch) is split. All
+            ranks of such a group must be given the same batch.
         offload_activations: whether to keep the inputs of recomputed blocks in host memory until backward. They are
-            copied while the GPU computes. On the CPU this changes nothing.
-        mlp_chunks: the number of pieces in which the MLP of each block computes its tokens, one after the other. N
-            pieces reduce the memory for its intermediate activations to 1/N.
+            copied while the GPU computes. This has no effect on the CPU.
+        mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another. N chunks
+            reduce the memory for its intermediate activations to 1/N.
 
     Returns:
         `model`.

@@ -49,7 +49,7 @@ class BMTrainCallback(TrainerCallback):
     model_tflops_per_device, peak_memory_gib (of the rank that uses most) and, with loss scaling, loss_scale. For
     mixtures of experts it also adds router/busiest_share, router/unused_experts and router/aux_loss. If the gradient
     norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and rank
-    from which it comes. After three such norms in a row, training ends with an error.
+    that caused it. After three such norms in a row, training ends with an error.
 
     Training also ends with an error if callbacks set a flag of Trainer's control, such as `should_training_stop` or
     `should_save`, on only some of the ranks. The error names the ranks and flags.
@@ -60,8 +60,9 @@ class BMTrainCallback(TrainerCallback):
     Args:
         save_on_sigterm: when any rank receives SIGTERM, save a checkpoint at the end of the step and exit all ranks
             with status 143. For this, the ranks exchange a message after every step, which takes about a millisecond.
-        average_router_loss: whether the routers' auxiliary loss of a mixture of experts is averaged over micro-batches
-            and ranks, and counts with its coefficient. Otherwise Trainer adds it once per micro-batch and rank.
+        average_router_loss: whether the auxiliary loss of the routers of a mixture of experts is averaged over
+            micro-batches and ranks before it is multiplied by its coefficient. If False, Trainer adds it once per
+            micro-batch and rank.
 
     Example::
 
@@ -222,7 +223,7 @@ class BMTrainCallback(TrainerCallback):
         self._weights.written = self._checkpoints.staged if own else None
 
     def stage(self, args: Any, model: Any) -> None:
-        """Gather the weights on rank 0, for a `save_model` that only rank 0 calls. Collective: every rank must call it.
+        """Gather the weights on rank 0, before rank 0 alone calls `save_model`. Collective: every rank must call it.
 
         Args:
             args: the trainer's TrainingArguments.

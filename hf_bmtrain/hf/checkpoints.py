@@ -165,8 +165,8 @@ class TrainerCheckpoints:
         if current_world().control.broadcast_object(_identity(place) != reference["id"]):
             _raise_if_damaged(place, _damage)
             raise RuntimeError(
-                f"The checkpoint {place} has the optimizer.pt of another one, {reference['folder']}. Restore its own "
-                "files, or resume from another checkpoint."
+                f"The checkpoint {place} has the optimizer.pt of another checkpoint, {reference['folder']}. Restore "
+                "its own files, or resume from another checkpoint."
             )
         _raise_if_damaged(place, _damage_of_added)
         saved, rows = _extra(place).get("rows"), self._rows_per_step()

@@ -49,8 +49,8 @@ def from_pretrained(
 ) -> Any:
     """Load a model of transformers and shard it while its files are read. Collective: every rank must call it.
 
-    The result equals `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, bit by bit, but no
-    rank ever has the full model in memory. There is one exception: transformers overwrites the padding row of some
+    The result is bitwise equal to `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, but no
+    rank ever has the full model in memory. There is one difference: transformers overwrites the padding row of some
     loaded embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in the files.
 
     Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files.
@@ -67,8 +67,8 @@ def from_pretrained(
         compile: as for `auto_wrap`.
         blocks: the names of the modules that become blocks; None finds them as `auto_wrap` does.
         keep_frozen: as for `auto_wrap`.
-        quantize_frozen: as for `auto_wrap`. If not None, all loaded parameters are frozen, so adapters can be added
-            to the result.
+        quantize_frozen: as for `auto_wrap`. If not None, all loaded parameters are frozen; add adapters to the result
+            to train it.
         float8: as for `auto_wrap`.
         keep: as for `auto_wrap`.
         sequence_parallel: as for `auto_wrap`.
@@ -80,8 +80,8 @@ def from_pretrained(
         The model; with `output_loading_info=True`, the tuple (model, info).
 
     Raises:
-        ValueError: the weights are quantized, `name_or_path` contains an adapter, or an argument asks transformers to
-            place or divide the model.
+        ValueError: the weights are quantized, `name_or_path` contains an adapter, or an argument such as `device_map`
+            or `tp_plan` asks transformers to place or split the model.
         RuntimeError: loading failed on another rank.
         Exception: any error that the class's `from_pretrained` raised on this rank.
 

@@ -20,7 +20,7 @@ _Base: Any = transformers.Trainer
 class TrainerMixin:
     """Adds a BMTrainCallback to a trainer.
 
-    The callback's numbers go to all reporters, parameters are counted by their full shapes, and
+    All reporters receive the callback's metrics, parameters are counted by their full shapes, and
     `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
 
     Args:
@@ -90,10 +90,10 @@ class TrainerMixin:
         return [each for each in self.callback_handler.callbacks if isinstance(each, BMTrainCallback)]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log an entry with the callback's numbers added.
+        """Add the metrics of BMTrainCallback (such as tokens_per_second) to an entry, and log it.
 
         Args:
-            logs: the entry, which is changed.
+            logs: the entry; the metrics are added in place.
             *args: passed to the trainer's `log`.
             **kwargs: passed to the trainer's `log`.
         """

@@ -36,9 +36,9 @@ class CheckpointBlock(ShardedModule):
         layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
         use_checkpoint: whether to recompute the forward in backward instead of keeping its activations. "attention" and
             "auto" are described in `auto_wrap`.
-        zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them. None uses the level that
-            `init_distributed` got.
-        mode: BMTrain's argument for pipelines. It is accepted for compatibility and ignored.
+        zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them. None uses the value
+            given to `init_distributed`.
+        mode: for compatibility with BMTrain's pipelines; ignored.
     """
 
     _bmt: BlockState
@@ -161,7 +161,7 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 def weak_method(method: Callable) -> Callable:
     """Return a function that calls a bound method without keeping its object alive. Return other callables unchanged.
 
-    This is for an object that stores one of its own methods. The reference cycle would keep a dropped model in memory
+    This is for an object that stores one of its own methods. The reference cycle would keep a deleted model in memory
     until the next garbage collection.
     """
     if not inspect.ismethod(method):
@@ -172,7 +172,7 @@ def weak_method(method: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         alive = owner()
         if alive is None:
-            raise RuntimeError(f"The model of this {function.__name__}() was dropped. Keep a reference to the model.")
+            raise RuntimeError(f"The model of this {function.__name__}() was deleted. Keep a reference to the model.")
         return function(alive, *args, **kwargs)
 
     call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]
@@ -184,7 +184,7 @@ def weak_method(method: Callable) -> Callable:
 
 
 class TransformerBlockList(torch.nn.ModuleList):
-    """CheckpointBlocks in execution order, each of which knows its neighbours, for prefetching.
+    """A list of CheckpointBlocks in execution order, linked to each other for prefetching.
 
     Collective: every rank must call it. Every module becomes a CheckpointBlock. The list can be iterated over, indexed
     and sliced like any ModuleList. (A slice is a plain ModuleList.) It can be called as in BMTrain: `blocks(x, *args,
@@ -192,8 +192,8 @@ class TransformerBlockList(torch.nn.ModuleList):
 
     Args:
         modules: the layers, in execution order.
-        num_hidden: the number of hidden states, which are the first arguments of a block and are passed from block to
-            block. Each block returns as many values, in a tuple if there are several.
+        num_hidden: the number of hidden states. They are the first arguments of each block, and it must return their
+            new values (as a tuple if there are several), which are passed to the next block.
     """
 
     num_hidden: int = 1  # a class attribute, because `wrap` turns ModuleLists into this class without __init__
@@ -220,8 +220,8 @@ class TransformerBlockList(torch.nn.ModuleList):
 
         Args:
             *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
-            return_hidden_states: whether to also return, for each hidden state, its values before every block, stacked
-                along a new dimension 0: (blocks, ...).
+            return_hidden_states: whether to also return the inputs of all blocks: for each hidden state, one tensor of
+                shape (blocks, ...).
             **kwargs: passed to every block.
 
         Returns:
@@ -261,7 +261,7 @@ class TransformerBlockList(torch.nn.ModuleList):
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
-    """A TransformerBlockList with the name of BMTrain's list for pipelines. It has a single stage.
+    """A TransformerBlockList under the name of BMTrain's class for pipeline parallelism. It has only one stage.
 
     Args:
         modules: the layers, in execution order.
@@ -275,7 +275,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
         Args:
             *args: as in TransformerBlockList.
-            batch_related: the arguments that BMTrain cuts into micro-batches. Accepted for compatibility and ignored.
+            batch_related: for compatibility with BMTrain, which splits these arguments into micro-batches; ignored.
             return_hidden_states: as in TransformerBlockList.
             **kwargs: as in TransformerBlockList.
         """

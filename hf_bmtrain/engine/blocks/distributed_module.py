@@ -38,12 +38,12 @@ def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
 class DistributedModule(ShardedModule):
     """A module whose DistributedParameters are full parameters when they are read inside a forward.
 
-    A read is inside a forward during a call of this module or of a DistributedModule that contains it, and during a
-    recomputation in backward. After `auto_wrap` this is also the case during calls of the methods `forward_...` and
-    `get_..._features`, and of `generate` if the model defines it. The first read in a forward pass all-gathers the
-    parameter's buffer, so every rank must read it. The full buffer is freed when backward no longer needs it, or after
-    the forward if no output requires a gradient. A read anywhere else returns the DistributedParameter itself, without
-    communication. To get the full values there, call `parameter.gather()` on all ranks.
+    A read is inside a forward while this module, or a DistributedModule that contains it, is being called or
+    recomputed. After `auto_wrap`, calls of the methods `forward_...` and `get_..._features`, and of `generate` if the
+    model defines it, also count as forwards. The first read in a forward pass all-gathers the parameter's buffer, so
+    every rank must read it. The full buffer is freed when backward no longer needs it, or after the forward if no
+    output requires a gradient. A read anywhere else returns the DistributedParameter itself, without communication. To
+    get the full values there, call `parameter.gather()` on all ranks.
 
     Args:
         *args: passed to the next base class, usually torch.nn.Module.
@@ -94,13 +94,15 @@ class DistributedModule(ShardedModule):
             if differentiable:
                 return outputs
             if self._uneven and any(parameter.requires_grad for parameter in self.parameters()):
-                # In this step, only other ranks train a part of the model. Their backward needs this rank's backward.
+                # In this step, no output of this rank requires a gradient, but outputs of other ranks do. Their
+                # backward is collective, so this rank must run a backward too.
                 return anchor_backward(forward_pass.before_backward, token, outputs)
         forward_pass.reshard()
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
-        """Return `on_demand.watch` of the buffers of this module's own parameters. Null context if it has children.
+        """Return `on_demand.watch` of the buffers of this module's own parameters. A null context if this module has
+        children.
 
         Inside `watch`, no other module may read these buffers. A module without children calls no other module, so this
         is guaranteed. The context is also null if gradients are disabled, because autograd then saves nothing.
@@ -155,7 +157,7 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """An `init_method` for DistributedParameter, which calls a function of the tensor with fixed further arguments.
+    """An `init_method` for DistributedParameter that calls a function with the tensor and the given arguments.
 
     Args:
         function: a function that fills a tensor in place, such as torch.nn.init.normal_.

@@ -64,7 +64,7 @@ class Negotiation:
         self._control, self._reduce = control, reduce
         self._units = 0
         self._requests: dict[int, _Requests] = {}  # the requests for each buffer, by the number of the buffer
-        self._served: dict[int, Callable[[], None]] = {}  # by request: takes part in the operation
+        self._served: dict[int, Callable[[], None]] = {}  # for each request, a function that takes part in it
 
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]

@@ -108,7 +108,7 @@ class ObserverHandle:
     """Removes an observer that `Schedule.observe` has added."""
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
-        self._observers, self._observer = observers, weakref.ref(observer)  # weak: an observer may own its handle
+        self._observers, self._observer = observers, weakref.ref(observer)  # weak, as an observer may own its handle
         self._freed = None if owner is None else weakref.finalize(owner, observers.remove, observer)
         if self._freed is not None:
             self._freed.atexit = False

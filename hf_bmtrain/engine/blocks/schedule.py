@@ -153,7 +153,7 @@ class Schedule:
         self._calibrates = False
         self._members: dict[int, dict[BackwardParticipant, None]] = {}  # participants, by graph task of autograd
         self._passes: dict[int, list[ForwardPass]] = {}  # by graph task: the forward passes that its backward reached
-        self._left_unsharded: weakref.ref[BlockState] | None = None  # weak: it keeps no model alive
+        self._left_unsharded: weakref.ref[BlockState] | None = None  # a weak reference, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
         self._undecided: list[GradientBuffer] = []
@@ -199,7 +199,7 @@ class Schedule:
             add_note("\n".join(lines))
 
     def free_dropped(self) -> None:
-        """Free memory outside torch's allocator that belongs to models which every rank has dropped.
+        """Free memory outside torch's allocator that belongs to models which every rank has deleted.
 
         Collective: every rank must call it.
         """

@@ -86,7 +86,7 @@ class ShardedModule(torch.nn.Module):
             **kwargs: as in torch.nn.Module.
 
         Raises:
-            RuntimeError: the ranks pass different parameters, and nothing was changed. Also as in torch.nn.Module.
+            RuntimeError: the ranks pass different parameters (then nothing is changed), or as in torch.nn.Module.
         """
         check_full_tensors(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)
@@ -205,7 +205,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # A class that an extension has generated for a layer, such as one with another arithmetic, also has `_extends`.
+    # Classes that an extension has generated for a layer, such as a float8 layer, also have `_extends`.
     while "_extends" in vars(cls) and issubclass(cls, (ShardedModule, OnlyWhileSharded)):
         cls = cls._extends
     return cls

@@ -24,7 +24,7 @@ def agree(
 ) -> None:
     """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order.
 
-    Collective: every rank must call it. Strings are compared themselves, other values by their `repr`. If all facts are
+    Collective: every rank must call it. Strings are compared directly, other values by their `repr`. If all facts are
     equal, each rank only sends one digest. Otherwise rank 0 broadcasts its facts, and every rank compares its own with
     them. The error is the same on every rank, and shows for the first few differences which ranks have which value.
 

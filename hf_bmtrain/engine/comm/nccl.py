@@ -56,7 +56,7 @@ class _CudaTicket:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._operands[0].device).wait_event(self._event)
-        self._operands = self._operands[:1]  # keep one operand, because a later `wait` reads its device
+        self._operands = self._operands[:1]  # keep one operand, because later calls of `wait` read its device
 
 
 class NcclCommunicator:

@@ -183,7 +183,7 @@ class PeerReduction(Reduction):
         self._pushing.after(box.free)
         self._pushing.run(lambda: self._memory.copy([pushed]).wait())
         self._adding.after(self._pushing.record_event())
-        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting number k
+        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting k (see PeerReduction)
         self.boxes.before(box).free = self._adding.record_event()
         self._adding.run(add)
         return self._adding.record_event()

@@ -128,7 +128,7 @@ class TorchSteps:
         self._groups = list(groups)
         self.counts = torch.zeros(sum(groups), device=device)
         self._rows: list[list[float]] = []
-        self._taken: list[float] = []  # `counts` as numbers
+        self._taken: list[float] = []  # `counts` as Python numbers
         self._grad_scale: torch.Tensor | None = None
         self._skip = False
 

@@ -1,5 +1,5 @@
 """Optimizers over shards, and the end of a training step.
 
-This package knows shards, flat buffers, gradients and communicators. It knows neither modules nor blocks nor Hugging
+This package uses shards, flat buffers, gradients and communicators. It does not depend on modules, blocks or Hugging
 Face.
 """

@@ -43,12 +43,12 @@ class AdamOptimizer(torch.optim.Optimizer):
     are updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are
     only read. In `step`, the host never waits for the device.
 
-    The state consists of m, v and, for half-precision weights, a master copy of w. All of them are float32 by default,
-    and the weights are the masters, rounded to nearest even. The state takes 8 bytes per element of a float32 weight,
-    which needs no master, and 12 per element of a float16 weight. On CUDA, the master of a bfloat16 weight is stored as
-    its 16-bit difference from the weight (the residual), without loss (see ops/residual.py). The state then takes 10
-    bytes per element, and `optimizer.state[p]` has "residual" instead of "master". `state_dict()` always has float32
-    masters, which it computes from the residuals in host memory.
+    The state consists of m, v and, for half-precision weights, a master copy of w. All of them are float32 by default.
+    The weights are the masters, rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which
+    needs no master, and 12 per element of a float16 weight. On CUDA, the master of a bfloat16 weight is stored as its
+    16-bit difference from the weight (the residual), without loss (see ops/residual.py). The state then takes 10 bytes
+    per element, and `optimizer.state[p]` has "residual" instead of "master". `state_dict()` always has float32 masters,
+    which it computes from the residuals in host memory.
 
     If half-precision weights are written between steps (by loading, averaging or masking), the masters of the changed
     weights are set to values that round to the new weights (see `Master.follow_weight`).
@@ -65,20 +65,20 @@ class AdamOptimizer(torch.optim.Optimizer):
         eps: added to √v, outside the square root.
         weight_decay: wd.
         hold_steps: in the first `hold_steps` steps of a parameter, m, v and t are updated but w is not, so that the
-            moments settle first. t counts these steps because m and v contain their gradients. The next step thus has
+            moments warm up first. t counts these steps because m and v contain their gradients. The next step thus has
             the bias correction of step `hold_steps` + 1, as in BMTrain. Skipped steps do not count. Parameter groups
             may have different values.
         decoupled: whether weight decay is decoupled from the gradient, as in the formula. False adds weight_decay·w to
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
-            random bits depend on the element and the step, and not on the number of ranks, except in buffers whose
-            storage has another layout if there is one rank.
+            random bits depend on the element and the step, but not on the number of ranks. (Exception: buffers whose
+            storage has a different layout on a single rank.)
         state_bits: 32, or 8 to store m and v in 8 bits, with an exponent for every 32 elements. Both together then take
-            2.06 bytes per element. They are rounded stochastically, as a bfloat16 m is. Masters stay exact except for a
-            last bit. The state takes 2.06 bytes per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and
-            6.06 of other half-precision weights. `state_dict()` and checkpoints have float32 moments, so `state_bits`
-            may change between saving and loading.
+            2.06 bytes per element. They are rounded stochastically, as a bfloat16 m is. Masters are stored exactly
+            except for their last bit. The state takes 2.06 bytes per element of a float32 weight, 4.06 of a bfloat16
+            weight on CUDA, and 6.06 of other half-precision weights. `state_dict()` and checkpoints have float32
+            moments, so `state_bits` may change between saving and loading.
 
     Raises:
         TypeError: `params` is a single tensor.
@@ -119,7 +119,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         if not isinstance(state_bits, int) or state_bits not in (8, 32):
             raise ValueError(f"state_bits must be 32 or 8, got {state_bits!r:.80}")
         if state_bits == 8 and exp_avg_dtype != torch.float32:
-            raise ValueError(f"state_bits=8 sets the form of both moments. Leave out exp_avg_dtype={exp_avg_dtype}.")
+            raise ValueError(f"state_bits=8 stores both moments in 8 bits. Leave out exp_avg_dtype={exp_avg_dtype}.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
         super().__init__(params, {**defaults, "decoupled": decoupled})
         self.loss_scale: torch.Tensor | None = None  # set by OptimManager
@@ -276,7 +276,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
-        # `_allocate` of a subclass may lay out the state in the order of the runs, which must be that of the elements.
+        # Sort by element index, because `_allocate` of a subclass may lay out the state in the order of the runs.
         new.sort(key=lambda run: (bases[run.owner], run.start))
         tensors = dict(zip(new, self._allocate(new)))
         self._states = []
@@ -365,9 +365,9 @@ class AdamOptimizer(torch.optim.Optimizer):
     def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the state without copies. The tensors are the optimizer's own, which the next step changes.
 
-        8-bit moments are returned as new float32 tensors in host memory. Parameters whose masters are stored as
-        residuals have "residual" and no "master". If weights were written since the last step, their float32 masters
-        are updated first (see `Master.follow_weight`).
+        8-bit moments are returned as new float32 tensors in host memory. For bfloat16 weights on CUDA, the state has
+        "residual" instead of "master" (see the class). If weights were written since the last step, their float32
+        masters are updated first (see `Master.follow_weight`).
         """
         self._finish()
         for state in self._states:
@@ -377,7 +377,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return {parameter: without_codes(held) for parameter, held in self.state.items()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state of any AdamW. It is kept in float32, and not in the parameters' dtype as in torch.
+        """Load the state of any AdamW optimizer. It stays in float32; torch would cast it to the parameters' dtype.
 
         The loaded state is a copy in host memory until the next step, so that the device never stores it twice.
 
@@ -393,7 +393,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._load(state_dict, copied=True)
 
     def take_state_dict(self, state_dict: dict) -> None:
-        """Load a state dict as `load_state_dict` does, but without copying tensors that need no conversion."""
+        """Load a state dict like `load_state_dict`, but do not copy tensors that need no conversion."""
         self._load(state_dict, copied=False)
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:

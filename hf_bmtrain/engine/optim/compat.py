@@ -219,7 +219,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     shape = _STEPS + 1, _ROWS, _COLUMNS
     weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
     for group in optimizer.param_groups:
-        for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but some kernels do not have it
+        for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but not all kernels support it
             try:
                 values, tries = weights.to(dtype), [gradient.to(dtype) for gradient in gradients]
                 moved = _movement(optimizer, group, values, tries).view(-1)

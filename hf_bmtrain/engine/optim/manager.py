@@ -48,8 +48,8 @@ class OptimManager:
         max_loss_scale: the maximum loss scale.
         grad_scale: the number by which the sum of the ranks' gradients is divided. None uses the number of ranks, which
             gives the mean.
-        max_skipped_steps: `step` or the next `backward` raises RuntimeError after this number of skipped steps in a row
-            that a lower loss scale could not have avoided. None for no limit.
+        max_skipped_steps: the number of skipped steps in a row after which `step` or the next `backward` raises
+            RuntimeError. Steps that a lower loss scale can avoid do not count. None for no limit.
 
     Raises:
         ValueError: an argument is out of range.
@@ -219,7 +219,7 @@ class OptimManager:
             raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by the loss scale. This is for users who call `backward()` on the result themselves.
+        """Multiply a loss by the loss scale. Call `backward()` on the result instead of `OptimManager.backward`.
 
         `step` divides the gradients by the scale again.
 
@@ -326,7 +326,8 @@ class OptimManager:
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
-        # 5. Start to copy the skip flag to the host. It reads it in the next step, or below if it is in host memory.
+        # 5. Start to copy the skip flag to the host, which reads it in the next step (or below, if the flag is in host
+        # memory).
         self._skipped = HostFlag(self._found_inf)
         self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
         self._skips.end_step()
@@ -392,7 +393,7 @@ class OptimManager:
         Args:
             gather_opt: True returns the full state of the optimizers on rank 0, which any number of ranks can load, and
                 no tensors on other ranks. False returns each rank's own state, which the same rank can load if the
-                number of ranks, `tp_size` and the division of the shards between hosts are the same.
+                number of ranks, their hosts, `gather`, `shard_over` and `tp_size` are the same.
 
         Returns:
             A dict for `load_state_dict`. It contains checksums, with which `load_state_dict` verifies it.
@@ -457,8 +458,8 @@ class OptimManager:
             state: the result of `own_state`.
 
         Raises:
-            ValueError: it comes from a manager with other optimizers or schedulers, or only one of the two managers has
-                a loss scale.
+            ValueError: it comes from a manager with different optimizers or schedulers, or only one of the two managers
+                has a loss scale.
         """
         schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
@@ -481,7 +482,8 @@ class OptimManager:
             state: the result of `own_state`.
 
         Raises:
-            ValueError: it comes from a manager with other schedulers, or only one of the two managers has a loss scale.
+            ValueError: it comes from a manager with different schedulers, or only one of the two managers has a loss
+                scale.
         """
         self.check_own_state(state)
         self._end_last_step()

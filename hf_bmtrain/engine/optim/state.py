@@ -54,7 +54,7 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 
 
 def _shard(world: World) -> tuple[int, int, int]:
-    """Return (this rank's shard, the number of shards, the number of ranks that compute together).
+    """Return (this rank's shard, the number of shards, the number of ranks in a tensor-parallel group).
 
     Two worlds of the same size may differ in these numbers. A rank then stores other elements, possibly as many.
     """
@@ -106,7 +106,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
             parameter = parameters[key]
             if isinstance(parameter, DistributedParameter):
                 values.update({name: parameter.take_whole(values[name]) for name in saved["sliced"] if name in values})
-    else:  # on every rank, because it may be that only some ranks store other elements
+    else:  # on every rank, because the stored elements may differ on only some ranks
         problem = next(filter(None, world.gather_objects(_misfit(saved, world))), None)
         if problem is not None:
             raise ValueError(problem)
@@ -126,13 +126,13 @@ def _misfit(saved: dict[str, Any], world: World) -> str | None:
             "ranks."
         )
     mine = _shard(world)
-    theirs = tuple(saved.get("shard", (world.rank, world.size, 1)))  # states without it are of one host
+    theirs = tuple(saved.get("shard", (world.rank, world.size, 1)))  # older states have no "shard": saved on one host
     if theirs == mine:
         return None
     then, now = (f"shard {shard} of {shards} with tp_size={together}" for shard, shards, together in (theirs, mine))
     return (
-        f"this optimizer state of rank {world.rank} is of {then}, but the rank stores {now}, because init_distributed "
-        "has other values of gather, shard_over or tp_size, or the ranks are on other hosts. Save the state with "
+        f"this optimizer state of rank {world.rank} was saved for {then}, but the rank now has {now}, because gather, "
+        "shard_over or tp_size of init_distributed has changed, or the ranks are on other hosts. Save the state with "
         "state_dict(gather_opt=True) to load it in all of these cases."
     )
 

@@ -48,7 +48,7 @@ class SavedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """The groups of `size` consecutive ranks into which all ranks are divided. The ranks of a group compute together.
+    """The tensor-parallel groups: groups of `size` consecutive ranks into which all ranks are divided.
 
     Attributes:
         size: the number of ranks of a group.
@@ -97,9 +97,9 @@ class World:
             one does.
         norms: the communicator for norms and for the search for inf and nan, if it has more ranks than `shard_group`.
             None uses `shard_group`.
-        grid: the groups of ranks that compute together, or None if each rank computes alone.
-        split_kind: a function that returns the storage kind of a parameter which is split on the given dimension over
-            the ranks that compute together, or is not split (-1). None if each rank computes alone.
+        grid: the tensor-parallel groups, or None without tensor parallelism.
+        split_kind: a function that returns the storage kind of a parameter which is split on the given dimension over a
+            tensor-parallel group, or is not split (-1). None without tensor parallelism.
         poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
         buffers: counts the flat buffers.
         kept: {folder: the object that saves checkpoints to it}.
@@ -175,8 +175,8 @@ class World:
     ) -> None:
         """Check that all ranks pass the same facts in the same order. Collective: every rank must call it.
 
-        Strings are compared themselves, other values by their `repr`. If all facts are equal, each rank only sends
-        one digest.
+        Strings are compared directly, other values by their `repr`. If all facts are equal, each rank only sends one
+        digest.
 
         Args:
             occasion: the operation that the ranks are about to start, for the message.

@@ -37,8 +37,8 @@ class ShardedBuffer:
 
     `shard` is updated by the optimizer; the full buffer, with memory for all elements, exists from `gather` to
     `reshard`. The local parameters are views of `shard` and keep the buffer alive. The buffer refers to them weakly, so
-    that a model is freed as soon as it is dropped. After a write to the shard, the next `gather` fills the full buffer
-    again.
+    that a model is freed as soon as nothing else refers to it. After a write to the shard, the next `gather` fills the
+    full buffer again.
 
     Attributes:
         storage: keeps the shard and defines what an all-gather sends.
@@ -183,7 +183,7 @@ class ShardedBuffer:
         """Take part in an all-gather that other ranks need, without using the result.
 
         Collective: every rank must call it. If this rank's full buffer is filled already, the result is received in
-        other memory and dropped.
+        other memory and discarded.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()

@@ -34,7 +34,7 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
         A context manager. It yields the module, or a list of the full tensors of the parameters.
 
     Raises:
-        ValueError: `what` is an ordinary tensor, which is full already.
+        ValueError: `what` is an ordinary tensor, which is not sharded.
         RuntimeError: values were changed without `modify`; values of read-only (quantized) weights were changed; or a
             parameter or module was replaced, for example by resizing embeddings or tying weights, which must be done
             before `auto_wrap`. The error is raised at the end, before anything is written.

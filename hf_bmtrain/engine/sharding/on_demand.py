@@ -109,7 +109,8 @@ class OnDemandGather:
         def collect(full: torch.nn.Parameter) -> None:
             gather, gradient = owner(), full.grad
             full.grad = None
-            # The model may have been dropped. The gradient is None if the loss does not depend on the parameter.
+            # `gather` is None if the model was garbage-collected, and the gradient is None if the loss does not depend
+            # on the parameter.
             if gather is not None and gradient is not None:
                 gather.collect(index, gradient)
                 gather._release_if_unneeded()

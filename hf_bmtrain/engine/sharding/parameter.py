@@ -44,23 +44,29 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     plain tensor, which may be empty. A forward that reads the parameter as an attribute of a `DistributedModule` gets
     the full parameter.
 
-    With tensor parallelism (`tp_size` of `init_distributed`), there are three cases. With a `tp_split_dim`, each of the
-    ranks that compute together passes its part of a whole tensor. The parameter has the shape of the part, and is
-    sharded over the ranks that have the same part. State dicts contain the whole tensor. With only `tp_mode`, ranks
-    that compute together use the parameter for the same rows, so its gradient is the mean over all ranks. Without
-    `tp_mode`, they use it for different rows, so its gradient is their sum, averaged over the groups of such ranks.
+    With tensor parallelism (`tp_size` of `init_distributed`), there are three cases:
 
-    A backward sets the `.grad` of every parameter that any rank used, in the blocks that backward passed through and
-    in the buffers of root parameters that the forward read. A rank that did not use the parameter counts as zero in the
-    mean. The `.grad` of a parameter that no rank used does not change (it is None at first), as in plain torch.
+    * `tp_mode` and `tp_split_dim`: a tensor is split over the ranks of a tensor-parallel group, and each rank passes
+      its part as `data`. The parameter has the shape of the part, and is sharded over the ranks that have the same
+      part. State dicts contain the tensor before the split.
+    * only `tp_mode`: the ranks of a group use the full parameter for the same rows of the batch, so its gradient is the
+      mean over all ranks.
+    * without `tp_mode`: the ranks of a group use it for different rows, so its gradient is summed over the ranks of
+      a group, and averaged over the groups.
+
+    A backward sets the `.grad` of every parameter that any rank used, in the blocks that backward passed through and in
+    the buffers of root parameters that the forward read. For a rank that did not use the parameter, the mean includes a
+    zero gradient. The `.grad` of a parameter that no rank used does not change (it is None at first), as in plain
+    torch.
 
     Args:
         data: the full values, of any shape. Rank 0's values are used.
         requires_grad: whether the parameter requires a gradient.
         init_method: a function that fills a full tensor in place; `init_parameters` calls it.
         group: a name by which `grouped_parameters` groups parameters.
-        tp_mode: whether the ranks that compute together use the parameter for the same rows, or split it.
-        tp_split_dim: the dimension on which the whole tensor is split, or -1. Without `tp_mode` it is ignored.
+        tp_mode: whether the ranks of a tensor-parallel group use the parameter for the same rows, or each have a part
+            of it.
+        tp_split_dim: the dimension on which the tensor is split over the group, or -1. It is ignored without `tp_mode`.
 
     Attributes:
         full_shape: the shape of the full parameter, equal to `shape`.
@@ -187,9 +193,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.read_full()
 
     def gather_all(self) -> torch.Tensor:
-        """Return the whole tensor of which this parameter is a part (see `tp_split_dim`), without a gradient.
+        """Return the tensor of which the ranks of a tensor-parallel group have parts, without a gradient.
 
-        Collective: every rank must call it. For a parameter that is not split, this is the full parameter.
+        Collective: every rank must call it. If the parameter is not split (see `tp_split_dim`), this is the full
+        parameter.
         """
         return self.buffer.storage.whole(self.index, self.gather().detach())
 
@@ -201,7 +208,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Set attributes of `full`, a full copy: how this parameter is initialized, grouped and sharded."""
+        """Copy attributes to `full`, a full copy: how this parameter is initialized, grouped and sharded."""
         full.init_method, full.group = self.init_method, self.group
         if self.storage_kind != PLAIN:  # pickled copies of ordinary parameters then need no class of this library
             full.storage_kind = self.storage_kind
@@ -237,7 +244,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         """Return this rank's elements of the tensor that a state dict has for this parameter. Not collective.
 
         Args:
-            whole: a tensor of the full shape or, if this parameter is a part of a whole tensor, of that tensor's shape.
+            whole: a tensor of the full shape or, if this parameter is split (see `tp_split_dim`), of the shape before
+                the split.
 
         Raises:
             ValueError: `whole` has another shape.

@@ -96,7 +96,7 @@ def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> N
     The modules' own buffers are not compared, because a forward may write different values to them on each rank.
     """
     world = current_world()
-    if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper has equal tensors
+    if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper is equal on all ranks
         return
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     facts = {

@@ -32,7 +32,7 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
         raise ValueError(f"The norm of a sharded tensor needs an order above 0, or inf. The order is {order}.")
     segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
     measured = dict.fromkeys(segment[0] for segment in segments if segment is not None)
-    measure(measured)  # with one all-reduce, whose results `all` then finds in the cache
+    measure(measured)  # one all-reduce, whose results `all` reads from the cache
     norms = {each: each.all() for each in measured}
     others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))
     return [next(others) if segment is None else norms[segment[0]][segment[1]] for segment in segments]

@@ -126,7 +126,7 @@ class ShardBase:
         """Make the current stream wait for any asynchronous operation that is still writing this rank's elements."""
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor in new memory; autograd records this function of a parameter.
+        """Return the full tensor in new memory. For a parameter this is differentiable.
 
         Collective: every rank must call it.
         """
@@ -148,7 +148,7 @@ class ShardBase:
         name = name_of(func)
         if name in SHAPES:
             with WithoutTorchFunction():
-                if is_tracing():  # torch.compile needs the shape of the memory
+                if is_tracing():  # torch.compile needs the shape of this rank's elements
                     return func(*args, **kwargs)
                 return func(*replace_tensors(_on_meta, args), **replace_tensors(_on_meta, kwargs))
         if name == "data_ptr":
@@ -241,7 +241,7 @@ class WholeCopy(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if any(issubclass(kind, ShardBase) for kind in types):
-            return NotImplemented  # `ShardBase.__torch_function__` runs instead; to it, a WholeCopy is a plain tensor
+            return NotImplemented  # `ShardBase.__torch_function__` runs next, and treats a WholeCopy as a plain tensor
         kwargs = kwargs or {}
         with WithoutTorchFunction():
             copies = [each for each in find_tensors((args, kwargs)) if isinstance(each, WholeCopy)]

@@ -64,10 +64,10 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
         frame = frame.f_back
     if frame is None:
         return
-    # Until Python 3.13, reading the locals of a frame stores references to them in it, which would keep objects of the
-    # program alive. So no other frames are read.
+    # Before Python 3.13, reading `f_locals` stores references to the local variables in the frame, which would keep
+    # objects of the program alive. So only this frame is read.
     trainer = frame.f_locals["self"]
-    # Another model than the trainer's may be the teacher of a plain one.
+    # `model` need not be the trainer's model: it may be a sharded teacher of a plain student.
     if not hasattr(trainer, HAD_CALLBACK) and any(each is model for each in trainer.model.modules()):
         raise RuntimeError(
             f"{type(trainer).__name__} trains a sharded model on {size} ranks without BMTrainCallback: it would scale "

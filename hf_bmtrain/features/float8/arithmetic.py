@@ -41,12 +41,12 @@ _CAPABILITY = (8, 9)
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError if `device` is a GPU without float8 products."""
+    """Raise ValueError if `device` is a GPU that cannot multiply float8 matrices."""
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise ValueError(
-            f"{name} has no float8 products: its compute capability is {found[0]}.{found[1]}, and they need 8.9. Leave "
-            "out float8, or use a GPU of the generations Ada, Hopper or Blackwell."
+            f"{name} cannot multiply float8 matrices: its compute capability is {found[0]}.{found[1]}, and 8.9 is "
+            "needed. Leave out float8, or use a GPU of the generations Ada, Hopper or Blackwell."
         )
     if device.type == "cuda":
         ones = torch.ones(ALIGNMENT, 1, dtype=torch.float32, device=device)
@@ -55,8 +55,8 @@ def check_device(device: torch.device) -> None:
             product(factor, factor, torch.bfloat16, fast=True)
         except RuntimeError as error:
             raise ValueError(
-                f"torch {torch.__version__} has no float8 products with row-wise scales on {device}: {error}. Leave "
-                "out float8, or install a newer torch."
+                f"torch {torch.__version__} cannot multiply float8 matrices with row-wise scales on {device}: {error}. "
+                "Leave out float8, or install a newer torch."
             ) from error
 
 

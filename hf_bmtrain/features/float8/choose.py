@@ -36,7 +36,8 @@ def choose_float8(
         keep: names of layers, or of modules around them, that must not compute in float8.
 
     Raises:
-        ValueError: there is no such layer, a name in `keep` matches no layer, or the device has no float8 products.
+        ValueError: there is no such layer, a name in `keep` matches no layer, or the device cannot multiply float8
+            matrices.
     """
     if not float8:
         if keep:

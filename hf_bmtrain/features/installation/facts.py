@@ -50,7 +50,7 @@ class Facts:
         nccl: the NCCL version, such as "2.27.5"; None without GPUs.
         links: the kinds of links between GPUs according to nvidia-smi, such as "NV18" or "SYS"; empty if unknown.
         blocked: pairs of GPUs that cannot access each other's memory.
-        float8: why GPU 0 has no float8 products, or None if it has them or there is no GPU.
+        float8: why GPU 0 cannot multiply float8 matrices, or None if it can or there is no GPU.
     """
 
     packages: dict[str, str | None]
@@ -159,7 +159,7 @@ def _gpu(number: int) -> Gpu:
 
 
 def _float8(count: int) -> str | None:
-    """Return why GPU 0 has no float8 products, or None if it has them or there is no GPU."""
+    """Return why GPU 0 cannot multiply float8 matrices, or None if it can or there is no GPU."""
     if not count:
         return None
     try:

@@ -24,7 +24,7 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
 
     The returned `loss` equals the model's own, including its shift of the labels and its use of `num_items_in_batch`;
     `logits` is None. Evaluation, and calls without labels, are not changed. The model's own forward runs, but its head
-    returns an object that stands for the logits and records the operations on them until the cross entropy is called.
+    returns a placeholder for the logits, which records the operations on them until the cross entropy is called.
     Scaling (Cohere, Granite), soft-capping (Gemma), casts, reshaping and slicing of rows are recorded. Any other
     operation makes the head compute the full logits, and the log names that operation once.
 

@@ -63,7 +63,7 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
     Args:
         row_bytes: bytes of a row.
         clusters: whether the device has thread block clusters; without them a row has one block.
-        shared_limit: the most bytes of shared memory that a block may have.
+        shared_limit: the maximum number of bytes of shared memory of a thread block.
     """
     row_bytes += 16  # a row that is not aligned to 16 bytes spans an additional vector
     cluster = next((c for c in (1, 2, 4, 8) if row_bytes <= c * SHARE), 8) if clusters else 1

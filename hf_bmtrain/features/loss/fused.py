@@ -25,11 +25,13 @@ class FusedCrossEntropy(torch.nn.Module):
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
-        parallel: whether each rank has the logits of its part of the classes only, as with `tp_size` of
-            `init_distributed`. Not supported together with `weight`, `inplace`, `z_loss` and `softcap`.
-        inplace: write the gradient over the logits instead of into a new tensor of their size. For a mean or sum of
-            bfloat16 or float32 logits, the forward writes it, in the launch that computes the losses. Do not read the
-            logits afterwards (autograd raises an error if it needs them itself).
+        parallel: whether the classes are split over a tensor-parallel group (`tp_size` of `init_distributed`), so that
+            each rank has the logits of only its classes. Not supported together with `weight`, `inplace`, `z_loss` or
+            `softcap`.
+        inplace: whether to overwrite the logits with their gradient, which saves a tensor of their size. This happens
+            in forward for a mean or sum of bfloat16 or float32 logits (in the kernel that computes the losses),
+            otherwise in backward. Do not read the logits after the call. Autograd raises an error if another backward
+            needs them.
         z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
 
@@ -77,13 +79,13 @@ class FusedCrossEntropy(torch.nn.Module):
 
         Returns:
             float32: a scalar, or a tensor of the targets' shape with reduction "none". If all targets are ignored, the
-            mean is 0 with zero gradient (a rank may have only padding). A logit of -inf is an impossible class. If a
-            logit is NaN or +inf, the loss and gradient of its row are NaN.
+            mean is 0 with zero gradient (a rank may have only padding). A logit of -inf means that the class has
+            probability 0. If a logit is NaN or +inf, the loss and gradient of its row are NaN.
 
         Raises:
             ValueError: a shape or dtype is wrong; on the CPU also: a target is out of range. On CUDA, where that check
-                would synchronize, a target out of range makes the loss of its row NaN, and with it a mean or sum. The
-                gradient of that row is zero; the gradients of other rows are correct.
+                would synchronize, a target out of range makes the loss of its row NaN, and hence the mean or sum too.
+                The gradient of that row is zero; the gradients of other rows are correct.
             RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
         """
         if self.parallel:
@@ -122,8 +124,8 @@ def cross_entropy(
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
-        inplace: write the gradient over the logits instead of into a new tensor of their size. Do not read the logits
-            afterwards.
+        inplace: whether to overwrite the logits with their gradient, which saves a tensor of their size. Do not read
+            the logits after the call.
         z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
         num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the number

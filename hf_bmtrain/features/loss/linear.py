@@ -41,8 +41,8 @@ def linear_cross_entropy(
     """Compute `cross_entropy(hidden @ weight.T + bias, targets)` with at most `chunk_bytes` of logits in memory.
 
     The forward computes the gradients, chunk by chunk; the backward multiplies them by the incoming gradient. The
-    weight's gradient is summed over chunks in float32. With reduction "none", where the incoming gradient has a value
-    per row, the backward computes the logits again. Gradients that are not needed are not computed. Targets are not
+    weight's gradient is summed over chunks in float32. With reduction "none", the incoming gradient has a value per
+    row, so the backward computes the logits again. Gradients that are not needed are not computed. Targets are not
     shifted: `targets[i]` belongs to `hidden[i]`.
 
     `weight` and `bias` may be parameters of a sharded model (`model.lm_head.weight`), inside or outside the model's
@@ -61,8 +61,9 @@ def linear_cross_entropy(
         z_loss: as in `FusedCrossEntropy`.
         softcap: as in `FusedCrossEntropy`.
         num_items_in_batch: as in `FusedCrossEntropy.forward`.
-        chunk_bytes: the most bytes of logits that exist at a time. Between forward and backward, the weight's gradient
-            takes another 4 bytes per element, and the gradient of `hidden` as much memory as `hidden`.
+        chunk_bytes: the maximum number of bytes of logits in memory at a time. Between forward and backward, the
+            weight's gradient takes another 4 bytes per element, and the gradient of `hidden` as much memory as
+            `hidden`.
 
     Returns:
         float32: a scalar, or the targets' shape with reduction "none". Targets out of range, no targets at all, and
@@ -93,7 +94,7 @@ class _Work:
         how: the loss of each row, and the reduction.
         wants: whether hidden, weight and bias need a gradient.
         dtype: the dtype of the matrix products.
-        chunk_bytes: the most bytes of logits at a time.
+        chunk_bytes: the maximum number of bytes of logits at a time.
     """
 
     how: Criterion
@@ -241,7 +242,7 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
     Args:
         rows: the number of all rows.
         row_bytes: bytes of a row.
-        budget: the most bytes of a chunk, which has at least one row.
+        budget: the maximum size of a chunk in bytes. A chunk has at least one row.
     """
     most = max(1, budget // row_bytes)
     even = -(-rows // max(1, -(-rows // most)))

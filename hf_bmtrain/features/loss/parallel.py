@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose classes are split over the ranks that compute together."""
+"""Cross entropy of logits whose classes are split over a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .criterion import NumItems, criterion
 
 
 def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the cross entropy of each row, if each rank has the logits of only some of the classes.
+    """Return the cross entropy of each row of logits whose classes are split over a tensor-parallel group.
 
-    Collective: every rank must call it. The losses are equal on all ranks that compute together. These ranks must also
-    compute equal values from them.
+    Collective: every rank must call it. The losses are equal on all ranks of a group, and all of these ranks must
+    compute the same total loss from them.
 
     Args:
         logits: (..., classes / tp_size), floating, for this rank's classes: the output of a ColumnParallelLinear or of
@@ -30,13 +30,13 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
 
     Raises:
         ValueError: a shape does not fit, `label_smoothing` is not in 0 to 1 or, on the CPU, a target is not below the
-            number of classes of all ranks that compute together.
+            total number of classes.
     """
     expect_number("label_smoothing", label_smoothing, "from 0 to 1", lambda share: 0 <= share <= 1)
     if target.shape != logits.shape[:-1]:
         raise ValueError(
             f"target must have the shape of logits without the last dimension, {tuple(logits.shape[:-1])}, but has "
-            f"{tuple(target.shape)}. Every rank needs the targets of the rows of all ranks that compute together."
+            f"{tuple(target.shape)}. Every rank needs the targets of all rows of its tensor-parallel group."
         )
     grid = current_world().grid
     classes = logits.shape[-1] * (1 if grid is None else grid.size)

@@ -220,7 +220,7 @@ class Activations:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
-        self._inputs = MeasuredInputs()  # of models, if plans are made together
+        self._inputs = MeasuredInputs()  # the input shapes of models, if all ranks plan together
         self._seen: list[Shapes] = []  # the inputs of the models in this pass
         self._free: int | None = None  # minimum of free bytes when a planned pass begins; None before the first plan
         self._forward = self._backward = 0  # the two peaks, in bytes above those allocated when the pass began
@@ -389,7 +389,7 @@ class Activations:
     def _plan_again(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
         """Choose anew which blocks are recomputed: this rank by itself, or all ranks if plans are made together.
 
-        blocks: the policies of the measured blocks. free: the least bytes that were free when a pass began.
+        blocks: the policies of the measured blocks. free: the minimum of free bytes when a pass began.
         """
         world = self._planner.world
         mine = Reading(
@@ -397,7 +397,7 @@ class Activations:
             tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
         )  # fmt: skip
         agreed = agree(world, mine) if self.together else combine([mine])
-        assert agreed is not None  # every reading is complete
+        assert agreed is not None  # None only if a Reading is incomplete
         sizes = Sizes(agreed.activations, agreed.attention, [0] * len(blocks), agreed.attention_first)
         plan = make_plan(sizes, *agreed.rooms)
         chosen = list(zip(plan.kept, plan.attention))

@@ -237,7 +237,7 @@ def agree(world: World, mine: Reading) -> Agreed | None:
     """Return the combined readings of all ranks that plan together.
 
     Collective: every rank must call it. Return None if it is too early for a plan: no rank's optimizer has stepped, or
-    a rank does not know its rooms.
+    `rooms` of a rank is None.
 
     Args:
         world: the ranks.

@@ -55,10 +55,10 @@ class Residents:
 
     A pass begins with the first training forward after a backward, and ends where the next pass begins. A measured pass
     has no resident buffers, and the allocator's peak is reset for it. After an optimizer's first step the ranks agree
-    which buffers become resident, as many as fit on the rank with the least room: first root buffers (of parameters
-    outside blocks), then those of the blocks. A rank's room is the part of `DeviceMemory.usable` that a measured step
-    leaves free or, if blocks have use_checkpoint="auto", the bytes that the plan of their activations leaves
-    (`Activations.left`).
+    which buffers become resident, as many as fit on the rank with the least available memory: first root buffers (of
+    parameters outside blocks), then those of the blocks. The available memory is the part of `DeviceMemory.usable` that
+    a measured step leaves free or, if blocks have use_checkpoint="auto", the bytes that the plan of their activations
+    leaves (`Activations.left`).
 
     Before each training forward the ranks exchange one message. If on any rank the inputs are larger than measured, or
     less memory is free than the plan assumed, all ranks reshard the resident buffers, measure, and plan again. Forwards
@@ -66,8 +66,8 @@ class Residents:
     without a message; they become resident again with the next training forward. So a step that fits in memory
     without resident buffers also fits with them.
 
-    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or after a plan that
-    found no room.
+    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or after a plan for
+    which no memory was available.
     """
 
     def __init__(self, model: torch.nn.Module, planner: MemoryPlanner) -> None:

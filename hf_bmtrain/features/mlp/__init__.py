@@ -1,8 +1,8 @@
-"""auto_wrap(mlp_chunks=N): the MLP of each block computes its tokens in N pieces, one after the other.
+"""auto_wrap(mlp_chunks=N): the MLP of each block computes its tokens in N chunks, one after another.
 
-If a step with long rows recomputes everything else, its peak of memory is the intermediate activations of one MLP:
-several tensors (tokens, intermediate size). With N pieces they take 1/N of the memory. They are never kept until
-backward, which computes each piece again. With use_checkpoint=True this costs no additional operations, because the
+If a step with long rows recomputes everything else, its peak memory consists mostly of the intermediate activations of
+one MLP: several tensors (tokens, intermediate size). With N chunks they take 1/N of the memory. They are not kept until
+backward, which recomputes each chunk. With use_checkpoint=True this costs no additional operations, because the
 recomputation of a block ends before its MLP. Gradients of weights are summed in float32.
 
 This file finds the modules, and `chunked` computes them.
@@ -34,8 +34,8 @@ class MlpChunks(Extension):
             if isinstance(module, ChunkedMlp) and _draws(module):
                 raise ValueError(
                     f"auto_wrap: mlp_chunks={module.chunks} cannot be combined with dropout in '{name}', which was "
-                    "added after the model was wrapped: backward computes each piece again, and would draw other "
-                    "numbers. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
+                    "added after the model was wrapped: backward recomputes each chunk, and would draw other "
+                    "random numbers. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
                 )
 
     def choose(self, plan: WrapPlan) -> None:
@@ -64,7 +64,7 @@ class MlpChunks(Extension):
 
 
 def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
-    """Return whether `module` is an MLP that can compute its tokens in pieces.
+    """Return whether `module` is an MLP that can compute its tokens in chunks.
 
     It must be called ...MLP, take one tensor, use no random numbers (dropout), and share no parameters. Modules with a
     router are left out: their experts may accept a limited number of a row's tokens, and hooks record their outputs.

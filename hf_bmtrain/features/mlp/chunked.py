@@ -1,4 +1,4 @@
-"""The forward and backward of a module that computes its tokens in pieces.
+"""The forward and backward of a module that computes its tokens in chunks.
 
 In autograd's graph, the module is two nodes: first `_Keep`, which saves the input, and then `_Compute`, which computes
 the output and saves nothing. The last tensor that a recomputed block saves is therefore the input of its MLP, and
@@ -24,7 +24,7 @@ from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 class ChunkedMlp(OnlyWhileSharded):
     """An MLP, extended in place.
 
-    chunks: the number of pieces.
+    chunks: the number of chunks.
     """
 
     chunks: ClassVar[int]
@@ -51,7 +51,7 @@ class _Call:
 
     Attributes:
         forward: the forward of the module.
-        count: the number of pieces.
+        count: the number of chunks.
         parameters: the parameters of the module that require a gradient.
         autocast: the device type and the dtype of autocast, or None if it is off.
         gradient: the gradient of the output, between the backwards of `_Compute` and `_Keep`.
@@ -71,10 +71,10 @@ class _Call:
 
 
 def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[Tensor], tokens: Tensor) -> Tensor:
-    """Compute `forward(tokens)` and its gradients in `count` pieces.
+    """Compute `forward(tokens)` and its gradients in `count` chunks.
 
     Args:
-        count: the number of pieces. If there are fewer tokens, each of them is a piece.
+        count: the number of chunks. If there are fewer tokens, there is one chunk per token.
         forward: the forward of a module.
         parameters: the parameters of the module.
         tokens: (..., tokens, features).
@@ -137,15 +137,15 @@ class _Compute(torch.autograd.Function):
 
 
 def _pieces(count: int, *tensors: Any) -> Any:
-    """Yield, for each of `count` pieces, the index of its first token, and the tokens of each of `tensors`."""
+    """Yield, for each of `count` chunks, the index of its first token, and the tokens of each of `tensors`."""
     at = 0
     for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
-        yield at, *(view.contiguous() for view in views)  # contiguous, as the module's input is without pieces
+        yield at, *(view.contiguous() for view in views)  # contiguous, as the module's input is if it is not split
         at += views[0].shape[-2]
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Add the gradient of a weight from one piece to the sum of the earlier pieces, in float32."""
+    """Add the gradient of a weight from one chunk to the sum of the earlier chunks, in float32."""
     if gradient is None:
         return total
     return gradient.float() if total is None else total.add_(gradient)

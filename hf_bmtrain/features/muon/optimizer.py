@@ -29,9 +29,9 @@ class MuonOptimizer(AdamOptimizer):
     biases, convolutions, parameters with one row or column, and parameters that are also used outside the blocks. Every
     step is collective: every rank must call it.
 
-    Each matrix is orthogonalized on one rank, its owner, so that all ranks have about the same work. Every rank sends
-    its elements to the owner and gets the results back, in bfloat16, the dtype in which torch.optim.Muon orthogonalizes
-    too. While a rank computes, the next matrices arrive and the last results return.
+    Each matrix is orthogonalized on one rank, its owner. The matrices are distributed so that all ranks have about the
+    same work. Every rank sends its elements to the owner and gets the results back in bfloat16, the dtype in which
+    torch.optim.Muon orthogonalizes too. This communication overlaps with the computation.
 
     The state of a matrix takes 4 bytes per element, or 8 for half-precision weights, for which it includes float32
     masters. The state of other parameters is that of AdamOptimizer. A saved state can be loaded on another number of

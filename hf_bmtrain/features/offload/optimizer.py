@@ -27,16 +27,16 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """AdamOptimizer with its state in page-locked host memory. The results are bitwise identical.
+    """AdamOptimizer with its state in page-locked host memory. Results are bitwise those of AdamOptimizer.
 
     The state takes as many bytes of host memory as AdamOptimizer takes on the device, and every step copies all of it
     to the device and back. A state dict of bfloat16 weights takes 8 more bytes per element. On the CPU nothing is
     copied, and the optimizer works like AdamOptimizer.
 
     `step` copies and updates the state in chunks, on separate streams, and returns before the last chunks are updated.
-    It starts with the parameters that the model uses first, and each buffer's all-gather waits only for the update of
-    that buffer (see PendingUpdate), so the next forward can begin early. Forward, backward, `parameter.gather()`,
-    `state_dict`, loading, `.data` and the next `step` wait by themselves. After a `step`, call `wait()` before any
+    It starts with the parameters that the model uses first, and each flat buffer's all-gather waits only for the update
+    of that buffer, so the next forward can begin before the step is complete. Forward, backward, `parameter.gather()`,
+    `state_dict`, loading, `.data` and the next `step` wait automatically. After a `step`, call `wait()` before any
     other read or write of parameters or of `optimizer.state` (for example an average over `model.parameters()`), and
     before writing to gradients.
 
@@ -190,12 +190,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
         not use them between the backward and `step`, when only some are updated. The state is copied while the backward
         runs, from the last block to the first, so the next forward cannot begin before the last chunk is updated.
 
-        Use it only if no update depends on all gradients together. After such a backward it is too late for clipping,
-        loss scaling, or skipping the step: `clip_grad_norm` and `step` raise an error. An inf or nan in a gradient
-        reaches the weights, and OptimManager raises an error. Some parameters are updated only by `step`: ordinary
-        parameters, and all parameters of a flat buffer in the first step, in the first step after a load, and when
-        other parameters of the buffer have a gradient than in the last step; also all parameters of a model whose ranks
-        may enter different blocks, because a rank may need a block after others have reduced its gradient.
+        Do not combine it with gradient clipping, loss scaling or skipped steps, which need all gradients before the
+        first update: `clip_grad_norm` and `step` then raise an error. If a gradient is inf or nan, the weights become
+        inf or nan too, and OptimManager raises an error. Some parameters are updated only by `step`:
+
+        * ordinary parameters,
+        * all parameters of a flat buffer in the first step, in the first step after a load, and whenever the set of its
+          parameters that have a gradient has changed,
+        * all parameters of a model whose ranks may enter different blocks, because a rank may need a block after others
+          have reduced its gradient.
 
         Returns:
             A context manager for the last backward of a step.

@@ -36,10 +36,10 @@ def check_parity(
     """Compare one training step of a wrapped model with the same step in plain torch, and print a table.
 
     Collective: every rank must call it. Both steps run on this rank's `batch`, in the model's current mode (dropout
-    included), from the same states of all random generators. The sharded step runs the wrapped model. The plain step
-    runs the model's own code on full copies of the weights, without all-gathers, reductions, recomputation or compiled
-    blocks. Experts, their adapters and the MLPs of `mlp_chunks` run the forwards of transformers and PEFT. Float8
-    layers, and LoRA layers that are fused, are the same in both steps.
+    included), from the same random states. The sharded step runs the wrapped model. The plain step runs the model's own
+    code on full copies of the weights, without all-gathers, reductions, recomputation or compiled blocks. In the plain
+    step, experts, their adapters and MLPs with `mlp_chunks` run the original forwards of transformers and PEFT. Float8
+    layers and fused LoRA layers run the same code in both steps.
 
     The comparison covers the outputs of every block, and of every module with parameters outside blocks; the loss; each
     parameter's gradient, against the mean over ranks of the plain step's gradients; and the weight update of one

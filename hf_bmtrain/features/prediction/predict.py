@@ -39,7 +39,7 @@ def predict_memory(
     """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`.
 
     It is not collective. On GPUs, after the second training step, the log compares the prediction with the measured
-    memory. If they differ by more than 5 %, this is a warning that includes the table.
+    memory. If they differ by more than 5 %, the entry is a warning and includes the table.
 
     Args:
         model: the model before it is wrapped, on any device. It is not changed.
@@ -48,13 +48,14 @@ def predict_memory(
         make_optimizer: a function that returns the optimizer for a list of parameters.
         zero_level: as for `auto_wrap`.
         use_checkpoint: as for `auto_wrap`.
-        micro_batches: the number of backwards per step.
+        micro_batches: the number of micro-batches (backward passes) per step.
         keep_frozen: as for `auto_wrap`.
         quantize_frozen: as for `auto_wrap`.
         float8: as for `auto_wrap`.
         offload_activations: as for `auto_wrap`.
         mlp_chunks: as for `auto_wrap`.
-        sequence_parallel: as for `auto_wrap`. `batch` has the whole rows that a group of ranks shares.
+        sequence_parallel: as for `auto_wrap`. `batch` must contain complete sequences, before they are split over
+            ranks.
 
     Returns:
         A `Prediction`, whose `str` is a table.

@@ -1,8 +1,9 @@
-"""Repeat a forward with the state that it had the first time.
+"""Repeat a forward from the same state as the first time.
 
 A layer's forward may change buffers (running means), attributes (counters), random generators, and containers among its
-arguments (a key-value cache). A recomputation must see the old state, and must leave the present state unchanged.
+arguments (a key-value cache). A recomputation must start from the old state, and must leave the current state
+unchanged.
 
 Files: `replay` does this for a block, around the first forward and each recomputation. `snapshot` copies and restores
-the state; it also serves to repeat the forward of a whole model.
+the state; it is also used to repeat the forward of a complete model.
 """

@@ -1,4 +1,4 @@
-"""Tensor parallelism: groups of consecutive ranks compute together, each rank with its part of the layers' weights.
+"""Tensor parallelism: in a group of consecutive ranks, each rank computes with its part of the layers' weights.
 
 Files: `groups` divides the ranks into groups, and defines which ranks shard a part and how its gradient is averaged.
 `storage` converts between parts and the whole tensors of checkpoints. `layers` has BMTrain's layers, and `functions`

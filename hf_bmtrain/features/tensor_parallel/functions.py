@@ -90,7 +90,7 @@ def _rows_of_sum(grid: Grid, x: Tensor) -> Tensor:
     if x.shape[0] % grid.size:
         raise ValueError(
             f"the {x.shape[0]} rows (dimension 0) of a tensor of shape {tuple(x.shape)} cannot be divided between the "
-            f"{grid.size} ranks that compute together. Pad them to a multiple of tp_size, or pass "
+            f"{grid.size} ranks of a tensor-parallel group. Pad them to a multiple of tp_size, or pass "
             "all_reduce_output=True."
         )
     every = x.detach().contiguous()

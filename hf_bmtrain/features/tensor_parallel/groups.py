@@ -1,4 +1,4 @@
-"""The groups of ranks that compute together, and the storage kinds of parameters with `tp_mode=True`."""
+"""The tensor-parallel groups, and the storage kinds of parameters with `tp_mode=True`."""
 
 from __future__ import annotations
 

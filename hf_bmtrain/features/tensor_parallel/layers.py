@@ -1,4 +1,4 @@
-"""BMTrain's layers whose weights are split over the ranks that compute together. With tp_size=1 they are not split."""
+"""BMTrain's layers whose weights are split over a tensor-parallel group. With tp_size=1 they are not split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .functions import add, add_rows, features_of_all_rows, gather_features, gat
 
 
 class ReduceType(Enum):
-    """How `OpParallelLinear` sums the ranks' outputs: each rank gets the whole sum, or only its rows of the sum."""
+    """How `OpParallelLinear` sums the ranks' outputs: each rank gets all rows of the sum, or only its own rows."""
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
@@ -38,13 +38,14 @@ class OpParallelLinear:
     ) -> Tensor:
         """Compute x weightᵀ + bias with this rank's part of the weight. Differentiable.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. "All ranks" here are those of this rank's tensor-parallel group.
 
         Args:
-            input: this rank's rows (dimension 0) if `gather_input` is set, otherwise all rows. It has all features if
-                `split_input` is set or the outputs are not summed, otherwise this rank's features.
-            weight: this rank's part: (out_features / tp_size, in_features), or (out_features, in_features / tp_size) if
-                the outputs are summed.
+            input: the input, (rows, ..., features). With `gather_input` it has this rank's rows, otherwise the rows of
+                all ranks. If the outputs are summed and `split_input` is not set, it has this rank's features,
+                otherwise all features.
+            weight: this rank's part of the weight: (out_features / tp_size, in_features), or (out_features, in_features
+                / tp_size) if the outputs are summed.
             bias: the bias for this rank's outputs, or None. It is added before the outputs are summed.
             gather_input: whether to concatenate the rows of all ranks first.
             gather_output: whether to return the features of all ranks instead of this rank's.
@@ -70,7 +71,7 @@ class OpParallelLinear:
 
 
 def parts() -> int:
-    """Return the number of ranks that compute together, over which weights are split."""
+    """Return the number of ranks in a tensor-parallel group, over which weights are split."""
     grid = current_world().grid
     return 1 if grid is None else grid.size
 
@@ -100,15 +101,15 @@ def _bias(size: int, dtype: torch.dtype | None, tp_mode: bool, dim: int) -> Dist
 
 
 class ColumnParallelLinear(DistributedModule):
-    """Linear layer y = x Aᵀ + b whose outputs are split over the ranks that compute together.
+    """Linear layer y = x Aᵀ + b whose outputs are split over the ranks of a tensor-parallel group.
 
     Collective: every rank must call it. Each rank has out_features / tp_size rows of `weight` and `bias`; state dicts
     contain all rows. They are zero until they are loaded, or until `init_parameters` draws the weight from the Glorot
-    normal distribution. The output has the rows of all ranks.
+    normal distribution. The output has the rows of all ranks. "All ranks" here are those of this rank's group.
 
     Args:
         in_features: the size of the last dimension of the input.
-        out_features: the number of output features of all ranks together, a multiple of tp_size.
+        out_features: the total number of output features, a multiple of tp_size.
         bias: whether the layer has a bias.
         dtype: a floating dtype. None uses torch's default dtype.
         gather_output: whether the output has the features of all ranks, and is equal on all of them. Otherwise it has
@@ -150,14 +151,14 @@ class ColumnParallelLinear(DistributedModule):
 
 
 class RowParallelLinear(DistributedModule):
-    """Linear layer y = x Aᵀ + b whose inputs are split over the ranks that compute together.
+    """Linear layer y = x Aᵀ + b whose inputs are split over the ranks of a tensor-parallel group.
 
     Collective: every rank must call it. Each rank has in_features / tp_size columns of `weight`; state dicts contain
     all columns. They are zero until they are loaded, or until `init_parameters` draws the weight from the Glorot normal
-    distribution.
+    distribution. "All ranks" here are those of this rank's group.
 
     Args:
-        in_features: the number of input features of all ranks together, a multiple of tp_size.
+        in_features: the total number of input features, a multiple of tp_size.
         out_features: the size of the last dimension of the output.
         bias: whether the layer has a bias.
         dtype: a floating dtype. None uses torch's default dtype.
@@ -204,13 +205,14 @@ class RowParallelLinear(DistributedModule):
 
 
 class VPEmbedding(DistributedModule):
-    """Embedding whose vocabulary is split over the ranks that compute together. It also projects states to logits.
+    """Embedding whose vocabulary is split over a tensor-parallel group. It also projects hidden states to logits.
 
     Collective: every rank must call it. Each rank has vocab_size / tp_size rows of `weight`; state dicts contain all
-    rows. They are zero until they are loaded, or until `init_parameters` draws them from a normal distribution.
+    rows. They are zero until they are loaded, or until `init_parameters` draws them from a normal distribution. "All
+    ranks" here are those of this rank's group.
 
     Args:
-        vocab_size: the number of tokens in the vocabulary of all ranks together, a multiple of tp_size.
+        vocab_size: the total number of tokens in the vocabulary, a multiple of tp_size.
         embedding_size: the size of an embedding.
         dtype: a floating dtype. None uses torch's default dtype.
         init_mean: the mean of the normal distribution.

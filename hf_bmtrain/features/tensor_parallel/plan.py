@@ -1,4 +1,4 @@
-"""Split a model of transformers over the ranks that compute together, by the model's own tensor-parallel plan.
+"""Split a model of transformers over a tensor-parallel group, by the model's own tensor-parallel plan.
 
 A plan gives modules a style. In "colwise" layers each rank computes a part of the output features, in "rowwise" layers
 it uses a part of the input features, and the ranks' outputs are summed. All other modules compute the same rows on all
@@ -118,7 +118,7 @@ def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, An
     grid.together.all_gather(everyone, mine).wait()
     if len({*everyone.tolist()}) > 1:
         raise RuntimeError(
-            f"{type(model).__name__}: the {grid.size} ranks that compute together (tp_size) must get the same batch, "
+            f"{type(model).__name__}: the {grid.size} ranks of a tensor-parallel group must get the same batch, "
             f"but their inputs differ. Let rank r read the data of rank r - r % {grid.size}. In generate with "
             "do_sample=True, give these ranks the same seed."
         )

@@ -11,10 +11,10 @@ from .plan import has_parts, has_plan
 
 
 class TensorParallel(Extension):
-    """Refuses models without layers that are split over the ranks that compute together."""
+    """Refuses models without layers that are split over a tensor-parallel group."""
 
     def __init__(self, options: Options) -> None:
-        # A packed weight is shared by all ranks: each of them would get rank 0's part.
+        # A quantized weight is sharded over all ranks, which would get rank 0's part of a split weight.
         unfit = {"sequence_parallel": options.sequence_parallel > 1, "quantize_frozen": options.quantize_frozen}
         self._unfit = [name for name, asked in unfit.items() if asked]
 
@@ -31,8 +31,8 @@ class TensorParallel(Extension):
             )
         if not has_parts(model) and not has_plan(model):
             raise ValueError(
-                f"auto_wrap: with tp_size={grid.size}, {grid.size} ranks compute together, but {type(model).__name__} "
-                "has no layers that are split over them (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding), "
+                f"auto_wrap: tp_size={grid.size} splits layers over {grid.size} ranks, but {type(model).__name__} "
+                "has no layers that can be split (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding), "
                 "and no tensor-parallel plan of transformers. Leave tp_size out."
             )
 

@@ -77,7 +77,7 @@ class SameRowsCheck(Observer):
                 unlike.append(name)
         if equal:
             told = (
-                f"The {grid.size} ranks that compute together have the same gradient of {_listing(equal)}. These "
+                f"The {grid.size} ranks of a tensor-parallel group have the same gradient of {_listing(equal)}. These "
                 "gradients are summed, because each rank is expected to use different rows. If all ranks use the same "
                 f"rows, the sum is {grid.size} times too large. Then create the parameter with "
                 "bmt.DistributedParameter(..., tp_mode=True), or give each rank its part of the rows."
@@ -89,7 +89,7 @@ class SameRowsCheck(Observer):
                 _log.warning("%s", told)
         if unlike:
             raise RuntimeError(
-                f"The {grid.size} ranks that compute together have different gradients of {_listing(unlike)}, but "
+                f"The {grid.size} ranks of a tensor-parallel group have different gradients of {_listing(unlike)}, but "
                 "tp_mode=True means that these ranks use the parameter for the same rows. If each rank uses different "
                 "rows, leave tp_mode out. If the rows are the same, make dropout the same on these ranks too."
             )

@@ -44,7 +44,7 @@ def hook_loss(
         around: two functions, called before and after such a forward, even if it raises.
     """
 
-    asked = False  # whether the caller passed the count, not a later hook (sequence_parallel)
+    asked = False  # whether the caller (not a later hook, such as of sequence_parallel) passed the count
 
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
         nonlocal asked

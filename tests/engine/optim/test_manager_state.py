@@ -142,7 +142,7 @@ def test_refused():
         manager.load_state_dict({**unsealed(state), "optimizers": [{**state["optimizers"][0], "world_size": 7}]})
     # With two ranks rank 1 alone stores another shard, as if the order of the shards had changed.
     moved = {**state["optimizers"][0], "shard": (0, 2, 1)}
-    with pytest.raises(ValueError, match=r"is of shard 0 of 2 with tp_size=1, but the rank stores shard"):
+    with pytest.raises(ValueError, match=r"was saved for shard 0 of 2 with tp_size=1, but the rank now has shard"):
         manager.load_state_dict({**unsealed(state), "optimizers": [moved]})
     with pytest.raises(ValueError, match="saved with gather_opt=True"):
         manager.load_state_dict(whole, gather_opt=False)

@@ -75,7 +75,7 @@ def test_compiled(world):
 @on_ranks(1)
 def test_a_forward_alone_does_not_keep_its_model():
     forward = bmt.auto_wrap(build("llama")).forward
-    with pytest.raises(RuntimeError, match="was dropped. Keep a reference to the model"):
+    with pytest.raises(RuntimeError, match="was deleted. Keep a reference to the model"):
         forward(**batch("llama", 0))
 
 

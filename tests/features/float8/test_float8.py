@@ -126,6 +126,6 @@ def test_zeros_tiny_rows_and_no_rows():
 def test_gpus_without_float8_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
-    with pytest.raises(ValueError, match=r"an A100 has no float8 products.* 8\.0, and they need 8\.9\. Leave"):
+    with pytest.raises(ValueError, match=r"an A100 cannot multiply float8 matrices.* 8\.0, and 8\.9 is needed\. Leave"):
         check_device(torch.device("cuda", 0))
     check_device(torch.device("cpu"))

@@ -392,7 +392,7 @@ def refusals(folder: Path) -> None:
         parameter.grad = parameter.detach().clone()
     matrices = {"params": [model.linear.weight], "muon": True}
     for message, call in (
-        ("no layers that are split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
+        ("no layers that can be split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
         ("sequence_parallel cannot be", lambda: bmt.auto_wrap(Small(), sequence_parallel=TOGETHER)),
         ("quantize_frozen cannot be", lambda: bmt.auto_wrap(Small().requires_grad_(False), quantize_frozen="nf4")),
         ("DCPState does not support weights that are split", lambda: bmt.DCPState(model)),

@@ -309,6 +309,29 @@ def sft_completions(side: Side) -> dict[str, Any]:
     return train_by_trl(side, "SFT", columns)
 
 
+def preferences(rows: int, seed: int) -> dict[str, Any]:
+    prompts, margins = sentences(seed, rows), [0.1 * (row % 5) for row in range(rows)]
+    chosen, rejected = ([f" {each}" for each in sentences(seed + n, rows)] for n in (1, 2))
+    return {"prompt": prompts, "chosen": chosen, "rejected": rejected, "margin": margins}
+
+
+@usage("TRL: Reward, evaluated with a short batch", "trl")
+def reward_short(side: Side) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForSequenceClassification(config)
+    centered = {"center_rewards_coefficient": 0.1}
+    return train_by_trl(side, "Reward", preferences, rows=16, model=model, evaluated=11, **centered)
+
+
+@usage("TRL: DPO, no pair left", "trl")
+def dpo_no_pair(side: Side) -> dict[str, Any]:
+    return train_by_trl(side, "DPO", preferences, rows=16, model=adapted("LoRA"), evaluated=10, beta=2.0)
+
+
 @usage("TRL: KTO", "trl")
 def kto(side: Side) -> dict[str, Any]:
     def columns(rows: int, seed: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from ...features.sequence import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 IGNORED = -100
+_OF_PAIRS = ("trl.trainer.reward_trainer", "trl.trainer.dpo_trainer")
+_OF_BATCHES = {"aot", "aot_unpaired", "sft"}
+"""Losses of DPOTrainer that are no means over pairs."""
 
 
 def follow_short_batch(trainer: transformers.Trainer) -> None:
@@ -25,8 +29,9 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     ones. This function replaces `prediction_step` of `trainer`: after such a batch, it computes the loss again without
     the repeated rows. Seq2SeqTrainer also drops the predictions of repeated rows then. If it generates, its loss is
     averaged over the labels of all ranks. So is that of TRL's SFTTrainer, which gets the repeated rows with ignored
-    labels. With `split_batches`, Trainer repeats the loss of a batch as often as all ranks have rows, so that a short
-    batch would count too little; then only this rank's repetitions are gathered.
+    labels. The losses of TRL's RewardTrainer and DPOTrainer are computed for one pair after another. With
+    `split_batches`, Trainer repeats the loss of a batch as often as all ranks have rows, so that a short batch would
+    count too little; then only this rank's repetitions are gathered.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
@@ -45,8 +50,17 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
             loss = _weigh(trainer, inputs, loss, world)
         if loss is None or left is None or left == groups * (find_batch_size(inputs) or 0):
             return loss, logits, labels
-        right = _loss_of_rows(trainer, model, inputs, left, world) if left > 0 else None
+        right, of_pairs = None, groups == world.size and _is_mean_over_pairs(trainer)
+        if left > 0:
+            right = (_loss_of_pairs if of_pairs else _loss_of_rows)(trainer, model, inputs, left, world)
         if right is not None:
+            if of_pairs and not told and world.rank == 0:
+                _log.info(
+                    "the last evaluation batch has %d pairs for %d ranks, so Accelerate fills it up with pairs of the "
+                    "first batch. They do not count in the evaluation loss, but in the other metrics of %s",
+                    left, world.size, type(trainer).__name__,
+                )  # fmt: skip
+                told = True
             return right.to(loss.dtype), logits, labels
         if not told and world.rank == 0:
             _log.warning(
@@ -170,6 +184,49 @@ def _loss_of_rows(
     total = total.to(loss.device)
     world.reduce.all_reduce(total).wait()
     return total[0]
+
+
+def _is_mean_over_pairs(trainer: Any) -> bool:
+    """Return whether the loss of `trainer` is a mean over pairs of rows, as TRL's for rewards, and most for DPO."""
+    methods = (type(trainer).compute_loss, getattr(type(trainer), "_compute_loss", type(trainer).compute_loss))
+    if any(method.__module__ not in _OF_PAIRS for method in methods) or not hasattr(trainer, "_metrics"):
+        return False
+    kinds = getattr(trainer, "loss_types", ())
+    return _OF_BATCHES.isdisjoint(kinds) and not getattr(trainer, "aux_loss_enabled", False)
+
+
+def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: World) -> torch.Tensor | None:
+    """Return the mean loss of the first `left` pairs of all ranks' `inputs`, or None if they are not in pairs.
+
+    Collective: every rank must call it. All ranks compute the loss of their first pair, then of the second, and so on,
+    because the trainer gathers tensors that must have the same shape on all ranks.
+    """
+    size = _rows_of_rank(trainer)
+    pairs = [_pair(inputs, row, size) for row in range(min(size, left))]
+    if not all(world.gather_objects(None not in pairs)):
+        return None
+    metrics, total = trainer._metrics["eval"], torch.zeros(1, dtype=torch.float64, device=trainer.args.device)
+    trainer._metrics["eval"] = defaultdict(list)  # has counted this batch already
+    try:
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            for row, pair in enumerate(pairs):
+                loss = trainer.compute_loss(model, trainer._prepare_inputs(pair)).double()
+                total += loss if world.rank * size + row < left else 0
+    finally:
+        trainer._metrics["eval"] = metrics
+    world.reduce.all_reduce(total).wait()
+    return total[0] / left
+
+
+def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
+    """Return pair `row` of `inputs`, whose tensors have one row for each of `size` pairs, or `size` rows and then
+    `size` others. Return None if one has not."""
+    found = {}
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) not in (size, 2 * size):
+            return None
+        found[name] = value[row::size]
+    return found
 
 
 def computes_loss(trainer: transformers.Trainer) -> bool:

@@ -236,6 +236,23 @@ def resumed_without_skip(side: Side) -> dict[str, Any]:
     return resumed(side, ignore_data_skip=True)
 
 
+@usage("Trainer: rows in one, short batches")
+def flattened(side: Side) -> dict[str, Any]:
+    model = side.wrap(llama())
+    args = jobs.arguments(
+        side.folder, per_device_train_batch_size=side.batch(), per_device_eval_batch_size=side.batch(), optim="sgd",
+        max_steps=-1, num_train_epochs=1, eval_strategy="epoch", include_num_input_tokens_seen="all",
+    )  # fmt: skip
+    rows = [[{"input_ids": row["input_ids"].tolist()} for row in Rows("ids", size, size)] for size in (21, 10)]
+    trainer = transformers.Trainer(
+        model=model, args=args, train_dataset=rows[0], eval_dataset=rows[1], callbacks=side.callbacks(),
+        data_collator=transformers.DataCollatorWithFlattening(),
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return side.result(model, trainer.state.log_history, tokens=trainer.state.num_input_tokens_seen)
+
+
 # -- TRL ----------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +314,12 @@ def sft_no_row(side: Side) -> dict[str, Any]:
 @usage("TRL: SFT, evaluated with a short batch", "trl")
 def sft_short(side: Side) -> dict[str, Any]:
     return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)}, rows=16, evaluated=11)
+
+
+@usage("TRL: SFT, rows in one, short batches", "trl")
+def sft_flattened(side: Side) -> dict[str, Any]:
+    flat = {"padding_free": True, "max_length": None}
+    return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)}, rows=21, evaluated=11, **flat)
 
 
 @usage("TRL: SFT of prompts and completions", "trl")

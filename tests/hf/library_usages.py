@@ -236,6 +236,23 @@ def resumed_without_skip(side: Side) -> dict[str, Any]:
     return resumed(side, ignore_data_skip=True)
 
 
+@usage("Trainer: rows in one, short batches")
+def flattened(side: Side) -> dict[str, Any]:
+    model = side.wrap(llama())
+    args = jobs.arguments(
+        side.folder, per_device_train_batch_size=side.batch(), per_device_eval_batch_size=side.batch(), optim="sgd",
+        max_steps=-1, num_train_epochs=1, eval_strategy="epoch", include_num_input_tokens_seen="all",
+    )  # fmt: skip
+    rows = [[{"input_ids": row["input_ids"].tolist()} for row in Rows("ids", size, size)] for size in (21, 10)]
+    trainer = transformers.Trainer(
+        model=model, args=args, train_dataset=rows[0], eval_dataset=rows[1], callbacks=side.callbacks(),
+        data_collator=transformers.DataCollatorWithFlattening(),
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return side.result(model, trainer.state.log_history, tokens=trainer.state.num_input_tokens_seen)
+
+
 # -- TRL ----------------------------------------------------------------------------------------------------------
 
 
@@ -299,6 +316,12 @@ def sft_short(side: Side) -> dict[str, Any]:
     return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)}, rows=16, evaluated=11)
 
 
+@usage("TRL: SFT, rows in one, short batches", "trl")
+def sft_flattened(side: Side) -> dict[str, Any]:
+    flat = {"padding_free": True, "max_length": None}
+    return train_by_trl(side, "SFT", lambda rows, seed: {"text": sentences(seed, rows)}, rows=21, evaluated=11, **flat)
+
+
 @usage("TRL: SFT of prompts and completions", "trl")
 def sft_completions(side: Side) -> dict[str, Any]:
     def columns(rows: int, seed: int) -> dict[str, Any]:
@@ -307,6 +330,29 @@ def sft_completions(side: Side) -> dict[str, Any]:
         return {"prompt": sentences(seed, rows), "completion": completions}
 
     return train_by_trl(side, "SFT", columns)
+
+
+def preferences(rows: int, seed: int) -> dict[str, Any]:
+    prompts, margins = sentences(seed, rows), [0.1 * (row % 5) for row in range(rows)]
+    chosen, rejected = ([f" {each}" for each in sentences(seed + n, rows)] for n in (1, 2))
+    return {"prompt": prompts, "chosen": chosen, "rejected": rejected, "margin": margins}
+
+
+@usage("TRL: Reward, evaluated with a short batch", "trl")
+def reward_short(side: Side) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForSequenceClassification(config)
+    centered = {"center_rewards_coefficient": 0.1}
+    return train_by_trl(side, "Reward", preferences, rows=16, model=model, evaluated=11, **centered)
+
+
+@usage("TRL: DPO, no pair left", "trl")
+def dpo_no_pair(side: Side) -> dict[str, Any]:
+    return train_by_trl(side, "DPO", preferences, rows=16, model=adapted("LoRA"), evaluated=10, beta=2.0)
 
 
 @usage("TRL: KTO", "trl")

@@ -246,6 +246,21 @@ def accelerate_that_sees_other_ranks_or_shards_itself():
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def local_sgd():
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+    from accelerate.state import AcceleratorState
+
+    accelerator = Accelerator(cpu=True)
+    try:
+        model = accelerator.prepare(bmt.auto_wrap(Tower()))
+        assert not hasattr(model, "no_sync")
+        with pytest.raises(AttributeError, match="LocalSGD needs all weights on each rank: leave it out"):
+            LocalSGD(accelerator, model, local_sgd_steps=2).__enter__()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def half_weights_without_masters(folder):
     with log_lines() as warnings:
         for make_optimizer in (jobs.sgd, jobs.bmt_adam):
@@ -263,7 +278,7 @@ def half_weights_without_masters(folder):
 CASES = [
     optimizer_from_before, our_optimizer_from_before_beside_new_parameters,
     optimizers_that_take_turns, replaced_parameter, resized_embeddings, retied_weights, data_parallel, cast,
-    accelerate_that_sees_other_ranks_or_shards_itself,
+    accelerate_that_sees_other_ranks_or_shards_itself, local_sgd,
 ]  # fmt: skip
 IN_A_FOLDER = [
     optimizer_from_before_in_trainer, refused_arguments, model_without_wrapping, half_weights_without_masters

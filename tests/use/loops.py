@@ -306,7 +306,7 @@ def accumulation(side: Side) -> None:
     side.weights(model)
 
 
-@expect(refused="no attribute 'no_sync'")
+@expect(refused="no attribute 'no_sync'. A sharded model reduces gradients in every backward")
 def accumulation_with_no_sync(side: Side) -> None:
     """`with model.no_sync():` for all but the last part, if the model has it, as code for DDP does."""
     model = side.wrap(Encoder())

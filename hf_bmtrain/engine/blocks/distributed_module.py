@@ -61,7 +61,15 @@ class DistributedModule(ShardedModule):
             self.__dict__["_is_fsdp_managed_module"] = True  # transformers reads this, see `keep_ranks_together`
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+        try:
+            value = super().__getattr__(name)
+        except AttributeError as error:
+            if name == "no_sync":  # of DistributedDataParallel; Accelerate's LocalSGD calls it
+                raise AttributeError(
+                    f"{error}. A sharded model reduces gradients in every backward, also while they accumulate, so "
+                    "loops work without no_sync. LocalSGD needs all weights on each rank: leave it out"
+                ) from None
+            raise
         if type(value) is DistributedParameter:
             gather = value.on_demand or OnDemandGather.of(value, self._schedule)
             return gather.read(value, self)

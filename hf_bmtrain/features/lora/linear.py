@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ...engine.base.torch_internals import autocast_type, functorch_transforms_active, has_global_hooks
-from ...engine.blocks.sharded_module import extend_class
+from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 from ...engine.tensors.backward import double_backward
 from .factors import (
     Adapter,
@@ -60,7 +60,7 @@ layers."""
 _logged: set[str] = set()
 
 
-class FusedLoraLinear(torch.nn.Module):
+class FusedLoraLinear(OnlyWhileSharded):
     """PEFT's LoRA layer, extended in place.
 
     It runs PEFT's own forward in these cases:

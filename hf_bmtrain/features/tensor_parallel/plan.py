@@ -81,6 +81,12 @@ class SplitByPlan(Extension):
         for name, module, style in found:
             if style in _SPLIT:
                 _check(name, module, _SPLIT[style], grid.size)
+        if unnamed := _beside_parts(plan, found):
+            raise ValueError(
+                f"auto_wrap: {unnamed} is beside layers that are split over {grid.size} ranks, but the tensor-parallel "
+                f"plan of {type(plan.model).__name__} does not name it, and its gradient would be wrong if each rank "
+                "uses it for its own features. Leave tp_size out."
+            )
         self._modules = [(module, style) for _, module, style in found]
 
     def prepare(self, plan: WrapPlan) -> None:
@@ -131,6 +137,18 @@ def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[
         for pattern, style in patterns:
             if pattern.fullmatch(name):
                 yield name, module, style
+
+
+def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]]) -> str | None:
+    """Return the name of a parameter that is in an MLP or attention with split layers, but not in `found`."""
+    named = {parameter for _, module, _ in found for parameter in module.parameters()}
+    parents = {name.rpartition(".")[0] for name, _, style in found if style in _SPLIT}
+    blocks = {name for name, module in plan.model.named_modules() if module in plan.layers}
+    for parent in sorted(parents - blocks - {""}):
+        for name, parameter in plan.model.get_submodule(parent).named_parameters(parent):
+            if parameter not in named:
+                return name
+    return None
 
 
 def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:

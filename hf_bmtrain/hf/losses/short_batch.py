@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import find_batch_size
 
 from ...engine.runtime.world import World, current_world
@@ -15,6 +17,9 @@ from ...features.sequence import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 IGNORED = -100
+_OF_PAIRS = ("trl.trainer.reward_trainer", "trl.trainer.dpo_trainer")
+_OF_BATCHES = {"aot", "aot_unpaired", "sft"}
+"""Losses of DPOTrainer that are no means over pairs."""
 
 
 def follow_short_batch(trainer: transformers.Trainer) -> None:
@@ -25,8 +30,10 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     ones. This function replaces `prediction_step` of `trainer`: after such a batch, it computes the loss again without
     the repeated rows. Seq2SeqTrainer also drops the predictions of repeated rows then. If it generates, its loss is
     averaged over the labels of all ranks. So is that of TRL's SFTTrainer, which gets the repeated rows with ignored
-    labels. With `split_batches`, Trainer repeats the loss of a batch as often as all ranks have rows, so that a short
-    batch would count too little; then only this rank's repetitions are gathered.
+    labels. Rows that a collator has concatenated also get ignored labels. The losses of TRL's RewardTrainer and
+    DPOTrainer are computed for one pair after another. With `split_batches`, Trainer repeats the loss of a batch as
+    often as all ranks have rows, so that a short batch would count too little; then only this rank's repetitions are
+    gathered.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
@@ -39,14 +46,32 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         of_labels = groups == world.size and _is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
             inputs, left = _ignore_repeated(inputs, left - world.rank * _rows_of_rank(trainer)), None
+        flattened = left is not None and left > 0 and _is_flattened(trainer, inputs)
+        if flattened:
+            own = _ignore_flattened(trainer, inputs, left or 0, of_labels)
+            if all(world.gather_objects(own is not None)):
+                inputs, left = own, None
         loss, logits, labels = plain(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         generates = getattr(trainer.args, "predict_with_generate", False) and not prediction_loss_only
         if loss is not None and (of_labels or generates):
             loss = _weigh(trainer, inputs, loss, world)
-        if loss is None or left is None or left == groups * (find_batch_size(inputs) or 0):
+        elif loss is not None and flattened and left is None:  # Trainer keeps the losses of the first `left` rows alone
+            mean = loss.detach().reshape(1).to(trainer.args.device, copy=True)
+            world.reduce.all_reduce_mean(mean).wait()
+            loss = mean[0]
+        if loss is None or left is None or left == groups * (find_batch_size(inputs) or 0) and not flattened:
             return loss, logits, labels
-        right = _loss_of_rows(trainer, model, inputs, left, world) if left > 0 else None
+        right, of_pairs = None, groups == world.size and _is_mean_over_pairs(trainer)
+        if left > 0 and not flattened:
+            right = (_loss_of_pairs if of_pairs else _loss_of_rows)(trainer, model, inputs, left, world)
         if right is not None:
+            if of_pairs and not told and world.rank == 0:
+                _log.info(
+                    "the last evaluation batch has %d pairs for %d ranks, so Accelerate fills it up with pairs of the "
+                    "first batch. They do not count in the evaluation loss, but in the other metrics of %s",
+                    left, world.size, type(trainer).__name__,
+                )  # fmt: skip
+                told = True
             return right.to(loss.dtype), logits, labels
         if not told and world.rank == 0:
             _log.warning(
@@ -54,7 +79,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
                 "batch. Their losses count in the evaluation loss, because %s. To avoid this, evaluate a multiple of "
                 "per_device_eval_batch_size times the number of ranks",
                 left if left > 0 else "perhaps too few", world.size,
-                f"{type(trainer).__name__}, or its model, computes losses in its own way" if left > 0
+                "its rows are packed" if flattened
+                else f"{type(trainer).__name__}, or its model, computes losses in its own way" if left > 0
                 else "the dataset has no length",
             )  # fmt: skip
         told = True
@@ -117,6 +143,42 @@ def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
     return {**inputs, "labels": labels}
 
 
+def starts_of_rows(inputs: Any) -> torch.Tensor | None:
+    """Return where rows begin that a collator has concatenated to one, or None if `inputs` are not one such row."""
+    positions, labels = inputs.get("position_ids"), inputs.get("labels")
+    if not isinstance(positions, torch.Tensor) or not isinstance(labels, torch.Tensor):
+        return None
+    if labels.ndim != 2 or len(labels) != 1 or positions.shape != labels.shape:
+        return None
+    return positions[0].eq(0).nonzero()[:, 0]
+
+
+def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]:
+    """Return `inputs`, whose rows begin at `starts`, with ignored labels in all but the first `kept` rows."""
+    labels = inputs["labels"].clone()
+    if kept < len(starts):
+        labels[:, int(starts[max(kept, 0)]) :] = IGNORED
+    return {**inputs, "labels": labels}
+
+
+def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:
+    """Return whether a collator has concatenated this rank's several rows to `inputs`."""
+    divided = isinstance(trainer.accelerator.gradient_state.active_dataloader, DataLoaderDispatcher)
+    return not divided and _rows_of_rank(trainer) > 1 and starts_of_rows(inputs) is not None
+
+
+def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> dict[str, Any] | None:
+    """Return concatenated rows with ignored labels in all but the first `left` rows of all ranks, or None if the rows
+    are unknown, because they were packed before, or if the loss is not averaged over the labels of all ranks."""
+    starts, rows = starts_of_rows(inputs), _rows_of_rank(trainer)
+    counted = computes_loss(trainer) and trainer.model_accepts_loss_kwargs
+    if starts is None or len(starts) != rows:
+        return None
+    if not of_labels and not (counted and trainer.args.average_tokens_across_devices):
+        return None
+    return ignore_after(inputs, starts, left - current_world().rank // ranks_per_row(trainer.model) * rows)
+
+
 def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world: World) -> torch.Tensor:
     """Return the mean over the labels of all ranks, given `loss`, the mean over this rank's labels.
 
@@ -170,6 +232,49 @@ def _loss_of_rows(
     total = total.to(loss.device)
     world.reduce.all_reduce(total).wait()
     return total[0]
+
+
+def _is_mean_over_pairs(trainer: Any) -> bool:
+    """Return whether the loss of `trainer` is a mean over pairs of rows, as TRL's for rewards, and most for DPO."""
+    methods = (type(trainer).compute_loss, getattr(type(trainer), "_compute_loss", type(trainer).compute_loss))
+    if any(method.__module__ not in _OF_PAIRS for method in methods) or not hasattr(trainer, "_metrics"):
+        return False
+    kinds = getattr(trainer, "loss_types", ())
+    return _OF_BATCHES.isdisjoint(kinds) and not getattr(trainer, "aux_loss_enabled", False)
+
+
+def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: World) -> torch.Tensor | None:
+    """Return the mean loss of the first `left` pairs of all ranks' `inputs`, or None if they are not in pairs.
+
+    Collective: every rank must call it. All ranks compute the loss of their first pair, then of the second, and so on,
+    because the trainer gathers tensors that must have the same shape on all ranks.
+    """
+    size = _rows_of_rank(trainer)
+    pairs = [_pair(inputs, row, size) for row in range(min(size, left))]
+    if not all(world.gather_objects(None not in pairs)):
+        return None
+    metrics, total = trainer._metrics["eval"], torch.zeros(1, dtype=torch.float64, device=trainer.args.device)
+    trainer._metrics["eval"] = defaultdict(list)  # has counted this batch already
+    try:
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            for row, pair in enumerate(pairs):
+                loss = trainer.compute_loss(model, trainer._prepare_inputs(pair)).double()
+                total += loss if world.rank * size + row < left else 0
+    finally:
+        trainer._metrics["eval"] = metrics
+    world.reduce.all_reduce(total).wait()
+    return total[0] / left
+
+
+def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
+    """Return pair `row` of `inputs`, whose tensors have one row for each of `size` pairs, or `size` rows and then
+    `size` others. Return None if one has not."""
+    found = {}
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) not in (size, 2 * size):
+            return None
+        found[name] = value[row::size]
+    return found
 
 
 def computes_loss(trainer: transformers.Trainer) -> bool:

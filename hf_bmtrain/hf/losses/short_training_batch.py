@@ -14,7 +14,7 @@ from accelerate.utils import find_batch_size
 
 from ...engine.runtime.world import World, current_world
 from ...features.sequence import ranks_per_row
-from .short_batch import IGNORED, computes_loss, first_rows
+from .short_batch import IGNORED, computes_loss, first_rows, ignore_after, starts_of_rows
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -129,13 +129,24 @@ def _shorten(
     """
     found, shared = find_batch_size(inputs), ranks_per_row(trainer.model)
     groups, group = world.size // shared, world.rank // shared
+    starts = starts_of_rows(inputs)
+    if starts is not None and 1 < len(starts) == size:
+        found = len(starts)  # a collator has concatenated them
+    else:
+        starts = None
     rows = found or 0
     if left == groups * rows and size is None:
         return None, ""
     mine = min(max(left - group * rows, 0), rows)
     reason, shortened = _reason(trainer, inputs, left, found, size), None
     counted = "labels" in inputs and trainer.model_accepts_loss_kwargs
-    if not reason:
+    if not reason and starts is not None:
+        end = int(starts[mine]) if mine < rows else None
+        own = {name: value[:, :end] for name, value in inputs.items() if getattr(value, "ndim", 0) == 2}
+        shortened = _Short(ignore_after(inputs, starts, mine), own, mine * groups / left)
+        if not counted:
+            reason = "its rows are not along the first dimension"
+    elif not reason:
         own = first_rows(inputs, rows, mine)
         kept = first_rows(inputs, rows, max(mine, 1)) if computes_loss(trainer) else dict(inputs)
         if own is None or kept is None:

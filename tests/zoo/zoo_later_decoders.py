@@ -47,11 +47,12 @@ LATER_DECODERS = [
         "hunyuan_v1_moe": "HunYuanMoEV1",
     }.items()),
     *(_sparse(name, model) for name, model in {
-        "ernie4_5_moe": "Ernie4_5_Moe", "exaone_moe": "ExaoneMoe", "hy_v3": "HYV3", "inkling2": "Inkling2",
+        "ernie4_5_moe": "Ernie4_5_Moe", "exaone_moe": "ExaoneMoe", "hy_v3": "HYV3",
         "kolibri1": "Kolibri1", "laguna": "Laguna", "mellum": "Mellum", "minimax_m2": "MiniMaxM2",
         "minimax_m3_vl text": "MiniMaxM3VL", "solar_open": "SolarOpen",
     }.items()),
     _sparse("afmoe", "Afmoe", num_dense_layers=1),
+    _sparse("inkling2", "Inkling2", unpadded_vocab_size=61),
     _latent("deepseek_v4", "DeepseekV4", o_groups=1, o_lora_rank=8),
     _family("falcon_h1", "FalconH1", "state space and attention", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16,
         mamba_d_state=4, mamba_chunk_size=4),

@@ -336,21 +336,19 @@ def train(
     )
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(0))
     chosen = order.repeat(1 + options.steps * rows // len(order)).split(rows)
-    precision = torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext()
-    losses, points, begin = [], [], time.perf_counter()
-    with precision:
-        points.append((0, evaluate(model, held_out)))
-        for step in range(1, options.steps + 1):
-            ids = training[chosen[step - 1][rank::ranks].to(DEVICE)]
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-            if step % EVERY == 0:
-                points.append((step, evaluate(model, held_out)))
+    losses, begin = [], time.perf_counter()
+    points = [(0, evaluate(model, held_out, autocast))]
+    for step in range(1, options.steps + 1):
+        ids = training[chosen[step - 1][rank::ranks].to(DEVICE)]
+        loss = loss_of(model, ids, autocast)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step % EVERY == 0:
+            points.append((step, evaluate(model, held_out, autocast)))
     values = torch.stack(losses).float()
     if ranks > 1:  # each rank has the mean of its own rows
         torch.distributed.all_reduce(values)
@@ -360,9 +358,15 @@ def train(
     }  # fmt: skip
 
 
+def loss_of(model: Any, ids: torch.Tensor, autocast: bool) -> torch.Tensor:
+    # One autocast per forward: while it is entered, it caches the weights in bfloat16 and misses their updates.
+    with torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext():
+        return model(input_ids=ids, labels=ids).loss
+
+
 @torch.no_grad()
-def evaluate(model: Any, rows: torch.Tensor) -> float:
-    return torch.stack([model(input_ids=ids, labels=ids).loss.float() for ids in rows.split(64)]).mean().item()
+def evaluate(model: Any, rows: torch.Tensor, autocast: bool) -> float:
+    return torch.stack([loss_of(model, ids, autocast).float() for ids in rows.split(64)]).mean().item()
 
 
 # One process of plain torch, and two of FSDP2 and of hf_bmtrain. On GPUs plain torch computes in bfloat16 by autocast

@@ -178,8 +178,8 @@ class InspectTensor:
 
         Returns:
             A dict for each record, in order, with the keys of `inspect_model`. The size of dimension 0 in "shape" is
-            the sum over the ranks. grad_std and grad_mean are None if there is no gradient. The names of records with
-            the same group and name are `group.0.name`, `group.1.name` and so on, or `0.name` and so on without a group.
+            the sum over the ranks. grad_std and grad_mean are None if there is no gradient. Each record
+            is named `group.N.name`, or `N.name` without a group. N counts the records of this group and name, from 0.
 
         Raises:
             RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place later.

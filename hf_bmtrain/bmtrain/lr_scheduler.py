@@ -69,7 +69,9 @@ class WarmupLRScheduler:
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate after the warm-up, at step `warmup_iter` or later. Subclasses define this method.
+        """Return the learning rate at step `num_iter`, at least `warmup_iter`. Subclasses define this method.
+
+        `num_iter` counts from the start of training, not from the end of the warm-up.
 
         Raises:
             NotImplementedError: the class does not define it.
@@ -85,7 +87,8 @@ class WarmupLRScheduler:
         """Advance the schedule and set the optimizer's learning rate.
 
         Args:
-            num_iter: the step from which to continue; None for the next one.
+            num_iter: the step whose learning rate is set; the next call continues after it. None for the step after the
+                current one.
 
         Raises:
             ValueError: `num_iter` is negative or not finite.

@@ -113,9 +113,8 @@ class Status:
         if waits.startswith("torch.distributed."):
             waits += called  # the library function that the user's line called
         place = _in_words(lines)
-        if (
-            place not in ("", self.place) and not self.ended
-        ):  # while `sys.excepthook` runs, no frame of the stack belongs to the program
+        # `place` is "" while no frame belongs to the program, as in `sys.excepthook`. The last place is then kept.
+        if place not in ("", self.place) and not self.ended:
             self.place, self.since = place, now
         if instructions != self._instructions:
             self._instructions, self.moved = instructions, now

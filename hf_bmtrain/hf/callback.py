@@ -185,8 +185,8 @@ class BMTrainCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_step(args, state, control, "after an epoch", **kwargs)
-        # A rank that alone was stopped after `_compare` (by `on_log` or by a later callback) waits here. Without this
-        # barrier, other ranks might mistake its next collective, which would be one of Trainer's, for theirs.
+        # If `on_log` or a later callback stopped only this rank, after `_compare`, it waits in this barrier while the
+        # others train on. Otherwise its next collective, one of Trainer's, could be paired with one of theirs.
         current_world().barrier(f"the end of an epoch, {_flags(control)} in the TrainerControl")
         _average_train_loss(calling_trainer())
 

@@ -208,7 +208,9 @@ def init_parameters(model: torch.nn.Module) -> None:
 
 
 def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """Yield the parameters of a model by their `group`, for an optimizer's parameter groups.
+    """Yield the parameters of a model by their attribute `group`, for an optimizer's parameter groups.
+
+    `DistributedParameter(group=)` sets it. For another parameter, set `parameter.group` before `auto_wrap`.
 
     Args:
         model: the model, sharded or not.

@@ -221,7 +221,8 @@ class OptimManager:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the loss scale. Call `backward()` on the result instead of `OptimManager.backward`.
 
-        `step` divides the gradients by the scale again.
+        With `grad_scale`, the loss is also multiplied by world_size / grad_scale. `step` divides the gradients by the
+        loss scale again, but not by this factor.
 
         Args:
             loss: a scalar, or a tensor of one element.
@@ -465,8 +466,9 @@ class OptimManager:
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
             raise ValueError(
-                f"this is the state of {len(theirs)} optimizers with {sum(theirs)} schedulers, but this manager has "
-                f"{len(mine)} with {sum(mine)}. Call add_optimizer for the same ones first."
+                f"the saved state has {len(theirs)} optimizers (with a scheduler: {theirs}), but this manager has "
+                f"{len(mine)} (with a scheduler: {mine}). Before loading, call add_optimizer for the same optimizers "
+                "and schedulers, in the same order."
             )
         scale = None if self._scale is None else self.loss_scale
         if (state["loss_scale"] is None) != (scale is None):

@@ -287,7 +287,7 @@ def _divide(
         return flat
     if gather == "collective" or reason is not None:
         why = reason or "gather='collective'"
-        _log.info("rank %d: %s: shards are exchanged between all ranks at once, because %s", rank, numbers, why)
+        _log.info("rank %d: %s: shards are exchanged directly between all ranks, because %s", rank, numbers, why)
         return flat
     order = [number for rail in zip(*hosts) for number in rail]
     two = [

@@ -208,7 +208,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Copy attributes to `full`, a full copy: how this parameter is initialized, grouped and sharded."""
+        """Give `full`, a full copy, this parameter's `init_method`, `group` and storage kind, for sharding it again."""
         full.init_method, full.group = self.init_method, self.group
         if self.storage_kind != PLAIN:  # pickled copies of ordinary parameters then need no class of this library
             full.storage_kind = self.storage_kind

@@ -206,6 +206,7 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
 
     A layer that is decided already is not changed; a warning is logged if the saved decision differs. If the saved
     decision lacks a layer of a calibration, all layers of that calibration are measured as usual.
+
     Args:
         world: the world of the model.
         model: the model, or a module that contains it.
@@ -215,9 +216,9 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
     differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
     if differing and world.rank == 0:
         _log.warning(
-            "float8: the checkpoint and this model disagree on whether %d of its %d float8 layers, such as '%s', use "
-            "float8. The model had decided before the checkpoint was loaded, so these layers are not changed, and "
-            "training will not continue bit for bit. Load the checkpoint before the first training step.",
+            "float8: for %d of %d layers, such as '%s', the checkpoint and this model chose differently between float8 "
+            "and bf16. This model chose before the checkpoint was loaded, and keeps its choice, so training will not "
+            "continue bit for bit. Load the checkpoint before the first training step to get its choice.",
             len(differing), len(states), differing[0],
         )  # fmt: skip
     paths = {state: path for path, state in states.items()}

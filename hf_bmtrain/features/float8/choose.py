@@ -100,7 +100,7 @@ def _choose(
             layers[path] = module
     if unused:
         raise ValueError(
-            f"auto_wrap: keep names {sorted(unused)}, which match no linear layer in a block, nor a module around one. "
+            f"auto_wrap: names in keep= match no linear layer in a block, and no module around one: {sorted(unused)}. "
             f"The linear layers are named: {', '.join(sorted({path.rpartition('.')[2] for path in [*layers, *left]}))}."
         )
     if not layers:

@@ -187,16 +187,16 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """Update each block's parameters as soon as their gradient is reduced, in the backward inside this context.
 
         `step` updates all other parameters. After `step` the weights are bitwise the same as without this context. Do
-        not use them between the backward and `step`, when only some are updated. The state is copied while the backward
-        runs, from the last block to the first, so the next forward cannot begin before the last chunk is updated.
+        not use them between the backward and `step`, when only some are updated. Blocks are updated from the
+        last to the first. The next forward needs the first block, so it waits for the whole update.
 
         Do not combine it with gradient clipping, loss scaling or skipped steps, which need all gradients before the
         first update: `clip_grad_norm` and `step` then raise an error. If a gradient is inf or nan, the weights become
         inf or nan too, and OptimManager raises an error. Some parameters are updated only by `step`:
 
         * ordinary parameters,
-        * all parameters of a flat buffer in the first step, in the first step after a load, and whenever the set of its
-          parameters that have a gradient has changed,
+        * all parameters that are sharded together (in a flat buffer), in the first step, in the first step after a load,
+          and whenever the set of them that have a gradient has changed,
         * all parameters of a model whose ranks may enter different blocks, because a rank may need a block after others
           have reduced its gradient.
 

@@ -162,8 +162,8 @@ class RowParallelLinear(DistributedModule):
         out_features: the size of the last dimension of the output.
         bias: whether the layer has a bias.
         dtype: a floating dtype. None uses torch's default dtype.
-        split_input: whether the input has all features of this rank's rows (dimension 0; the same number on all ranks).
-            Otherwise it has this rank's features of the rows of all ranks, as the output of a ColumnParallelLinear.
+        split_input: True: the input has all in_features of this rank's rows (dimension 0; as many on every rank).
+            False: it has in_features / tp_size features of the rows of all ranks, as a ColumnParallelLinear returns.
         all_reduce_output: whether the output has the rows of all ranks, and is equal on all of them. Otherwise it has
             this rank's rows.
         async_chunks: for compatibility with BMTrain; ignored.

@@ -195,7 +195,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         inf or nan too, and OptimManager raises an error. Some parameters are updated only by `step`:
 
         * ordinary parameters,
-        * all parameters that are sharded together (in a flat buffer), in the first step, in the first step after a load,
+        * all parameters sharded together (in a flat buffer), in the first step, in the first step after a load,
           and whenever the set of them that have a gradient has changed,
         * all parameters of a model whose ranks may enter different blocks, because a rank may need a block after others
           have reduced its gradient.

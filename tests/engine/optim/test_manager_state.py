@@ -149,7 +149,7 @@ def test_refused():
     with pytest.raises(ValueError, match="loss_scale None"):
         manager.load_state_dict({**unsealed(state), "loss_scale": None})
     other = bmt.optim.OptimManager(loss_scale=8.0)
-    with pytest.raises(ValueError, match="Call add_optimizer for the same ones first"):
+    with pytest.raises(ValueError, match="call add_optimizer for the same optimizers and schedulers"):
         other.load_state_dict(state)
     other.add_optimizer(torch.optim.AdamW(model.parameters()), manager.schedulers[0])
     with pytest.raises(ValueError, match="same groups"):

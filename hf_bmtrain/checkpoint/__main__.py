@@ -19,8 +19,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .folder import Found, find
+from .folder import ADDED, Found, added_checksums, check_added, find
 from .header import FILE_BYTES, Damaged, read_header
+from .manifest import NAME as MANIFEST
 from .merge import check_arguments, merge
 from .ranges import check_file
 
@@ -101,7 +102,10 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
 
 
 def verify(checkpoint: Found) -> bool:
-    """Compare every byte with its checksum, and print the result. Return whether the checkpoint is intact."""
+    """Compare every byte with its checksum, and print the result. Return whether the checkpoint is intact.
+
+    Files that Trainer has added are checked too. Files without a checksum are named.
+    """
     files = checkpoint.manifest.files
     total = sum(map(checkpoint.manifest.size, files))
     problems: list[str] = []
@@ -115,10 +119,24 @@ def verify(checkpoint: Found) -> bool:
 
         for some in pool.map(lambda name: list(check(name)), files):
             problems += some
+    added: dict[str, int] = {}
+    try:
+        added = added_checksums(checkpoint.folder)
+    except Damaged as error:
+        problems.append(str(error))
+    problems += filter(None, (check_added(checkpoint.folder, name, crc) for name, crc in added.items()))
     for problem in problems:
         print(f"{checkpoint.folder}: damaged: {problem}")
     if not problems:
-        print(f"{checkpoint.folder}: intact, {len(files)} files, {total:,} bytes, step {checkpoint.manifest.step}")
+        total += sum((checkpoint.folder / name).stat().st_size for name in added)
+        unchecked = sorted(
+            str(path.relative_to(checkpoint.folder))
+            for path in checkpoint.folder.rglob("*")
+            if path.is_file() and str(path.relative_to(checkpoint.folder)) not in {*files, *added, MANIFEST, ADDED}
+        )
+        without = f"; not checked, because they have no checksums: {', '.join(unchecked)}" if unchecked else ""
+        number = len(files) + len(added)
+        print(f"{checkpoint.folder}: intact, {number} files, {total:,} bytes, step {checkpoint.manifest.step}{without}")
     return not problems
 
 

@@ -243,12 +243,33 @@ def find_damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def find_damage_of_added(folder: Path) -> str | None:
-    """Return the damage of the files that were added to a checkpoint, or None.
+    """Return the first damage of the files that were added to a checkpoint, or None.
 
-    Raises OSError if an added file is missing, and ValueError if the file with the checksums cannot be read.
+    Raises Damaged if the file with their checksums cannot be read.
     """
-    sums = json.loads((folder / ADDED).read_bytes()) if (folder / ADDED).exists() else {}
-    for name, crc in sums.items():
-        if zlib.crc32((folder / name).read_bytes()) != crc:
-            return f"{name} does not match the saved checksum (if you have edited this file, delete {ADDED})"
+    for name, crc in added_checksums(folder).items():
+        if problem := check_added(folder, name, crc):
+            return problem
     return None
+
+
+def added_checksums(folder: Path) -> dict[str, int]:
+    """Return {name: CRC-32} of the files added to a checkpoint, or {} if none were recorded.
+
+    Raises Damaged if the file with the checksums cannot be read.
+    """
+    try:
+        return dict(json.loads((folder / ADDED).read_bytes()))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise Damaged(f"{ADDED} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def check_added(folder: Path, name: str, crc: int) -> str | None:
+    """Return the damage of a file that was added to a checkpoint, or None. crc: its saved CRC-32."""
+    try:
+        found = zlib.crc32((folder / name).read_bytes())
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    return None if found == crc else f"{name} does not match the saved checksum (if you have edited it, delete {ADDED})"

@@ -500,9 +500,15 @@ def _is_decision(place: str) -> bool:
 def _advice(places: Sequence[str]) -> str:
     """Return the advice for ranks that issue different operations. places: descriptions of these operations."""
     if repr(EXIT) in places:
+        trainer = (
+            "Trainer's save_model() before train() saves on rank 0 alone: call it after train(), or use "
+            "bmt.hf.Trainer. "
+        )
         return (
-            "One rank made fewer steps, or ended by sys.exit(). Give every rank the same number of batches (drop_last, "
-            "or a sampler that repeats rows), and exit on all ranks together."
+            "If the call is inside `if rank == 0:`, take it out, because every rank must make it. "
+            f"{trainer if repr('state_dict') in places else ''}Otherwise one rank made fewer steps, or ended by "
+            "sys.exit(): give every rank the same number of batches (drop_last, or a sampler that repeats rows), and "
+            "exit on all ranks together."
         )
     if any(place.startswith("'") for place in places):
         return (

@@ -9,6 +9,7 @@ peak of a step, by purpose, and the largest number of rows (sequences in the bat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -44,6 +45,8 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     print(report(given, prediction, fitting))
+    if prediction.peak > usable_bytes(total(given), given.gpus):
+        print(remedies(given, config))
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -161,6 +164,29 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
         tried += 1
         low, high = (guess, high) if known[guess] <= usable else (low, guess)
     return low
+
+
+def remedies(given: argparse.Namespace, config: Any) -> str:
+    """Return the text to print below a step that does not fit: each single change of options that makes it fit."""
+    ways: list[dict[str, Any]] = [{"recompute": "true"}, {"zero": 3}, {"head": "fused"}]
+    if given.optimizer in ("adam", "adamw") and not given.offload:
+        ways += [{"optimizer": "adam8"}, {"optimizer": "adam", "offload": True}]
+    ways += [{"gpus": given.gpus * 2**power} for power in (1, 2, 3) if given.gpus * 2**power <= 8]
+    ways += [{"lora": given.lora or 16, "quantize": "nf4"}]
+    fitting: list[str] = []
+    for way in ways:
+        changed = {name: value for name, value in way.items() if getattr(given, name) != value}
+        if not changed or ("gpus" in way and any("--gpus" in line for line in fitting)):
+            continue
+        other = argparse.Namespace(**(vars(given) | changed))
+        with contextlib.suppress(ValueError):  # options that cannot be combined
+            least = peak(other, config, given.rows)
+            if least <= usable_bytes(total(other), other.gpus):
+                words = " ".join(
+                    f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()
+                )
+                fitting.append(f"  {words:52} {least / 2**30:9.2f} GiB")
+    return "\n".join(["it would fit with one of:", *fitting] if fitting else ["no other single option makes it fit"])
 
 
 def report(given: argparse.Namespace, prediction: Prediction, fitting: int) -> str:

@@ -22,14 +22,14 @@ def test_verify_and_inspect(world, tmp_path):
     world(2)(three_checkpoints, str(tmp_path))
     status, printed = command("verify", tmp_path)
     assert status == 0, printed
-    assert printed.count(": whole, ") == 3
+    assert printed.count(": intact, ") == 3
     damage(tmp_path / "checkpoint-2" / "optimizer.safetensors")
     (tmp_path / "checkpoint-1" / "state.pt").unlink()
     status, printed = command("verify", tmp_path)
     assert status == 1
     assert "checkpoint-2: damaged: optimizer.safetensors: bytes" in printed
     assert "checkpoint-1: damaged: state.pt is missing" in printed
-    assert "checkpoint-3: whole" in printed
+    assert "checkpoint-3: intact" in printed
     status, printed = command("inspect", tmp_path / "checkpoint-3")
     assert status == 0
     assert "step 3, saved by 2 ranks with hf_bmtrain" in printed

@@ -159,3 +159,11 @@ def test_a_problem_stops_the_next_operation():
     with pytest.raises(RuntimeError, match="different operations"):
         collective_log.note(1)
     assert collective_log.count == 0
+
+
+def test_a_call_on_one_rank_alone_is_named_first():
+    end, trainer = repr(watch.EXIT), "Trainer's save_model() before train()"
+    for place, named in ((repr("state_dict"), True), ("forward of block 2", False)):
+        advice = watch._advice([place, end])
+        assert advice.startswith("If the call is inside `if rank == 0:`, take it out")
+        assert "the same number of batches" in advice and (trainer in advice) == named

@@ -13,6 +13,8 @@ import transformers
 import hf_bmtrain as bmt
 import jobs
 from cases import full, in_full, rows_in_full
+from hf_bmtrain.checkpoint.__main__ import verify
+from hf_bmtrain.checkpoint.folder import find
 from jobs import bmt_adam, losses, torch_adam
 from log_lines import log_lines
 from tiny_models import build
@@ -189,7 +191,14 @@ def test_resume_that_cannot_be_right_raises(world, tmp_path):
 TRAINERS_FILES = ["rng_state_1.pth", "scheduler.pt", "optimizer.pt", "trainer_state.json", "training_args.bin"]
 
 
-def test_damage_to_trainers_own_files(world, tmp_path):
+def verified(checkpoint, capsys):
+    """What the command `verify` prints."""
+    (found,), _ = find(checkpoint)
+    assert verify(found) == ("intact" in (printed := capsys.readouterr().out))
+    return printed
+
+
+def test_damage_to_trainers_own_files(world, tmp_path, capsys):
     """Stock Trainer loads them without a look: an error names the file, also if nothing refers to the checkpoint."""
     folder, given, options = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}
     world(2)(run, str(folder), given, options)
@@ -211,7 +220,13 @@ def test_damage_to_trainers_own_files(world, tmp_path):
                 data.replace(b'"global_step": 2', b'"global_step": 3') if name.endswith("json") else data + b"0"
             )
         world(2)(resume_errors, str(folder), given, options, str(checkpoint), f"checkpoint-2 is damaged: {name}")
+        assert f"damaged: {name}" in verified(checkpoint, capsys)
         path.write_bytes(data)
+    assert "intact, 11 files" in verified(checkpoint, capsys)
+    (checkpoint / "notes.txt").touch()
+    assert verified(checkpoint, capsys).strip().endswith("no checksums: notes.txt")
+    (checkpoint / "complete.json").write_text("{")
+    assert "damaged: complete.json cannot be read" in verified(checkpoint, capsys)
 
 
 def loaded_by_hand(folder, given, options, checkpoint):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import transformers
-from trainer_usages import Rows, collate, ctc
+from trainer_usages import Rows, bert, collate, ctc, llama
 
 import hf_bmtrain as bmt
 import jobs
+from log_lines import log_lines
 from tiny_models import build
 
 
@@ -58,3 +59,48 @@ def test_hooks_of_another_trainer_do_not_act(world, tmp_path):
     pytest.importorskip("peft")
     for logged, truth in world(2)(train_after_another_trainer, str(tmp_path)):
         assert logged == pytest.approx(truth, rel=1e-2)
+
+
+def accumulated(folder, make, labels, batch, averaged, wrap):
+    """The logged loss and gradient norm of one step of 8 rows in micro-batches, and what is said of their sum."""
+    model = make()
+    args = jobs.arguments(
+        folder, per_device_train_batch_size=batch, gradient_accumulation_steps=8 // batch // bmt.world_size(),
+        max_steps=1, optim="sgd",
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=bmt.auto_wrap(model) if wrap else model, args=args, data_collator=collate, train_dataset=Rows(labels, 8),
+        callbacks=[bmt.hf.BMTrainCallback()] if wrap else [],
+    )  # fmt: skip
+    if averaged:
+        trainer.model_accepts_loss_kwargs = False
+    with log_lines() as lines:
+        trainer.train()
+    said = [line for line in lines if "adds up the losses" in line]
+    return trainer.state.log_history[0]["loss"], trainer.state.log_history[0]["grad_norm"], said
+
+
+def accumulations(folder, wrap):
+    """`accumulated` for each case; the case "one batch" accumulates nothing."""
+    classes = bert("SequenceClassification", num_labels=3)
+    cases = {
+        "one batch": (classes, "class", 8 // bmt.world_size(), False), "summed": (classes, "class", 2, False),
+        "averaged": (classes, "class", 2, True), "causal": (llama, "ids", 2, False),
+    }  # fmt: skip
+    return {name: accumulated(folder, *case, wrap) for name, case in cases.items()}
+
+
+def test_sums_of_micro_batches_are_told(world, tmp_path):
+    """Trainer adds up means, in one process too; the line says so, and how to average them."""
+    (plain,), (one,) = (world(1)(accumulations, str(tmp_path), wrap) for wrap in (False, True))
+    for name, (loss, norm, said) in plain.items():
+        assert one[name][:2] == pytest.approx((loss, norm), rel=1e-5) and not said, name
+    two, other = world(2)(accumulations, str(tmp_path), True)
+    loss, norm, _ = plain["one batch"]
+    for found, times in (one, 4), (two, 2):
+        assert found["one batch"][:2] == pytest.approx((loss, norm), rel=1e-5)
+        assert found["averaged"][:2] == pytest.approx((loss, norm), rel=1e-5)
+        assert found["summed"][:2] == pytest.approx((times * loss, times * norm), rel=1e-5)
+        assert [len(said) for _, _, said in found.values()] == [0, 1, 0, 0]
+        assert f"of the {times} micro-batches" in found["summed"][2][0]
+    assert not other["summed"][2]

@@ -61,7 +61,7 @@ def predict_memory(
         A `Prediction`, whose `str` is a table.
 
     Raises:
-        ValueError: a setting is out of range, or the model is already wrapped.
+        ValueError: a setting is out of range, the model is already wrapped, or its output has no loss.
         RuntimeError: the forward depends on the values of its inputs, which the meta device does not have.
     """
     world = current_world()

@@ -147,7 +147,9 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
     manager.zero_grad()
     for _ in range(count):
         with phase("forward"):
-            loss = model(**inputs).loss
+            loss = getattr(model(**inputs), "loss", None)
+        if loss is None:
+            raise ValueError("predict_memory: the model's output has no loss. Add `labels` to `batch`.")
         with phase("backward"):
             manager.backward(loss / count if count > 1 else loss)
         del loss

@@ -26,21 +26,36 @@ def follow_mean_loss(model: Any, args: Any) -> None:
     ignore that number and compute a mean. BERT does so itself, other models do not pass the number to their
     `loss_function`, and some of these functions do not use it. A hook multiplies the loss of such a model by this
     rank's share of all labels, before Trainer multiplies it.
+
+    For the same reason Trainer adds up the losses of micro-batches instead of averaging them, also in one process. That
+    is left as it is, with a warning.
     """
     world = current_world()
-    if world.size == 1 or not args.average_tokens_across_devices:
+    several = world.size > 1 and args.average_tokens_across_devices
+    if not several and args.gradient_accumulation_steps == 1:
         return
-    base, told = base_of(model), False
+    base, told, warned = base_of(model), False, False
     ignores, calls = ignores_count(model), _Calls(base) if chooses_loss(model) else None
     if not ignores and calls is None:
         return
 
     def weigh(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
-        nonlocal told
-        if calls is not None and not calls.ignored or not args.average_tokens_across_devices:
+        nonlocal told, warned
+        if calls is not None and not calls.ignored:
             return loss
         name = "" if calls is None else calls.name
         if "CTC" in name and base.config.ctc_loss_reduction == "sum":  # Trainer's factor is correct for a sum
+            return loss
+        if model.training and args.gradient_accumulation_steps > 1 and not warned and world.rank == 0:
+            _log.warning(
+                "the loss of %s is a mean that ignores num_items_in_batch, so Trainer adds up the losses of the %d "
+                "micro-batches of a step instead of averaging them, as it also does in plain Transformers: the logged "
+                "loss and the gradients are %d times as large. To average them, set trainer.model_accepts_loss_kwargs "
+                "= False before train()",
+                type(base).__name__, args.gradient_accumulation_steps, args.gradient_accumulation_steps,
+            )  # fmt: skip
+            warned = True
+        if world.size == 1 or not args.average_tokens_across_devices:
             return loss
         if not told and world.rank == 0:
             _log.info(

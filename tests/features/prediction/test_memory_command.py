@@ -34,9 +34,28 @@ def test_a_table_is_printed(config, options, capsys):
     run(config, "--batch-size", "2", "--seq-len", "128", "--memory", "4", *options)
     printed = capsys.readouterr().out
     assert "parameters, this rank's shards" in printed
-    assert "fits into 4 GiB" in printed
+    assert "fits into 4 GiB" in printed and "would fit" not in printed
     assert "largest number of rows that fits: " in printed
     assert ("page-locked host memory" in printed) == ("--offload" in options)
+
+
+def test_what_would_fit_is_told(tmp_path):
+    """With the options that are named the step fits, in as many GiB."""
+    transformers.LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=6, num_attention_heads=16, vocab_size=100
+    ).save_pretrained(tmp_path)
+    words, config = [str(tmp_path), "--seq-len", "128", "--memory", "6"], command.read_config(tmp_path)
+    told = command.remedies(command.arguments(words), config).splitlines()
+    named = {line[:54].strip(): line[54:].strip() for line in told[1:]}
+    assert list(named) == ["--optimizer adam8", "--offload", "--gpus 4", "--lora 16 --quantize nf4"]
+    for options, size in named.items():
+        given = command.arguments([*words, *options.split()])
+        prediction = command.predicted(given, config, 1)
+        assert "\nfits" in command.report(given, prediction, 1)
+        # frozen weights stay unsharded if they fit
+        assert f"{prediction.peak / 2**30:.2f} GiB" == size or "--lora" in options
+    given = command.arguments([*words, "--rows", "4000"])
+    assert command.remedies(given, config) == "no other single option makes it fit"
 
 
 @full

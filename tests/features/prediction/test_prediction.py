@@ -226,6 +226,8 @@ def test_a_wrapped_model_is_refused():
         bmt.predict_memory(model, batch("llama", 0))
     with pytest.raises(ValueError, match="micro_batches must be 1 or more, not 0"):
         bmt.predict_memory(build("llama"), batch("llama", 0), micro_batches=0)
+    with pytest.raises(ValueError, match="predict_memory: the model's output has no loss. Add `labels` to `batch`"):
+        bmt.predict_memory(build("llama"), {"input_ids": batch("llama", 0)["input_ids"]})
 
 
 @full

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import multiprocessing
 import os
 import queue
+import random
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -187,7 +190,10 @@ def _forget_accelerator() -> None:
 
 
 def free_port() -> int:
-    """For launchers that must be told one; another process may take it meanwhile."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    """For launchers that must be told one. The kernel gives none of these ports to connections of other processes."""
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(min(10_000, ephemeral // 2), ephemeral)
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port

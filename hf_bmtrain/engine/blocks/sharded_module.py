@@ -205,7 +205,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # Classes that an extension has generated for a layer, such as a float8 layer, also have `_extends`.
+    # The class that a feature gives a layer also has `_extends`, but is neither of these two: it is kept.
     while "_extends" in vars(cls) and issubclass(cls, (ShardedModule, OnlyWhileSharded)):
         cls = cls._extends
     return cls

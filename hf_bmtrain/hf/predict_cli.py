@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers.utils.import_utils import is_peft_available
 
 from ..engine.optim.adam import AdamOptimizer
 from ..features.muon.optimizer import MuonOptimizer
@@ -87,6 +88,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(words)
     if given.quantize and not given.lora:
         parser.error("--quantize applies to frozen weights, but there are none without adapters. Add --lora RANK.")
+    if given.lora and not is_peft_available():
+        parser.error("--lora needs PEFT, which is not installed. Run: pip install peft")
     if given.offload and given.optimizer != "adam":
         parser.error(f"--offload works only with the Adam optimizer. Leave out --optimizer {given.optimizer}.")
     return given
@@ -172,7 +175,8 @@ def remedies(given: argparse.Namespace, config: Any) -> str:
     if given.optimizer in ("adam", "adamw") and not given.offload:
         ways += [{"optimizer": "adam8"}, {"optimizer": "adam", "offload": True}]
     ways += [{"gpus": given.gpus * 2**power} for power in (1, 2, 3) if given.gpus * 2**power <= 8]
-    ways += [{"lora": given.lora or 16, "quantize": "nf4"}]
+    if is_peft_available():
+        ways += [{"lora": given.lora or 16, "quantize": "nf4"}]
     fitting: list[str] = []
     for way in ways:
         changed = {name: value for name, value in way.items() if getattr(given, name) != value}
@@ -186,7 +190,10 @@ def remedies(given: argparse.Namespace, config: Any) -> str:
                     f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()
                 )
                 fitting.append(f"  {words:52} {least / 2**30:9.2f} GiB")
-    return "\n".join(["it would fit with one of:", *fitting] if fitting else ["no other single option makes it fit"])
+    lines = ["it would fit with one of:", *fitting] if fitting else ["no other single option makes it fit"]
+    if not is_peft_available():
+        lines.append("--lora and --quantize were not tried, because PEFT is not installed (pip install peft)")
+    return "\n".join(lines)
 
 
 def report(given: argparse.Namespace, prediction: Prediction, fitting: int) -> str:

@@ -352,7 +352,7 @@ def states() -> Iterator[Row]:
         "OptimManager.load_state_dict",
         "of none",
         lambda: loads(bmt.optim.OptimManager().state_dict()),
-        "Call add_optimizer for the same",
+        "call add_optimizer for the same",
     )
     yield "OptimManager.load_state_dict", "scaled", lambda: loads(manager(loss_scale=2.0).state_dict()), "both cases"
 

@@ -126,6 +126,7 @@ class ParameterCount:
         self._seen: list[Any] = [None]  # the items of `_held` at the last search, then _END
         # For each parameter: (the parameter, its number of elements, whether only embeddings use it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
+        self._totals = (0, 0)  # the sum over all parameters, and over those that not only embeddings use
         self._answer, self._left = 0, 0  # the count for Trainer, and the number of steps that still get it
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -149,10 +150,12 @@ class ParameterCount:
     def _count(self, only_trainable: bool, exclude_embeddings: bool) -> int:
         if any(self._empty) or not all(map(operator.is_, self._values(), self._seen)):
             self._search()
+        if not only_trainable:
+            return self._totals[bool(exclude_embeddings)]
         return sum(
             numel
             for parameter, numel, looked_up in self._numels
-            if not (exclude_embeddings and looked_up) and (not only_trainable or parameter.requires_grad)
+            if parameter.requires_grad and not (exclude_embeddings and looked_up)
         )
 
     def _search(self) -> None:
@@ -163,6 +166,9 @@ class ParameterCount:
             (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
         looked_up = embeddings - others
         self._numels = [(parameter, parameter.numel(), parameter in looked_up) for parameter in model.parameters()]
+        embedded = sum(numel for _, numel, only_looked_up in self._numels if only_looked_up)
+        total = sum(numel for _, numel, _ in self._numels)
+        self._totals = (total, total - embedded)
         dictionaries = [each for module in model.modules() for each in (module._modules, module._parameters)]
         self._held = [each.values() for each in dictionaries if each]
         self._empty = [each for each in dictionaries if not each]

@@ -3,12 +3,15 @@
 import copy
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import hf_bmtrain as bmt
 from cases import by_default, in_full, pairwise
+from hf_bmtrain.engine.base.torch_internals import WithoutTorchFunction
+from hf_bmtrain.engine.tensors.neighbours import join_neighbours
 from hf_bmtrain.engine.tensors.tensor import ShardBase
 from ranks import on_ranks
 
@@ -20,6 +23,7 @@ CALLS = [
     lambda x, y: torch._foreach_addcmul(x, y, y, 2.0), lambda x, y: torch._foreach_div(x, y),
     lambda x, y: torch._foreach_copy_(x, y), lambda x, y: torch._foreach_add_(x, y, alpha=2),
     lambda x, y: torch._foreach_mul_(x, torch.tensor(3.0)),
+    lambda x, y: torch._foreach_add_(x, scalars=[0.1, 0.2, 0.3]), lambda x, y: torch._foreach_add_(x, scalar=2.0),
 ]  # fmt: skip
 
 
@@ -129,12 +133,41 @@ def test_a_list_costs_one_call():
     assert counts[0] == counts[1], counts
 
 
+@torch.no_grad()
+def neighbours_are_written_as_one():
+    """Parameters of a buffer and their gradients, but not optimizer state, views, or neighbours by chance."""
+    model = bmt.auto_wrap(nn.ParameterList([nn.Parameter(torch.rand(8, 16)) for _ in range(12)]))
+    with torch.enable_grad():
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    pieces = list(model.parameters())
+    gradients, state = [piece.grad for piece in pieces], [torch.zeros_like(piece) for piece in pieces]
+    for tensors, most in ((pieces, 7), (gradients, 7), (state, 12), (gradients[::-1], 12), (pieces + gradients, 14)):
+        before, versions = [each.part.clone() for each in tensors], [each._version for each in tensors]
+        with WithoutTorchFunction():
+            joined = join_neighbours(tensors)
+            assert len(joined) <= most and sum(each.numel() for each in joined) == sum(each.numel() for each in before)
+        torch._foreach_mul_(tensors, 3.0)
+        for each, old, version in zip(tensors, before, versions):
+            assert torch.equal(each.part, 3.0 * old) and each._version > version
+    memory = numpy.arange(6.0)
+    apart = [torch.from_numpy(memory[start : start + 3]) for start in (0, 3)]
+    doubles = torch.arange(2.0, dtype=torch.float64)
+    mixed = [doubles[:1], doubles.view(torch.float32)[2:]]
+    strided = [torch.arange(4.0)[::2], torch.arange(4.0)[::2]]
+    strided[1] = strided[0].as_strided((2,), (1,), 2)
+    for unchanged in (apart, mixed, strided):
+        assert join_neighbours(unchanged) == unchanged
+
+
 CHECKS = [
     like_whole_tensors, whole_operands_are_cut, reductions_are_of_whole_tensors, slices_of_other_tensors_are_not_mixed,
+    neighbours_are_written_as_one,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [2, *in_full(3)])
-@pytest.mark.parametrize("check", by_default(CHECKS, whole_operands_are_cut, reductions_are_of_whole_tensors))
+@pytest.mark.parametrize(
+    "check", by_default(CHECKS, whole_operands_are_cut, reductions_are_of_whole_tensors, neighbours_are_written_as_one)
+)
 def test_lists(world, size, check):
     world(size)(check)

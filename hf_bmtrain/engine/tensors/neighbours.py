@@ -1,0 +1,45 @@
+"""Tensors of a list that are stored one after another are written as one tensor, which takes less time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return fewer tensors, which together have the elements of `tensors` and share their memory.
+
+    Parameters of one sharded buffer are neighbours in memory, and so are their gradients. Clipping and weight decay
+    then write one tensor for each buffer. Tensors that cannot be joined are returned unchanged.
+
+    Args:
+        tensors: at least one tensor. Call this only within `WithoutTorchFunction`.
+    """
+    first = tensors[0]
+    size, dtype = first.element_size(), first.dtype
+    if len(tensors) < 2 or first.data_ptr() + first.numel() * size != tensors[1].data_ptr():
+        return tensors  # usually optimizer state, whose tensors are allocated one by one
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return tensors
+    joined: list[torch.Tensor] = []
+    run: list[torch.Tensor] = []
+    end = -1
+    for each in tensors:
+        start = each.data_ptr()
+        if start != end or each.dtype != dtype:
+            joined += _join(run)
+            run, size, dtype = [], each.element_size(), each.dtype
+        run.append(each)
+        end = start + each.numel() * size
+    return joined + _join(run)
+
+
+def _join(run: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `run`, of which each tensor begins at the address where the one before ends, as one tensor if possible.
+
+    It is impossible if the addresses follow each other by chance, in different allocations.
+    """
+    if len(run) < 2 or run[0].untyped_storage()._cdata != run[-1].untyped_storage()._cdata:
+        return run
+    return [run[0].detach().as_strided((sum(each.numel() for each in run),), (1,))]

@@ -10,8 +10,8 @@ import torch
 def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return fewer tensors, which together have the elements of `tensors` and share their memory.
 
-    Parameters of one sharded buffer are neighbours in memory, and so are their gradients. Clipping and weight decay
-    then write one tensor for each buffer. Tensors that cannot be joined are returned unchanged.
+    Parameters of one sharded buffer are neighbours in memory, and so are their gradients. Weight decay, for example,
+    then multiplies one tensor for each buffer. Tensors that cannot be joined are returned unchanged.
 
     Args:
         tensors: at least one tensor. Call this only within `WithoutTorchFunction`.

@@ -724,7 +724,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         each.settle()
     with WithoutTorchFunction():
         written = args[0]
-        if name.endswith("_") and not any(isinstance(value, (list, tuple)) for value in (*args[1:], *kwargs.values())):
+        if name.endswith("_") and all(isinstance(value, _NUMBERS) for value in (*args[1:], *kwargs.values())):
             args = (join_neighbours(written), *args[1:])
         result = func(*args, **kwargs)
         _count_writes(name, args)

@@ -316,6 +316,13 @@ class Watch(Monitor):
         if over:
             self.status.blamed = sorted(set(range(self._control.size)) - set(waiting))
             return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
+        others = [status for rank, status in ranks.items() if rank != self._rank]
+        # Operations of torch.distributed are in no collective log, so `compare` does not find this difference. With
+        # ranks that still run, this rank could be waiting for one of those, in a subgroup.
+        if self.status.waits.startswith("torch.distributed.") and all(
+            status.ended and status.waits == repr(EXIT) for status in others
+        ):
+            return f"{text} No other rank can take part in it any more. {_advice([repr(EXIT)])}"
         self._next = max(2 * self._next, REPEAT_SECONDS)
         if self._rank == min(waiting, default=self._rank):
             _log.warning("%s", text)
@@ -357,7 +364,12 @@ class Watch(Monitor):
         return ""
 
     def _last_seen(self, rank: int, status: Status) -> str:
-        """Return where a rank that is absent was last seen, and why it is absent."""
+        """Return where a rank that is absent was last seen, and why it is absent.
+
+        The line of a rank that has ended is not told: it is up to a second old, and `ended` names the line of an error.
+        """
+        if status.ended:
+            return f"rank {rank} {status.ended}"
         return f"rank {rank} was last seen at {status.place or 'an unknown line'}; {self._why_absent(rank, status)}"
 
     def missing(self) -> str:

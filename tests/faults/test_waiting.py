@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from hf_bmtrain.engine.comm.collective_log import CollectiveLog
+from hf_bmtrain.engine.runtime.monitor import EXIT
 from hf_bmtrain.faults.meeting import hang_seconds
 from hf_bmtrain.faults.status import Status
 from hf_bmtrain.faults.watch import _DEVICE, Watch
@@ -79,6 +80,25 @@ def test_after_thirty_seconds_it_is_said_what_has_changed(said, later, words):
     (line,) = said(waiting, 30, 31, 59)
     assert line.startswith("No progress for 30 s: rank 1 is at data.py:") and f"slow or stuck; {words}" in line
     assert len(said(waiting, 60, 61, 119)) == 1 and len(said(waiting, 120, 239)) == 1
+
+
+def test_an_operation_of_torch_ends_when_every_other_rank_has_left(said):
+    """Such as `if rank == 0: trainer.evaluate()`. Another rank that still runs may belong to its subgroup."""
+    left = Status(ended="has left the program", waits=repr(EXIT), place="train.py:3 (main)")
+    running = Status(place="train.py:9 (main)", since=1e9)
+    alone = Waiting(left, left, waits="torch.distributed.all_gather in evaluate")
+    assert alone.look(7) is None
+    assert alone.look(8).startswith(
+        "No progress for 8 s: rank 1 has left the program; rank 2 has left the program. rank 0 waits for torch."
+        "distributed.all_gather in evaluate at train.py:7 (main). No other rank can take part in it any more. If the "
+        "call is inside `if rank == 0:`, take it out"
+    )
+    for others, waits in (
+        ((left, running), "torch.distributed.all_gather"),
+        ((left, left), "all-gather of 8 elements"),
+        ((Status(ended="has left the program"),), "torch.distributed.all_gather"),  # its device may still work
+    ):
+        assert len(said(Waiting(*others, waits=waits), 8)) == 1
 
 
 def test_what_was_said_of_an_earlier_wait_is_no_change(said):

@@ -47,6 +47,7 @@ SHARD_OVER = ("world", "host", "host+world", "auto")
 SLOW_LINK = 0.5
 """With `shard_over="auto"`, every host keeps all weights if the bandwidth between hosts is less than this fraction of
 that inside a host."""
+_TRACE_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 MEASURED = 4 << 20  # bytes that each rank sends to measure a bandwidth
 SMALLEST_PULLED = 16 << 20
 """The smallest size in bytes of a shard that is gathered with peer copies, which are then faster than NCCL between
@@ -383,6 +384,11 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     met = monitor.meet(rank, size, timeout, init_method)
+    # By default, torch's NCCL backend asks the store every second whether a rank has timed out, to save a trace of its
+    # own operations. After a kill of rank 0, which serves the store, that logs some 60 lines that name no rank, before
+    # `monitor` names it. The backend reads the variable only now.
+    chosen = _TRACE_ON_TIMEOUT in os.environ
+    os.environ.setdefault(_TRACE_ON_TIMEOUT, "0")
     try:
         dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
@@ -391,6 +397,9 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
             "Another rank raised an error or ended earlier (look for the first error in the logs of all ranks), hangs, "
             f"was not started, or was given another address. ({str(error).strip().splitlines()[0]})"
         ) from None
+    finally:
+        if not chosen:
+            del os.environ[_TRACE_ON_TIMEOUT]
     del met  # `met` kept the store open until the process group had connected to it
 
 

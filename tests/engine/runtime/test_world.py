@@ -4,12 +4,15 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 
 import hf_bmtrain as bmt
 from cases import full, in_full
+from hf_bmtrain.engine.runtime import backend
+from hf_bmtrain.engine.runtime.monitor import Monitor
 from ranks import Ranks, free_port
 
 INIT = "import hf_bmtrain as bmt; bmt.init_distributed(); print(bmt.rank(), bmt.world_size())"
@@ -42,6 +45,19 @@ def test_misuse_is_one_clear_error(code, variables, message):
     result = run(code, **variables)
     assert result.returncode == 1
     assert message in result.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_torch_does_not_ask_the_store_for_timeouts_unless_told_to(monkeypatch, given):
+    """Its threads would log errors that name no rank when rank 0, which serves the store, is killed."""
+    name, seen = backend._TRACE_ON_TIMEOUT, []
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(backend.dist, "init_process_group", lambda *args, **kwargs: seen.append(os.environ[name]))
+    arguments = (torch.device("cuda"), timedelta(seconds=1), "tcp://127.0.0.1:1", Monitor())
+    backend._join(0, 2, *arguments)
+    assert seen == [given or "0"] and os.environ.get(name) == given
 
 
 JOINS = """

@@ -41,7 +41,7 @@ def test_a_table_is_printed(config, options, capsys):
 
 @pytest.mark.parametrize("adapters", [True, False])
 def test_what_would_fit_is_told(tmp_path, monkeypatch, capsys, adapters):
-    """With the options that are named the step fits, in as many GiB. Adapters are named only where PEFT is installed."""
+    """With the options that are named the step fits, in as many GiB. Adapters need PEFT."""
     if adapters:
         pytest.importorskip("peft")
     monkeypatch.setattr(command, "is_peft_available", lambda: adapters)

@@ -1,4 +1,4 @@
-"""List the tensors of a checkpoint (of the model and the optimizers), and which elements of each this rank saves."""
+"""List the tensors of a model and its optimizers that a checkpoint contains, and this rank's elements of each."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ ones."""
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
-    """Return an entry for each tensor of a model's state dict. Not collective.
+    """Return an `Entry` for each tensor of a model's state dict. Not collective.
 
     A tied weight has one entry, under its first name.
 
     Args:
         model: the model.
-        chosen: called with (name, parameter). It returns whether to include the parameter; None includes all.
-            Persistent buffers are always included.
+        chosen: a function that takes a parameter's name and the parameter, and returns whether to include it. None
+            includes all parameters. Persistent buffers are always included.
 
     Raises:
         ValueError: `chosen` is None, and the model has quantized weights, which a checkpoint cannot contain.
@@ -69,7 +69,10 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 
 
 def was_trained(name: str, parameter: Any) -> bool:
-    """Return whether a parameter is trainable, or was since `auto_wrap`. (PEFT freezes inactive adapters.)"""
+    """Return whether a parameter is trainable now, or has been at any time since `auto_wrap`.
+
+    PEFT freezes adapters while they are inactive, but checkpoints of trained parameters must contain them.
+    """
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
 
@@ -103,7 +106,7 @@ def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torc
 
 
 def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
-    """Return an Entry called `name` for the tensor `values`, which has the shape and the layout of `parameter`."""
+    """Return an Entry called `name` for `values`, which is `parameter` or a tensor with the same shape and sharding."""
     if not isinstance(parameter, DistributedParameter):
         return _full(name, values)
     part = values.part if isinstance(values, ShardBase) else values
@@ -112,7 +115,11 @@ def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> E
 
 
 def saved_as(parameter: DistributedParameter) -> tuple[tuple[int, ...], int]:
-    """Return the shape of a parameter in checkpoints, and the place there of this rank's first element."""
+    """Return a parameter's shape in checkpoints, and the index of this rank's first element in the flattened tensor.
+
+    The shape is that of the full weight. A weight that `tp_size` splits by columns has (tp_size, rows, columns /
+    tp_size) instead.
+    """
     shape, first = parameter.buffer.storage.saved_as(parameter.index)
     return tuple(shape), first
 
@@ -126,7 +133,7 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in an OptimManager or a sequence, [given] for one optimizer, or [] for None."""
+    """Return a list of the optimizers in `given`: an OptimManager, several optimizers, one optimizer, or None."""
     if given is None:
         return []
     if isinstance(given, OptimManager):
@@ -142,11 +149,14 @@ def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> 
         expect_kind("optimizer", each, torch.optim.Optimizer, "an OptimManager, one or several optimizers, or None")
     for each in schedulers_of(scheduler):
         if isinstance(each, (torch.nn.Module, type)) or not callable(getattr(each, "load_state_dict", None)):
-            raise TypeError(f"scheduler must be one or several objects with a state_dict, or None, got {each!r:.80}")
+            raise TypeError(
+                "scheduler must be one or several objects with state_dict() and load_state_dict(), or None, got "
+                f"{each!r:.80}"
+            )
 
 
 def schedulers_of(given: Any) -> list[Any]:
-    """Return a list of schedulers, given several schedulers, one scheduler, or None."""
+    """Return a list of the schedulers in `given`: several schedulers, one scheduler, or None."""
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) else [given]
@@ -197,11 +207,11 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
 def optimizer_entries(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, world: World
 ) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
-    """Return the optimizer's state: an entry for each tensor that is laid out like its parameter, and all other state.
+    """Divide an optimizer's state into tensors that are sharded like their parameters, such as moments, and the rest.
 
-    Collective: every rank must call it. An entry is named `<parameter>.<key>`. The other state, such as step counts, is
-    copied to the CPU and returned as {parameter name: {key: value}}. Raises RuntimeError if a sharded tensor is not
-    laid out like its parameter.
+    Collective: every rank must call it. Returns an Entry for each tensor that is sharded like its parameter, named
+    `<parameter>.<key>`; and the rest, such as step counts, copied to the CPU, as {parameter name: {key: value}}. Raises
+    RuntimeError if a tensor is sharded in another way than its parameter.
     """
     parameters = named(optimizer, model)
     check_keys(optimizer, optimizer.state)
@@ -230,15 +240,15 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """State that is being loaded into an optimizer: fill the tensors that `target` returns, then call `load`.
+    """Loads saved state into an optimizer: read the saved values into the tensors from `target`, then call `load`.
 
-    For an AdamOptimizer, the constructor discards the optimizer's present state.
+    For an AdamOptimizer, the constructor already discards the present state, if `names` is not empty.
 
     Args:
         optimizer: the optimizer.
-        parameters: its parameters, as `named` returns them.
+        parameters: its parameters, by their names in the model.
         names: (parameter name, key) of each tensor for which `target` will be called.
-        others: the state that is in no safetensors file, as {parameter name: {key: value}}.
+        others: the rest of the saved state, such as step counts, as {parameter name: {key: value}}.
         groups: the saved parameter groups, in the order of the optimizer's groups.
     """
 
@@ -266,7 +276,7 @@ class LoadedState:
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
             if all(what in places.get(parameters[name], ()) for name, what in names):
-                self._places = places  # otherwise `load` converts masters that another kind of device has saved
+                self._places = places  # otherwise, another kind of device saved other masters, which `load` converts
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor to fill with this rank's elements of one state tensor.
@@ -285,7 +295,7 @@ class LoadedState:
         return values
 
     def load(self) -> None:
-        """Load the state into the optimizer, once all targets have been filled."""
+        """Load the state into the optimizer. Call it once all tensors from `target` contain the saved values."""
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             self._optimizer.load_state_dict(state)

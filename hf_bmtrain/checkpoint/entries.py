@@ -80,9 +80,9 @@ def refuse_quantized(model: torch.nn.Module) -> None:
     """Raise ValueError if the model has quantized weights, which a checkpoint cannot contain."""
     if any(is_read_only(parameter) for parameter in model.parameters()):
         raise ValueError(
-            "a checkpoint cannot contain quantized weights. Save and resume only trained parameters, with "
-            "save_state(..., trained_only=True). bmt.save(model, file) writes all weights to a file, with the "
-            "quantized ones dequantized."
+            "a checkpoint cannot contain quantized weights. To resume training later, save only the trained parameters "
+            "with save_state(..., trained_only=True). To export the model, bmt.save(model, file) dequantizes the "
+            "weights and writes all of them."
         )
 
 
@@ -225,9 +225,9 @@ def optimizer_entries(
         for key, value in values.items():
             if _holds_local(value):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} keeps '{key}' of {name} in sharded tensors that do not have the "
-                    "parameter's layout, so save_state cannot save it. Save each rank's optimizer.state_dict() with "
-                    "torch.save instead."
+                    f"{type(optimizer).__name__} keeps its state '{key}' of {name} in tensors that are sharded in "
+                    "another way than the parameter, so save_state cannot save it. Save each rank's "
+                    "optimizer.state_dict() with torch.save instead."
                 )
     entries = [_of_parameter(f"{name}.{key}", parameters[name], held[name][key]) for key, name in sharded]
     return sorted(entries, key=lambda entry: entry.spec.name), others
@@ -267,7 +267,7 @@ class LoadedState:
         self._groups = []
         for saved, mine in zip(groups, optimizer.param_groups):
             own = {"params": [next(counts) for _ in mine["params"]]}
-            if "param_names" in mine:  # listed in the order of "params", which may not be the saved order
+            if "param_names" in mine:  # not the saved names, because their order may differ from that of "params"
                 own["param_names"] = mine["param_names"]
             settings = {key: value for key, value in saved.items() if key != "param_names"}
             self._groups.append({**settings, **own})
@@ -275,8 +275,9 @@ class LoadedState:
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
+            # For bfloat16 weights, GPUs store residuals and CPUs float32 masters. `load` converts the other kind.
             if all(what in places.get(parameters[name], ()) for name, what in names):
-                self._places = places  # otherwise, another kind of device saved other masters, which `load` converts
+                self._places = places
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor to fill with this rank's elements of one state tensor.

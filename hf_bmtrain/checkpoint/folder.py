@@ -149,7 +149,7 @@ def remove(folder: Path) -> None:
     try:
         os.rename(folder, doomed)
     except OSError as error:
-        _log.warning("the old checkpoint %s cannot be deleted, and still takes space: %s", folder, error)
+        _log.warning("the checkpoint %s cannot be deleted, and still takes space: %s", folder, error)
     else:
         _delete(doomed)
 

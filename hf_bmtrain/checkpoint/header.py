@@ -181,7 +181,7 @@ def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
     (start, stop), shape = value["data_offsets"], value["shape"]
     numbers = (start, stop, *shape)
     if {*map(type, numbers)} != {int} or min(numbers) < 0:
-        raise ValueError(f"shape {shape} and data_offsets {[start, stop]} must be non-negative integers")
+        raise ValueError(f"shape {shape} and data_offsets {[start, stop]} must consist of non-negative integers")
     return StoredTensor(file, DTYPES[value["dtype"]], tuple(shape), begin + start, begin + stop)
 
 

@@ -337,7 +337,7 @@ def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None
         stacked = any(len(one) != len(other) and math.prod(one) == math.prod(other) for one, other in both)
         hint = ". If weights are split by columns, tp_size must be the same as in the saving job" if stacked else ""
         raise ValueError(
-            f"the checkpoint is of another model: {len(missing)} tensors are missing ({', '.join(missing[:5])}), "
+            f"the checkpoint is of another model: {len(missing)} tensors are missing in it ({', '.join(missing[:5])}), "
             f"{len(unexpected)} are unexpected ({', '.join(unexpected[:5])}), and {len(shapes)} have other shapes "
             f"({', '.join(shapes[:5])}){hint}"
         )

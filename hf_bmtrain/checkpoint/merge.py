@@ -90,7 +90,7 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
     if _has_trained_only(checkpoint) and not base:
         raise ValueError(
             f"{checkpoint.folder} contains only the trained tensors (trained_only=True). For the other tensors, pass "
-            "--base with the folder of the model that was trained"
+            "--base with the folder of the model from which training started"
         )
     if base and not _has_trained_only(checkpoint):
         raise ValueError(f"{checkpoint.folder} contains the full model. Leave out --base")

@@ -244,7 +244,8 @@ def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Te
     """
     if chunk.length > PIECE_BYTES:
         raise Damaged(
-            f"{what}: the manifest lists a chunk of {chunk.length:,} bytes, but chunks have at most {PIECE_BYTES:,}"
+            f"{what}: the checkpoint's manifest lists a chunk of {chunk.length:,} bytes, but this version of "
+            f"hf_bmtrain reads only chunks of at most {PIECE_BYTES:,} bytes"
         )
     data = scratch.memory[: chunk.length]
     view = memory_of(data)

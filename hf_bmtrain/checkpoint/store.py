@@ -247,7 +247,7 @@ def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
 
 def _read_pickled(path: Path) -> OrderedDict:
     try:
-        mapped = zipfile.is_zipfile(path)  # only this format, which torch.save writes since torch 1.6, can be mapped
+        mapped = zipfile.is_zipfile(path)  # torch can map only this format, which torch.save has written since torch 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(

@@ -50,7 +50,7 @@ class DCPState:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        from torch.distributed import checkpoint  # this import takes a second
+        from torch.distributed import checkpoint  # imported only if needed, because this takes a second
 
         expect_module("model", model)
         refuse_parts(model)
@@ -64,8 +64,8 @@ class DCPState:
             )
         if isinstance(optimizer, AdamOptimizer) and not optimizer.adamw_state:
             raise ValueError(
-                f"DCPState exchanges the state of AdamW, but {type(optimizer).__name__} has other state for some "
-                "parameters. Save it with bmt.save_state, or pass no optimizer."
+                f"DCPState saves the state of an optimizer in the format of AdamW, but {type(optimizer).__name__} has "
+                "other state for some parameters. Save it with bmt.save_state, or pass no optimizer."
             )
         self._model, self._optimizer = model, optimizer
 

@@ -87,7 +87,7 @@ def refuse_quantized(model: torch.nn.Module) -> None:
 
 
 def refuse_parts(model: torch.nn.Module) -> None:
-    """Raise NotImplementedError if the ranks of a tensor-parallel group have different parts of a weight."""
+    """Raise NotImplementedError if `tp_size` splits a weight over ranks, which DCPState does not support."""
     if any(map(is_part, model.parameters())):
         raise NotImplementedError(
             "DCPState does not support weights that are split over ranks by tp_size. Use bmt.save_state and "
@@ -163,12 +163,12 @@ def schedulers_of(given: Any) -> list[Any]:
 
 
 def file_base(number: int) -> str:
-    """Return the base name of the files of optimizer `number` (0, 1, …): optimizer, optimizer2, …"""
+    """Return the beginning of the file names of optimizer number 0, 1, 2, …: optimizer, optimizer2, optimizer3, …"""
     return "optimizer" if number == 0 else f"optimizer{number + 1}"
 
 
 def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
-    """Return {name in `model`: parameter} for the optimizer's parameters, in its order.
+    """Return the optimizer's parameters, in its order, by their names in `model`.
 
     Raises ValueError if a parameter is not in `model`.
     """
@@ -190,7 +190,9 @@ def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[
 
 
 def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError unless the groups `saved` and `mine` (see `groups_of`) contain the same parameters.
+    """Raise ValueError unless the parameter groups `saved` and `mine` contain the same parameters.
+
+    In both, "params" is a list of parameter names, as `groups_of` returns it.
 
     kind: the class name of the saved optimizer, for the message.
     """
@@ -240,7 +242,7 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """Loads saved state into an optimizer: read the saved values into the tensors from `target`, then call `load`.
+    """Loads saved state into an optimizer. Write the saved values into the tensors from `target`, then call `load`.
 
     For an AdamOptimizer, the constructor already discards the present state, if `names` is not empty.
 

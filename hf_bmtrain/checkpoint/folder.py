@@ -31,7 +31,7 @@ _PREFIXES = ("checkpoint-", "checkpoint_")  # the names that `save_state` and Ac
 
 
 class Found(NamedTuple):
-    """A checkpoint whose manifest is valid, and whose files have the sizes that the manifest lists."""
+    """A checkpoint with a valid manifest (the list of its files), and whose files have the sizes listed there."""
 
     folder: Path
     manifest: Manifest

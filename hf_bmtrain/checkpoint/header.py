@@ -1,8 +1,8 @@
 """Compute where each tensor is in a safetensors file, from names, shapes and dtypes alone.
 
 A file consists of the length of its header (8 bytes, little-endian), the header (JSON), and the tensors in C order
-without gaps (https://github.com/huggingface/safetensors, "Format"). Every rank computes the same header, so it knows
-the byte range of its elements of a tensor in the final file.
+without gaps (https://github.com/huggingface/safetensors, "Format"). Every rank computes the same header, and so knows
+where its elements of each tensor belong in the final file.
 """
 
 from __future__ import annotations

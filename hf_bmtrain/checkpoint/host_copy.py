@@ -85,7 +85,7 @@ class Snapshot:
             self._taken.set()
 
     def _copy(self, memory: HostMemory) -> list[Part] | None:
-        """Copy the values to `memory`, and return Parts with the copies, or None if there is too little memory."""
+        """Copy the values to `memory`, and return the copies to write, or None if there is too little host memory."""
         starts, end = [], 0
         for part in self._parts:
             starts.append(end)

@@ -273,9 +273,9 @@ class _Loading:
             self._states.append(state)
 
     def read(self) -> None:
-        """Read this rank's elements: of sharded parameters directly into them, of other tensors at least into memory.
+        """Read this rank's elements. Those of sharded parameters are read directly into the parameters.
 
-        `apply` completes the loading.
+        Other values may stay in memory until `apply` loads them.
         """
         self._want_optimizers()
         parameters = self._model.parameters() if self._weights else ()
@@ -310,7 +310,7 @@ class _Loading:
 
 
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError if the checkpoint has values for weights that are quantized in this model and cannot be written.
+    """Raise ValueError if the checkpoint has values for quantized weights of this model, which cannot be overwritten.
 
     parameters: the parameters of the model, by name.
     tensors: the tensors of the checkpoint, by name.
@@ -324,7 +324,11 @@ def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor])
 
 
 def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError unless the checkpoint's tensors have the same names and shapes as the model's entries."""
+    """Raise ValueError unless the tensors in the checkpoint have the names and shapes that the model expects.
+
+    entries: what the model expects.
+    tensors: the tensors in the checkpoint, by name.
+    """
     mine = {entry.spec.name: tuple(entry.spec.shape) for entry in entries}
     missing, unexpected = [name for name in mine if name not in tensors], [name for name in tensors if name not in mine]
     shapes = [

@@ -17,7 +17,7 @@ _FORMAT = 1
 
 
 class Checked(NamedTuple):
-    """A chunk of a file and its checksum.
+    """A chunk of a file (at most 4 MiB), and its checksum.
 
     Attributes:
         start: the offset of the chunk's first byte in the file.
@@ -32,7 +32,7 @@ class Checked(NamedTuple):
 
 @dataclass
 class Manifest:
-    """The list of a checkpoint's files with their checksums, and facts about the checkpoint.
+    """The list of a checkpoint's files with their checksums, and facts such as the step, as saved in `manifest.json`.
 
     Attributes:
         step: the training step at which the checkpoint was saved.

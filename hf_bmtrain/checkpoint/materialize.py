@@ -122,7 +122,8 @@ def _put(
 ) -> None:
     """Replace the model's parameters and buffers by the values in `state`. Tied tensors stay tied.
 
-    Parameters become `SourcedParameter`s, which refer to the mapped files, or contain only this rank's share.
+    Until the model is sharded, its parameters are `SourcedParameter`s, which refer to the mapped files or contain only
+    this rank's share.
     """
     filled: dict[int, torch.Tensor] = {}
     for key, (tensor, names) in [*parameters.items(), *buffers.items()]:

@@ -107,7 +107,7 @@ def _has_trained_only(checkpoint: Found) -> bool:
 
 
 def _optimizers(checkpoint: Found) -> list[str]:
-    """Return the base names of the optimizers' files: optimizer, optimizer2, …"""
+    """Return the beginnings of the names of the optimizers' files: optimizer, optimizer2, …"""
     matches = (re.match(r"(optimizer\d*)(-\d+-of-\d+)?\.safetensors$", name) for name in checkpoint.manifest.files)
     return sorted({match[1] for match in matches if match})
 

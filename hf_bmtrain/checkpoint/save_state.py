@@ -474,7 +474,7 @@ def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
 
 
 def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:
-    """Return the parts that this rank writes: its elements of sharded tensors and, on rank 0, all other tensors.
+    """Return what this rank must write: its elements of sharded tensors and, on rank 0, all other tensors.
 
     Of the ranks that store the same shard, only one writes its elements.
 

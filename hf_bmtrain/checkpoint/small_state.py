@@ -34,7 +34,9 @@ def collect(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Collect the small state of all ranks, and return it on every rank. Collective: every rank must call it.
+    """Collect what `state.pt` will contain, from all ranks, and return it on every rank.
+
+    Collective: every rank must call it.
 
     others: for each optimizer, the state that is not written to safetensors files, such as step counts, as
         {parameter name: {key: value}}.
@@ -82,7 +84,10 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the small state of the checkpoint in `folder`. Raises as `decode` does."""
+    """Return the small state of the checkpoint in `folder`, from its file `state.pt`.
+
+    Raises ValueError if torch.load(weights_only=True) refuses objects in it.
+    """
     return decode((folder / NAME).read_bytes())
 
 

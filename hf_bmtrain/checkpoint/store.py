@@ -192,7 +192,7 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
 
 
 def read_state(path: Path, part: tuple[int, int] = (0, 1)) -> OrderedDict:
-    """Return the tensors in a file, in a folder of Hugging Face, or in the files that a Hugging Face index lists.
+    """Return the tensors in a file, in a folder of Hugging Face weights, or in the files that `*.index.json` lists.
 
     Files are memory-mapped if their format allows it, so that only the elements that the caller reads take memory.
 
@@ -247,7 +247,7 @@ def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
 
 def _read_pickled(path: Path) -> OrderedDict:
     try:
-        mapped = zipfile.is_zipfile(path)  # torch can map only this format, which torch.save has written since torch 1.6
+        mapped = zipfile.is_zipfile(path)  # torch can map only this format, the default of torch.save since torch 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(

@@ -62,7 +62,7 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """End a step, whose gradients are those that have been checked since the last call.
+        """End a step. The gradients that were checked since the last call are those of this step.
 
         The checks end one step after the last watched step, because a skip of that step may still have to be explained.
         """
@@ -208,7 +208,7 @@ def explain(
 
 
 def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-    """Combine counts of all ranks to one for each shard. Ranks of different hosts may store the same shard.
+    """Combine the counts of all ranks into one row for each shard. Ranks of different hosts may store the same shard.
 
     Returns the counts, (shards, ...); -1 where no rank knows them.
 

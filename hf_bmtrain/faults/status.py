@@ -123,14 +123,20 @@ class Status:
 
 
 def line_now() -> str:
-    """Return the user's line that led to this call (the innermost that is not in a library), or ""."""
+    """Return the line of the user's program that led to this call, such as "train.py:41 (load)", or "".
+
+    It is the innermost line on the stack that is not in a library.
+    """
     status = Status()
     status.look(threading.get_ident())
     return status.place
 
 
 def line_of(trace: Any) -> str:
-    """Return the user's line in a traceback (the innermost that is not in a library), or ""."""
+    """Return the line of the user's program in a traceback, such as "train.py:41 (load)", or "".
+
+    It is the innermost line in the traceback that is not in a library.
+    """
     lines = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -197,5 +203,5 @@ def _in_words(lines: list[tuple[str, str]]) -> str:
 
 
 def _short(path: str) -> str:
-    """Return `path`, relative to the working directory if it is inside."""
+    """Return `path` as a relative path if it is inside the working directory, and otherwise unchanged."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

@@ -90,7 +90,10 @@ class Watch(Monitor):
         self._compare(communicator.collective_log)
 
     def _compare(self, collective_log: CollectiveLog) -> None:
-        """From now on, compare each new entry of a log with other ranks of this host, and explain a difference."""
+        """From now on, compare each operation in `collective_log` with other ranks of this host.
+
+        If they differ, the error explains the difference.
+        """
         self._board.add(collective_log)
         collective_log.explain = self.difference
 
@@ -102,7 +105,7 @@ class Watch(Monitor):
         ]
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop monitoring the other ranks: end the thread."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(2 * SECONDS)
@@ -141,8 +144,8 @@ class Watch(Monitor):
         """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
 
         Waits at most `seconds` until a problem is known, or another rank has ended by an exception. If neither happens,
-        names the ranks that can no longer take part in operations. If there are none, returns the last warning about
-        the operation.
+        names the ranks that can no longer take part in operations. If there are none, returns the last warning of the
+        present wait, if there was one.
         """
         warning = self._warning
         if self.wait_for_problem(seconds) is not None or self.raised_before() is not None:
@@ -414,15 +417,17 @@ class Watch(Monitor):
     # -- comparisons --------------------------------------------------------------------------------------------
 
     def excerpts(self) -> list[Excerpt]:
-        """Return the last entries of each collective log of this rank, for `compare` on another rank."""
+        """Return the last operations that this rank has issued to each communicator, for `compare` on another rank."""
         return [collective_log.excerpt() for collective_log in self._collective_logs]
 
     def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Return how this rank's collective logs differ from another rank's, or None if no difference is known.
+        """Return how the operations that this rank and another rank have issued differ.
+
+        Returns None if no difference is known.
 
         Args:
             other: the other rank.
-            theirs: the result of its `excerpts`.
+            theirs: the result of `excerpts` on the other rank.
         """
         for collective_log, shown in zip(self._collective_logs, theirs):
             text = self.difference(collective_log, other, shown)
@@ -431,12 +436,12 @@ class Watch(Monitor):
         return None
 
     def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
-        """Return how a collective log differs from another rank's log of the same communicator.
+        """Return how the operations that this rank and another rank have issued to one communicator differ.
 
         Returns None if no difference is known.
 
         Args:
-            collective_log: this rank's log.
+            collective_log: this rank's log of the operations.
             other: the other rank.
             theirs: the last entries of the other rank's log.
         """
@@ -473,7 +478,7 @@ class Watch(Monitor):
         return self._explain(places, "Each waits for the other")
 
     def _describe(self, entry: int, other: int | None = None) -> str:
-        """Return a description of the operation for which a log's entry stands.
+        """Return a description of an operation. entry: the number that stands for it in a collective log.
 
         other: the rank whose log contains the entry, or None for this rank.
         """
@@ -492,7 +497,7 @@ class Watch(Monitor):
         """Return the error text for ranks that issued different operations.
 
         places: a description of each rank's operation, by rank.
-        what: a clause that says where their logs differ.
+        what: a clause that says at which operation the ranks differ.
         """
         self.status.look(self._program)
         self._show()

@@ -37,7 +37,7 @@ class HostMemory:
         The next call may return the same memory. Raises RuntimeError if there is too little host memory.
         """
         if len(self._memory) < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory before allocating
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory first
             self._memory = pinned_bytes(nbytes, device, "copies of the values to save")
         return self._memory[:nbytes]
 

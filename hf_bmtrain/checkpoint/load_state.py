@@ -256,8 +256,8 @@ class _Loading:
         left = [name for name in left if name not in tensors]
         if left and self._world.rank == 0:
             _log.warning(
-                "load_state: %d parameters that were trained but are frozen now are not in %s, so they keep their "
-                "values: %s",
+                "load_state: %d parameters were trained before and are frozen now. %s does not contain them, so they "
+                "keep their present values: %s",
                 len(left), self._folder, ", ".join(left[:5]),
             )  # fmt: skip
 

@@ -40,7 +40,8 @@ class Manifest:
             which was in the folder at that time.
         world_size: the number of ranks that saved the checkpoint.
         versions: the versions of the packages that saved the checkpoint, by package name.
-        files: the chunks of each file, by file name. The chunks are sorted and cover the file without gaps.
+        files: the chunks (pieces with checksums) of each file, by file name. They are sorted, and cover the file
+            without gaps.
     """
 
     step: int

@@ -27,7 +27,7 @@ _SAFETENSORS = ".safetensors"
 _INDEX = ".index.json"
 _CHECKSUMS = "hf_bmtrain_checksums"
 """The name under which a file stores the checksums of its tensors: an entry of the metadata of a safetensors file, or
-an attribute of the state dict in other files. Other programs that read the file ignore it."""
+an attribute of the state dict in other files. Other programs that read the file ignore the checksums."""
 _METADATA = "_metadata"
 """The attribute of a state dict in which torch stores the versions of the modules."""
 _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin") for ending in ("", _INDEX)]

@@ -72,7 +72,7 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
             if missed == []:
                 return store
             if missed is not None:
-                absent, reason = missed, "One rank has waited for its whole timeout."
+                absent, reason = missed, "The timeout of one of the waiting ranks has expired."
                 _say_farewell(store, rank)
                 break
             reason = "The other ranks have not arrived."

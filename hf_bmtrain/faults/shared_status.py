@@ -83,7 +83,7 @@ class SharedStatus:
                 self._pages[rank] = memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]
 
     def add(self, collective_log: CollectiveLog) -> None:
-        """Move a collective log to this rank's page, and from now on compare each new entry with two adjacent ranks.
+        """Move a collective log to this rank's page, and compare its new entries with those of two adjacent ranks.
 
         Adjacent ranks are enough, because if any two ranks of a host differ, two adjacent ranks do. More comparisons
         would cost time in every operation. Every rank must add the same logs in the same order, with equal entries so

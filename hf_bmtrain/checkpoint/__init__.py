@@ -1,5 +1,5 @@
-"""Save and load checkpoints in safetensors files; each rank writes and reads only the byte ranges of its own elements.
+"""Save and load checkpoints in safetensors files; each rank writes and reads only the bytes of its own elements.
 
-This package handles files, folders, and the byte ranges of each rank's elements. It does not depend on layers or on
-Hugging Face's packages.
+The code in this folder handles files, folders and byte ranges. It does not import transformers or accelerate, nor the
+code that runs the sharded layers.
 """

@@ -4,8 +4,9 @@
     python -m hf_bmtrain.checkpoint inspect FOLDER    print the step, files and tensors of a checkpoint
     python -m hf_bmtrain.checkpoint merge FOLDER      write its model to a new folder that from_pretrained can open
 
-FOLDER is a checkpoint, or a folder of checkpoints; then `merge` uses the newest intact one. The exit status is 1 if
-`verify` finds a damaged checkpoint, or if `merge` writes nothing.
+FOLDER is a checkpoint or a folder of checkpoints. In a folder of checkpoints, `merge` uses the newest intact one, and
+the other commands handle all. The exit status is 1 if FOLDER has no checkpoint, if `verify` finds damage, or if `merge`
+writes nothing.
 """
 
 from __future__ import annotations
@@ -80,9 +81,12 @@ def _bytes(text: str) -> int:
 
 
 def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
-    """Write the model of the first intact checkpoint in `found` (sorted newest first) to a new folder.
+    """Write the model of the first intact checkpoint in `found` to a new folder.
 
-    given: the options of the command line. Returns an error message, or None on success.
+    Returns an error message, or None on success.
+
+    found: the checkpoints, newest first.
+    given: the command line's arguments.
     """
     for checkpoint in found:
         output = given.output or checkpoint.folder.with_name(f"merged-{checkpoint.folder.name}")
@@ -104,7 +108,7 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
 def verify(checkpoint: Found) -> bool:
     """Compare every byte with its checksum, and print the result. Return whether the checkpoint is intact.
 
-    Files that Trainer has added are checked too. Files without a checksum are named.
+    Files that Trainer has added are checked too. Files without a checksum are listed, but do not count as damaged.
     """
     files = checkpoint.manifest.files
     total = sum(map(checkpoint.manifest.size, files))

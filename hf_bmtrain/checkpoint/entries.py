@@ -1,4 +1,4 @@
-"""List the tensors of a checkpoint (of the model and the optimizers), and which elements of each this rank saves."""
+"""List the tensors of a model and its optimizers that a checkpoint contains, and this rank's elements of each."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ ones."""
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
-    """Return an entry for each tensor of a model's state dict. Not collective.
+    """Return an `Entry` for each tensor of a model's state dict. Not collective.
 
     A tied weight has one entry, under its first name.
 
     Args:
         model: the model.
-        chosen: called with (name, parameter). It returns whether to include the parameter; None includes all.
-            Persistent buffers are always included.
+        chosen: a function that takes a parameter's name and the parameter, and returns whether to include it. None
+            includes all parameters. Persistent buffers are always included.
 
     Raises:
         ValueError: `chosen` is None, and the model has quantized weights, which a checkpoint cannot contain.
@@ -69,7 +69,10 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 
 
 def was_trained(name: str, parameter: Any) -> bool:
-    """Return whether a parameter is trainable, or was since `auto_wrap`. (PEFT freezes inactive adapters.)"""
+    """Return whether a parameter is trainable now, or has been at any time since `auto_wrap`.
+
+    PEFT freezes adapters while they are inactive, but checkpoints of trained parameters must contain them.
+    """
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
 
@@ -77,14 +80,14 @@ def refuse_quantized(model: torch.nn.Module) -> None:
     """Raise ValueError if the model has quantized weights, which a checkpoint cannot contain."""
     if any(is_read_only(parameter) for parameter in model.parameters()):
         raise ValueError(
-            "a checkpoint cannot contain quantized weights. Save and resume only trained parameters, with "
-            "save_state(..., trained_only=True). bmt.save(model, file) writes all weights to a file, with the "
-            "quantized ones dequantized."
+            "a checkpoint cannot contain quantized weights. To resume training later, save only the trained parameters "
+            "with save_state(..., trained_only=True). To export the model, bmt.save(model, file) dequantizes the "
+            "weights and writes all of them."
         )
 
 
 def refuse_parts(model: torch.nn.Module) -> None:
-    """Raise NotImplementedError if the ranks of a tensor-parallel group have different parts of a weight."""
+    """Raise NotImplementedError if `tp_size` splits a weight over ranks, which DCPState does not support."""
     if any(map(is_part, model.parameters())):
         raise NotImplementedError(
             "DCPState does not support weights that are split over ranks by tp_size. Use bmt.save_state and "
@@ -103,7 +106,7 @@ def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torc
 
 
 def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
-    """Return an Entry called `name` for the tensor `values`, which has the shape and the layout of `parameter`."""
+    """Return an Entry called `name` for `values`, which is `parameter` or a tensor with the same shape and sharding."""
     if not isinstance(parameter, DistributedParameter):
         return _full(name, values)
     part = values.part if isinstance(values, ShardBase) else values
@@ -112,7 +115,11 @@ def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> E
 
 
 def saved_as(parameter: DistributedParameter) -> tuple[tuple[int, ...], int]:
-    """Return the shape of a parameter in checkpoints, and the place there of this rank's first element."""
+    """Return a parameter's shape in checkpoints, and the index of this rank's first element in the flattened tensor.
+
+    The shape is that of the full weight. A weight that `tp_size` splits by columns has (tp_size, rows, columns /
+    tp_size) instead.
+    """
     shape, first = parameter.buffer.storage.saved_as(parameter.index)
     return tuple(shape), first
 
@@ -126,7 +133,7 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in an OptimManager or a sequence, [given] for one optimizer, or [] for None."""
+    """Return a list of the optimizers in `given`: an OptimManager, several optimizers, one optimizer, or None."""
     if given is None:
         return []
     if isinstance(given, OptimManager):
@@ -142,23 +149,26 @@ def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> 
         expect_kind("optimizer", each, torch.optim.Optimizer, "an OptimManager, one or several optimizers, or None")
     for each in schedulers_of(scheduler):
         if isinstance(each, (torch.nn.Module, type)) or not callable(getattr(each, "load_state_dict", None)):
-            raise TypeError(f"scheduler must be one or several objects with a state_dict, or None, got {each!r:.80}")
+            raise TypeError(
+                "scheduler must be one or several objects with state_dict() and load_state_dict(), or None, got "
+                f"{each!r:.80}"
+            )
 
 
 def schedulers_of(given: Any) -> list[Any]:
-    """Return a list of schedulers, given several schedulers, one scheduler, or None."""
+    """Return a list of the schedulers in `given`: several schedulers, one scheduler, or None."""
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) else [given]
 
 
 def file_base(number: int) -> str:
-    """Return the base name of the files of optimizer `number` (0, 1, …): optimizer, optimizer2, …"""
+    """Return the beginning of the file names of optimizer number 0, 1, 2, …: optimizer, optimizer2, optimizer3, …"""
     return "optimizer" if number == 0 else f"optimizer{number + 1}"
 
 
 def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
-    """Return {name in `model`: parameter} for the optimizer's parameters, in its order.
+    """Return the optimizer's parameters, in its order, by their names in `model`.
 
     Raises ValueError if a parameter is not in `model`.
     """
@@ -180,7 +190,9 @@ def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[
 
 
 def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError unless the groups `saved` and `mine` (see `groups_of`) contain the same parameters.
+    """Raise ValueError unless the parameter groups `saved` and `mine` contain the same parameters.
+
+    In both, "params" is a list of parameter names, as `groups_of` returns it.
 
     kind: the class name of the saved optimizer, for the message.
     """
@@ -197,11 +209,11 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
 def optimizer_entries(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, world: World
 ) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
-    """Return the optimizer's state: an entry for each tensor that is laid out like its parameter, and all other state.
+    """Divide an optimizer's state into tensors that are sharded like their parameters, such as moments, and the rest.
 
-    Collective: every rank must call it. An entry is named `<parameter>.<key>`. The other state, such as step counts, is
-    copied to the CPU and returned as {parameter name: {key: value}}. Raises RuntimeError if a sharded tensor is not
-    laid out like its parameter.
+    Collective: every rank must call it. Returns an Entry for each tensor that is sharded like its parameter, named
+    `<parameter>.<key>`; and the rest, such as step counts, copied to the CPU, as {parameter name: {key: value}}. Raises
+    RuntimeError if a tensor is sharded in another way than its parameter.
     """
     parameters = named(optimizer, model)
     check_keys(optimizer, optimizer.state)
@@ -215,9 +227,9 @@ def optimizer_entries(
         for key, value in values.items():
             if _holds_local(value):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} keeps '{key}' of {name} in sharded tensors that do not have the "
-                    "parameter's layout, so save_state cannot save it. Save each rank's optimizer.state_dict() with "
-                    "torch.save instead."
+                    f"{type(optimizer).__name__} keeps its state '{key}' of {name} in tensors that are sharded in "
+                    "another way than the parameter, so save_state cannot save it. Save each rank's "
+                    "optimizer.state_dict() with torch.save instead."
                 )
     entries = [_of_parameter(f"{name}.{key}", parameters[name], held[name][key]) for key, name in sharded]
     return sorted(entries, key=lambda entry: entry.spec.name), others
@@ -230,15 +242,15 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """State that is being loaded into an optimizer: fill the tensors that `target` returns, then call `load`.
+    """Loads saved state into an optimizer. Write the saved values into the tensors from `target`, then call `load`.
 
-    For an AdamOptimizer, the constructor discards the optimizer's present state.
+    For an AdamOptimizer, the constructor already discards the present state, if `names` is not empty.
 
     Args:
         optimizer: the optimizer.
-        parameters: its parameters, as `named` returns them.
+        parameters: its parameters, by their names in the model.
         names: (parameter name, key) of each tensor for which `target` will be called.
-        others: the state that is in no safetensors file, as {parameter name: {key: value}}.
+        others: the rest of the saved state, such as step counts, as {parameter name: {key: value}}.
         groups: the saved parameter groups, in the order of the optimizer's groups.
     """
 
@@ -257,7 +269,7 @@ class LoadedState:
         self._groups = []
         for saved, mine in zip(groups, optimizer.param_groups):
             own = {"params": [next(counts) for _ in mine["params"]]}
-            if "param_names" in mine:  # listed in the order of "params", which may not be the saved order
+            if "param_names" in mine:  # not the saved names, because their order may differ from that of "params"
                 own["param_names"] = mine["param_names"]
             settings = {key: value for key, value in saved.items() if key != "param_names"}
             self._groups.append({**settings, **own})
@@ -265,8 +277,9 @@ class LoadedState:
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
+            # For bfloat16 weights, GPUs store residuals and CPUs float32 masters. `load` converts the other kind.
             if all(what in places.get(parameters[name], ()) for name, what in names):
-                self._places = places  # otherwise `load` converts masters that another kind of device has saved
+                self._places = places
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor to fill with this rank's elements of one state tensor.
@@ -285,7 +298,7 @@ class LoadedState:
         return values
 
     def load(self) -> None:
-        """Load the state into the optimizer, once all targets have been filled."""
+        """Load the state into the optimizer. Call it once all tensors from `target` contain the saved values."""
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             self._optimizer.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Manage a folder of checkpoints: stage and publish new ones, find the newest, delete old ones."""
+"""Manage a folder of checkpoints: create them under a temporary name, rename them into place, find and delete them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .ranges import check_file
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"
 ADDED = "complete.json"
-"""The file with checksums of the files that were added to a checkpoint after its publication."""
+"""The name of the file with the checksums of files that were added to a complete checkpoint, for example by Trainer."""
 _LOCK = ".lock"
 _REPLACED = ".replaced-"
 _PREFIXES = ("checkpoint-", "checkpoint_")  # the names that `save_state` and Accelerate give to checkpoints
 
 
 class Found(NamedTuple):
-    """A checkpoint with a valid manifest, whose files have the recorded sizes."""
+    """A checkpoint with a valid manifest (the list of its files), and whose files have the sizes listed there."""
 
     folder: Path
     manifest: Manifest
@@ -42,7 +42,8 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
 
     Args:
         root: the folder, created if it does not exist.
-        held: the file that an earlier call returned, or None. It is returned again if the folder still exists.
+        held: the file that an earlier call for this folder returned, or None. It is returned again, unless the folder
+            was deleted in the meantime.
 
     Returns:
         The locked file. None, with a warning in the log, if the file system does not support locks.
@@ -55,7 +56,7 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
         return held
     file = open(root / _LOCK, "a+")
     try:
-        # flock is not used, because forked workers inherit that lock and would keep it after this process is killed.
+        # Not flock: forked workers would inherit that lock, and keep it after this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         file.seek(0)
@@ -63,7 +64,11 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
         file.close()
         raise RuntimeError(f"{holder} is also saving to {root}. Give each job its own folder.") from error
     except OSError as error:
-        _log.warning("%s cannot be locked (%s), so a second job that uses it is not detected", root, error.strerror)
+        _log.warning(
+            "%s cannot be locked (%s), so nothing will warn you if a second job saves to the same folder",
+            root,
+            error.strerror,
+        )
         file.close()
         return None
     file.truncate(0)
@@ -79,17 +84,17 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a folder of this name is temporary: ignored by `find`, or deleted by a later save."""
+    """Return whether `name` is reserved for temporary folders, which `find` ignores or a later save deletes."""
     return name.startswith((_STAGING, ".")) or _REPLACED in name
 
 
 def stage(root: Path, step: int, nbytes: int) -> Path:
-    """Create an empty temporary folder in `root` for a checkpoint of `nbytes`, and return it.
+    """Create an empty temporary folder in `root` for a checkpoint of `nbytes` bytes, and return its path.
 
     The caller must hold the lock of `root`. Temporary folders that killed jobs have left in `root` are deleted. The
-    name of the new folder is unique, because a rank of a killed job may survive for a while and still write to its old
-    folder. Raises OSError if the disk has too little free space. The space is not reserved, because some file systems
-    reserve space by writing zeros.
+    new folder's name contains `step` and a random suffix, because a rank of a killed job may survive for a while and
+    still write to its old folder. Raises OSError if the disk has too little free space. The space is not reserved,
+    because some file systems reserve space by writing zeros.
     """
     for kind in ("checkpoint", "removed"):
         for left in root.glob(f"{_STAGING}{kind}-*"):
@@ -111,10 +116,10 @@ def check_space(folder: Path, nbytes: int) -> None:
 def publish(staging: Path, final: Path) -> None:
     """Rename the temporary folder `staging`, which contains a complete and flushed checkpoint, to `final`.
 
-    An earlier checkpoint called `final` is renamed first, and is deleted by `prune`.
+    If there is already a checkpoint called `final`, it first gets another name, under which `prune` deletes it later.
     """
     flush(staging)
-    if os.path.lexists(final):  # the old folder stays a valid checkpoint, with a lower number, until `prune`
+    if os.path.lexists(final):  # the old checkpoint can still be loaded until `prune` deletes it
         aside = 1
         while os.path.lexists(replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")):
             aside += 1
@@ -124,10 +129,10 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete replaced checkpoints in `root`, and those beyond the newest `keep`.
+    """Delete the checkpoints in `root` that were replaced, and those beyond the newest `keep`.
 
-    A checkpoint is replaced if a newer one was published under the same name. None for `keep` deletes no others.
-    Symbolic links to checkpoints are not counted, and are deleted only if they were replaced.
+    A checkpoint was replaced if a newer one was published under the same name. If `keep` is None, only replaced
+    checkpoints are deleted. Symbolic links to checkpoints are not counted, and are deleted only if they were replaced.
     """
     for link in root.glob(f"*{_REPLACED}*"):
         if link.is_symlink():
@@ -144,27 +149,28 @@ def remove(folder: Path) -> None:
     try:
         os.rename(folder, doomed)
     except OSError as error:
-        _log.warning("%s cannot be deleted: %s", folder, error)
+        _log.warning("the checkpoint %s cannot be deleted, and still takes space: %s", folder, error)
     else:
         _delete(doomed)
 
 
 def _delete(folder: Path) -> None:
-    """Delete a staging folder. If that fails, log a warning; the next save tries again."""
+    """Delete a temporary folder. If that fails, log a warning; the next save tries again."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        _log.warning("%s cannot be deleted: %s", folder, error)
+        _log.warning("the temporary folder %s cannot be deleted now; the next save tries again: %s", folder, error)
 
 
 def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
     """Delete the oldest checkpoints until `limit` remain.
 
     Args:
-        folders: the checkpoints. Checkpoints of other libraries have no number in a manifest, so they count as the
-            oldest, in the given order. Symbolic links are neither counted nor deleted.
+        folders: the checkpoints. Their age is read from their manifests. Those without a readable manifest (such as
+            checkpoints of other libraries) count as the oldest, in the given order. Symbolic links are neither counted
+            nor deleted.
         limit: the number of checkpoints that remain.
-        kept: checkpoints that are never deleted, even if then more than `limit` remain.
+        kept: checkpoints that are never deleted, even if more than `limit` remain because of them.
     """
 
     def number(folder: Path) -> int:
@@ -180,11 +186,11 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
 
 
 def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:
-    """Find the checkpoints in a folder by reading manifests and file sizes, but not the contents of files.
+    """Find the checkpoints in a folder. Only manifests and file sizes are read, not the contents of other files.
 
     Args:
         path: a folder of checkpoints, or one checkpoint.
-        without: base names of files to ignore; see `Manifest.without`.
+        without: beginnings of file names, such as "model". Safetensors files with such names are not checked.
 
     Returns:
         The intact checkpoints, newest first, and the damaged checkpoints, as (folder, description of the damage).
@@ -209,11 +215,15 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
     return found, sorted(damaged)
 
 
-# -- files that other code adds to a published checkpoint -----------------------------------------------------------
+# -- files that other code adds to a complete checkpoint ------------------------------------------------------------
 
 
 def add_checksums(folder: Path) -> None:
-    """Write to the file `ADDED` the checksums of all files added to a checkpoint after its publication."""
+    """Record the checksums of the files that other code, such as Trainer, has added to the checkpoint in `folder`.
+
+    These are all files in the folder, but not in subfolders, that the manifest does not list. Their checksums are
+    written to the file `ADDED`.
+    """
     known = {NAME, *Manifest.read(folder).files}
     sums = {
         path.name: zlib.crc32(path.read_bytes())
@@ -225,10 +235,10 @@ def add_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path, rank: int, size: int) -> str | None:
-    """Return the damage of a checkpoint and of the files added to it, or None if this rank finds none.
+    """Verify this rank's share of a checkpoint. Return a description of the first damage, or None. Not collective.
 
-    The `size` ranks share the work: each reads every `size`-th chunk of each file, and rank 0 also reads the added
-    files. Raises Damaged if the manifest is damaged or a file has the wrong size.
+    Rank `rank` of `size` verifies every `size`-th chunk of each file. Rank 0 also verifies the files that were added to
+    the complete checkpoint. Raises Damaged if the manifest is damaged, or a file is missing or has the wrong size.
     """
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
@@ -243,7 +253,7 @@ def find_damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def find_damage_of_added(folder: Path) -> str | None:
-    """Return the first damage of the files that were added to a checkpoint, or None.
+    """Verify the files that were added to a complete checkpoint. Return a description of the first damage, or None.
 
     Raises Damaged if the file with their checksums cannot be read.
     """
@@ -254,9 +264,9 @@ def find_damage_of_added(folder: Path) -> str | None:
 
 
 def added_checksums(folder: Path) -> dict[str, int]:
-    """Return {name: CRC-32} of the files added to a checkpoint, or {} if none were recorded.
+    """Return {name: CRC-32} for the files that were added to a complete checkpoint, as `add_checksums` recorded them.
 
-    Raises Damaged if the file with the checksums cannot be read.
+    Returns {} if nothing was recorded. Raises Damaged if the file with the checksums cannot be read.
     """
     try:
         return dict(json.loads((folder / ADDED).read_bytes()))
@@ -267,7 +277,7 @@ def added_checksums(folder: Path) -> dict[str, int]:
 
 
 def check_added(folder: Path, name: str, crc: int) -> str | None:
-    """Return the damage of a file that was added to a checkpoint, or None. crc: its saved CRC-32."""
+    """Compare an added file with `crc`, its recorded CRC-32. Return a description of the damage, or None."""
     try:
         found = zlib.crc32((folder / name).read_bytes())
     except OSError as error:

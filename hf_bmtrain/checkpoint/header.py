@@ -1,8 +1,8 @@
 """Compute where each tensor is in a safetensors file, from names, shapes and dtypes alone.
 
 A file consists of the length of its header (8 bytes, little-endian), the header (JSON), and the tensors in C order
-without gaps (https://github.com/huggingface/safetensors, "Format"). Every rank computes the same header, so it knows
-the byte range of its elements of a tensor in the final file.
+without gaps (https://github.com/huggingface/safetensors, "Format"). Every rank computes the same header, and so knows
+where its elements of each tensor belong in the final file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 FILE_BYTES = 5 * 10**9
-"""Maximum size of a file in bytes; a tensor larger than that gets its own file."""
+"""Default maximum size of a safetensors file in bytes; a tensor larger than that gets its own file."""
 LARGEST_HEADER = 100_000_000
 """Maximum size of a header in bytes; the safetensors library refuses longer ones."""
 DTYPES: dict[str, torch.dtype] = {
@@ -49,7 +49,7 @@ class TensorSpec(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """The place of a full tensor: bytes start:stop of `file`, a name without a folder."""
+    """The place of a full tensor in a checkpoint: bytes start:stop of `file`, a file name without a folder."""
 
     file: str
     dtype: torch.dtype
@@ -62,10 +62,11 @@ class StoredTensor(NamedTuple):
 class FilePlan:
     """A safetensors file that is to be written.
 
-    name: the file's name, without its folder.
-    head: the bytes before the first tensor, including the header.
-    tensors: the place of each tensor, by name.
-    size: the file's size in bytes.
+    Attributes:
+        name: the file's name, without its folder.
+        head: all bytes before the first tensor: the length of the header, and the header.
+        tensors: the place of each tensor, by the tensor's name.
+        size: the file's size in bytes.
     """
 
     name: str
@@ -81,7 +82,7 @@ def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) 
 
     Args:
         base: the common beginning of the file names.
-        specs: the tensors.
+        specs: the tensors. They fill one file after the other, in this order.
         limit: maximum size of a file in bytes; a tensor larger than that gets its own file.
 
     Returns:
@@ -144,12 +145,17 @@ def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in a safetensors file, by name. Raises Damaged if header and file size disagree."""
+    """Return the place of each tensor in a safetensors file, by the tensor's name.
+
+    Raises Damaged if the header cannot be read, or does not match the size of the file.
+    """
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, LARGEST_HEADER):
-            raise Damaged(f"{path.name} has {size:,} bytes, but its first 8 bytes announce a header of {length:,}")
+            raise Damaged(
+                f"{path.name} has {size:,} bytes, but its first 8 bytes announce a header of {length:,} bytes"
+            )
         text = file.read(length)
     try:
         described = json.loads(text)
@@ -167,7 +173,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             )
         end = tensor.stop
     if end != size:
-        raise Damaged(f"{path.name} has {size:,} bytes, but its header describes {end:,}")
+        raise Damaged(f"{path.name} has {size:,} bytes, but its header lists tensors only up to byte {end:,}")
     return tensors
 
 
@@ -175,14 +181,15 @@ def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
     (start, stop), shape = value["data_offsets"], value["shape"]
     numbers = (start, stop, *shape)
     if {*map(type, numbers)} != {int} or min(numbers) < 0:
-        raise ValueError(f"shape {shape} and data_offsets {[start, stop]} must be non-negative integers")
+        raise ValueError(f"shape {shape} and data_offsets {[start, stop]} must consist of non-negative integers")
     return StoredTensor(file, DTYPES[value["dtype"]], tuple(shape), begin + start, begin + stop)
 
 
 def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
-    """Return the tensors, by name, in `base`.safetensors or in the files that `base`.safetensors.index.json lists.
+    """Return the place of each tensor in the files that begin with `base`, by the tensor's name.
 
-    Raises Damaged if a listed file is missing or contradicts the index, and FileNotFoundError if neither exists.
+    These are the files that `base`.safetensors.index.json lists or, without such an index, `base`.safetensors. Raises
+    Damaged if a listed file is missing or contradicts the index, and FileNotFoundError if there are no such files.
     """
     single, index = folder / f"{base}.safetensors", folder / f"{base}.safetensors.index.json"
     return read_indexed(index, read_header) if index.exists() else read_header(single)

@@ -21,33 +21,34 @@ from .ranges import Part, write_parts
 _log = logging.getLogger("hf_bmtrain")
 _ALIGNMENT = 64
 _TURN_BYTES = 256 << 20
-"""Size of the largest single copy. If training copies a flag to the host meanwhile, as transformers' masks do, the flag
-waits for at most one such copy."""
+"""Maximum size of one copy to the host, in bytes. Training may copy small values to the host at the same time, as
+transformers does when it creates masks. Such a value waits for at most one of these copies."""
 
 
 class HostMemory:
-    """Host memory for copies of a checkpoint's values. Later checkpoints reuse it, because allocation is slow."""
+    """Host memory for a copy of a checkpoint's values. Later checkpoints reuse it, because allocation is slow."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return a uint8 tensor of `nbytes` that `device` can copy to; each call may return the same memory.
+        """Return a uint8 tensor of `nbytes` elements in host memory, page-locked if `device` is a GPU.
 
-        Raises RuntimeError if there is too little host memory.
+        The next call may return the same memory. Raises RuntimeError if there is too little host memory.
         """
         if len(self._memory) < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory before allocating
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory first
             self._memory = pinned_bytes(nbytes, device, "copies of the values to save")
         return self._memory[:nbytes]
 
 
 class Snapshot:
-    """The values of the tensors in `parts` when this object is constructed, for a thread to write to files.
+    """Lets a thread write the present values of the tensors in `parts` to files, while training continues.
 
-    Training continues while the thread copies the values: forward and backward only read the tensors, and the next
-    optimizer step waits until they are copied. Other writes to the tensors are detected by the tensors' versions.
-    Synchronize the world's device before constructing this object.
+    From the construction of this object until the thread has copied the values, optimizer steps wait. Forward and
+    backward need not wait, because they only read the tensors. `write` raises an error if anything else has changed
+    the tensors, which it detects by torch's version counters. Synchronize the world's device before constructing this
+    object.
     """
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
@@ -66,11 +67,11 @@ class Snapshot:
         self._copying.discard(self._taken)
 
     def write(self, folder: Path, memory: HostMemory) -> dict[str, list[Checked]]:
-        """Copy the values to `memory`, and write them into existing files. Return the written chunks by file name.
+        """Copy the values to `memory`, and write them into existing files in `folder`.
 
         If there is too little host memory for a copy, the tensors themselves are written, and optimizer steps wait
-        until all are written. Raises RuntimeError if anything but an optimizer step has changed the values since this
-        object was constructed.
+        until all are written. Returns the written chunks, with their checksums, by file name. Raises RuntimeError if
+        the values were changed since this object was constructed.
         """
         try:
             copies = self._copy(memory)
@@ -84,7 +85,7 @@ class Snapshot:
             self._taken.set()
 
     def _copy(self, memory: HostMemory) -> list[Part] | None:
-        """Copy the values to `memory`, and return Parts with the copies, or None if there is too little memory."""
+        """Copy the values to `memory`, and return the copies to write, or None if there is too little host memory."""
         starts, end = [], 0
         for part in self._parts:
             starts.append(end)
@@ -93,8 +94,8 @@ class Snapshot:
             host = memory.reserve(end, self._device)
         except RuntimeError as error:
             _log.warning(
-                "save_state: there is no host memory for a copy, so the next optimizer step waits until the "
-                "checkpoint is written. %s",
+                "save_state: there is too little host memory for a copy of the values to save, so the next optimizer "
+                "step waits until the checkpoint is written. %s",
                 error,
             )
             return None
@@ -105,11 +106,11 @@ class Snapshot:
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
-                stream.record_event().synchronize()  # otherwise the step's copies would queue behind all of these
+                stream.record_event().synchronize()  # so that copies of the training step wait for one turn at most
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
-        """Let optimizers step again. Raise RuntimeError if something has changed the values."""
+        """Let optimizer steps continue. Raise RuntimeError if the values were changed since construction."""
         changed = [part.values._version for part in self._parts] != self._versions
         self._parts = []
         if changed:
@@ -122,5 +123,5 @@ class Snapshot:
 
 
 def _in_turns(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Split 1-D `values` into views of at most `_TURN_BYTES` each."""
+    """Split 1-D `values` into views of at most `_TURN_BYTES` bytes each."""
     return values.split(max(1, _TURN_BYTES // values.itemsize))

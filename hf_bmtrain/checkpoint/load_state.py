@@ -37,14 +37,15 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Resumed(int):
-    """The result of `load_state`: the step of the checkpoint as an int, which is true in a condition even for step 0.
+    """The result of `load_state`: the step of the checkpoint, an int that is true in a condition even for step 0.
 
     It can be unpacked, `step, folder, extra = bmt.load_state(...)`, and equals the tuple of these three.
 
     Attributes:
         step: the step of the checkpoint.
         folder: the checkpoint's folder.
-        extra: the `extra` that this rank passed to `save_state`, or that of rank 0 if another number of ranks saved.
+        extra: the `extra` that this rank passed to `save_state`. If the checkpoint was saved by another number of
+            ranks, the `extra` of rank 0.
     """
 
     step: int
@@ -143,8 +144,10 @@ def load_state(
 def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
     """Find the checkpoints in `given` on rank 0, and return them on all ranks. Collective: every rank must call it.
 
-    without: as for `find`, which describes the result.
-    Raises RuntimeError on all ranks if rank 0 cannot read the folder.
+    Returns the intact and the damaged checkpoints, as `find` does. Raises RuntimeError on all ranks if rank 0 cannot
+    read the folder.
+
+    without: beginnings of the names of files that are not checked, as for `find`.
     """
     found, problem, root = None, None, given.resolve()
     if world.rank == 0:
@@ -165,10 +168,10 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
 
 
 def _attempt(world: World, stage: Any) -> str | None:
-    """Call `stage`, and return on all ranks the damage that any rank has found in files, or None.
+    """Call `stage`, a step of loading, on every rank. Return a description of damaged files on any rank, or None.
 
-    Collective: every rank must call it. `stage` reports damage by raising Damaged or OSError. If it raises another
-    exception on any rank, RuntimeError is raised on all ranks.
+    Collective: every rank must call it. `stage` reports a damaged file by raising Damaged or OSError. If it raises any
+    other exception on any rank, RuntimeError is raised on all ranks.
     """
     damage = problem = None
     try:
@@ -202,9 +205,9 @@ class _Loading:
         self._trained: list[DistributedParameter] = []
 
     def open(self) -> None:
-        """Read headers and small state, check that they fit the model, and list the ranges that this rank must read.
+        """Check that the checkpoint fits the model and the optimizers, and list the elements that this rank must read.
 
-        Does not change the model or the optimizers.
+        Only the headers and the small state are read. The model and the optimizers are not changed.
         """
         self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
@@ -221,7 +224,7 @@ class _Loading:
                     raise ValueError(f"{key} has shape {stored.shape} in the checkpoint, but its parameter has {full}")
 
     def facts(self) -> dict[str, Any]:
-        """Return the arguments and the checkpoint's files and checksums, which must be equal on all ranks."""
+        """Return everything that must be equal on all ranks: arguments, and the checkpoint's files and checksums."""
         number = len(optimizers_of(self._optimizer))
         facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}
         return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
@@ -253,8 +256,8 @@ class _Loading:
         left = [name for name in left if name not in tensors]
         if left and self._world.rank == 0:
             _log.warning(
-                "load_state: %d parameters that were trained but are frozen now are not in %s, so they keep their "
-                "values: %s",
+                "load_state: %d parameters were trained before and are frozen now. %s does not contain them, so they "
+                "keep their present values: %s",
                 len(left), self._folder, ", ".join(left[:5]),
             )  # fmt: skip
 
@@ -270,7 +273,10 @@ class _Loading:
             self._states.append(state)
 
     def read(self) -> None:
-        """Read this rank's elements: of sharded parameters in place, of all others into memory for `apply`."""
+        """Read this rank's elements. Those of sharded parameters are read directly into the parameters.
+
+        Other values may stay in memory until `apply` loads them.
+        """
         self._want_optimizers()
         parameters = self._model.parameters() if self._weights else ()
         buffers = {p.buffer for p in parameters if isinstance(p, DistributedParameter)}
@@ -279,20 +285,20 @@ class _Loading:
         try:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
             wait_loader()  # the reading threads copy to the device on another stream
-        finally:  # on every rank, because all ranks must all-gather the buffers again
+        finally:  # on every rank, even after an error, because all ranks must all-gather these buffers again
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:
-        """Load the values that `read` put into memory, and return this rank's `extra`.
+        """Load everything that `read` has not yet put in its place, and return this rank's `extra`.
 
-        Call it after all ranks have read.
+        Call it when `read` has succeeded on all ranks.
 
         random: whether to restore the random generators.
         """
         with torch.no_grad():
             for target, values in self._full_params:
                 target.copy_(values.view(target.shape))
-        for parameter in self._trained:  # later saves with `trained_only` then include it even if it is frozen
+        for parameter in self._trained:  # so that later saves with `trained_only` include it even if it is frozen
             parameter.trained = True
         for loaded in self._states:
             loaded.load()
@@ -304,7 +310,7 @@ class _Loading:
 
 
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError if the checkpoint has values for weights that are quantized, and so read-only, in this model.
+    """Raise ValueError if the checkpoint has values for quantized weights of this model, which cannot be overwritten.
 
     parameters: the parameters of the model, by name.
     tensors: the tensors of the checkpoint, by name.
@@ -318,7 +324,11 @@ def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor])
 
 
 def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError unless the checkpoint's tensors have the same names and shapes as the model's entries."""
+    """Raise ValueError unless the tensors in the checkpoint have the names and shapes that the model expects.
+
+    entries: what the model expects.
+    tensors: the tensors in the checkpoint, by name.
+    """
     mine = {entry.spec.name: tuple(entry.spec.shape) for entry in entries}
     missing, unexpected = [name for name in mine if name not in tensors], [name for name in tensors if name not in mine]
     shapes = [
@@ -331,7 +341,7 @@ def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None
         stacked = any(len(one) != len(other) and math.prod(one) == math.prod(other) for one, other in both)
         hint = ". If weights are split by columns, tp_size must be the same as in the saving job" if stacked else ""
         raise ValueError(
-            f"the checkpoint is of another model: {len(missing)} tensors are missing ({', '.join(missing[:5])}), "
+            f"the checkpoint is of another model: {len(missing)} tensors are missing in it ({', '.join(missing[:5])}), "
             f"{len(unexpected)} are unexpected ({', '.join(unexpected[:5])}), and {len(shapes)} have other shapes "
             f"({', '.join(shapes[:5])}){hint}"
         )

@@ -17,7 +17,7 @@ _FORMAT = 1
 
 
 class Checked(NamedTuple):
-    """A chunk of a file and its checksum.
+    """A chunk of a file (at most 4 MiB), and its checksum.
 
     Attributes:
         start: the offset of the chunk's first byte in the file.
@@ -32,14 +32,16 @@ class Checked(NamedTuple):
 
 @dataclass
 class Manifest:
-    """The list of a checkpoint's files with their checksums, and facts about the checkpoint.
+    """The list of a checkpoint's files with their checksums, and facts such as the step, as saved in `manifest.json`.
 
     Attributes:
-        step: the step that was passed to `save_state`.
-        number: one more than the number of the checkpoint that was saved to the same folder before this one.
+        step: the training step at which the checkpoint was saved.
+        number: the checkpoint's place in the order of saving. It is one more than that of the newest intact checkpoint
+            which was in the folder at that time.
         world_size: the number of ranks that saved the checkpoint.
         versions: the versions of the packages that saved the checkpoint, by package name.
-        files: the chunks of each file, by file name. The chunks are sorted and cover the file without gaps.
+        files: the chunks (pieces with checksums) of each file, by file name. They are sorted, and cover the file
+            without gaps.
     """
 
     step: int
@@ -49,7 +51,10 @@ class Manifest:
     files: dict[str, list[Checked]] = field(default_factory=dict)
 
     def without(self, bases: tuple[str, ...]) -> Manifest:
-        """Return a copy that omits the safetensors files whose names begin with one of `bases`."""
+        """Return a copy that does not list the safetensors files, nor their indices, whose names begin with `bases`.
+
+        bases: beginnings of file names, such as "model".
+        """
         left_out = [name for name in self.files if name.startswith(bases) and ".safetensors" in name]
         return replace(self, files={name: chunks for name, chunks in self.files.items() if name not in left_out})
 
@@ -76,7 +81,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of the checkpoint in `folder`. Raises Damaged if it is missing or was changed."""
+        """Return the manifest of the checkpoint in `folder`. Raises Damaged if it is missing, changed or invalid."""
         try:
             outer = json.loads((folder / NAME).read_bytes())
             content = outer["content"]
@@ -86,7 +91,7 @@ class Manifest:
                     f"format {_FORMAT}. Load it with the version that saved it"
                 )
             if zlib.crc32(content.encode()) != outer["crc"]:
-                raise ValueError("its contents do not match its checksum")
+                raise ValueError("its contents do not match the checksum in it, so it was damaged or edited")
             fields: dict[str, Any] = json.loads(content)
             files = {name: [Checked(*map(int, chunk)) for chunk in all_] for name, all_ in fields.pop("files").items()}
             manifest = cls(**fields, files=files)

@@ -15,20 +15,20 @@ from ..engine.sharding.sourced import SourcedParameter, divide_unless_mapped_eve
 from .store import read_state
 
 Named = dict[int, tuple[torch.Tensor, list[str]]]
-"""{id(tensor): (tensor, all its names in the state dict)} for tensors of a model."""
+"""The tensors of a model, as {id(tensor): (tensor, all its names in the state dict)}."""
 
 
 def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
-    """Replace the meta parameters and buffers of a model by values from files. Collective: every rank must call it.
+    """Give the meta parameters and buffers of a model their values from files. Collective: every rank must call it.
 
     Each rank maps the files into memory and reads only its own elements of each parameter, cast to the parameter's
-    dtype. For a Hugging Face model, tied weights are tied first, and buffers that are not in the files are computed
-    with `_init_weights`.
+    dtype. For a Hugging Face model, the weights are tied first, and buffers that are not in the files are computed with
+    `_init_weights`.
 
     Args:
-        model: the model, on the meta device, not sharded.
-        weights: a folder or file, as for `auto_wrap`.
-        world: the ranks that share each parameter.
+        model: the model, on the meta device, not yet sharded.
+        weights: a folder or file with the weights, as for `auto_wrap`.
+        world: the world of this process, among whose ranks each parameter will be divided.
 
     Raises:
         RuntimeError: on every rank, if a rank cannot read the files, a tensor has no value, or names or shapes do not
@@ -69,7 +69,10 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
 
 
 def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless `state` has a value of the right shape for each meta tensor, and nothing else."""
+    """Raise ValueError unless `state`, the values in the files, fits the model's tensors in names and shapes.
+
+    Each tensor on the meta device needs a value, each value must belong to a tensor, and tied tensors must be equal.
+    """
     entries = [*parameters.values(), *buffers.values()]
     known = {name for _, names in entries for name in names}
     missing = [names[0] for tensor, names in entries if tensor.is_meta and not any(name in state for name in names)]
@@ -117,7 +120,11 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
 def _put(
     model: torch.nn.Module, parameters: Named, buffers: Named, state: Mapping[str, torch.Tensor], world: World
 ) -> None:
-    """Set the model's parameters (to `SourcedParameter`s) and buffers to the values in `state`. Ties are kept."""
+    """Replace the model's parameters and buffers by the values in `state`. Tied tensors stay tied.
+
+    Until the model is sharded, its parameters are `SourcedParameter`s, which refer to the mapped files or contain only
+    this rank's share.
+    """
     filled: dict[int, torch.Tensor] = {}
     for key, (tensor, names) in [*parameters.items(), *buffers.items()]:
         name = next((name for name in names if name in state), None)
@@ -139,10 +146,10 @@ def _put(
 
 @torch.no_grad()
 def _compute_buffers(module: Any, owner: Any) -> None:
-    """Compute the non-persistent meta buffers of `module` and its children with Hugging Face's `_init_weights`.
+    """Compute the non-persistent meta buffers of `module` and its children by Hugging Face's method `_init_weights`.
 
-    For each module, the method of the innermost Hugging Face model around the module is called. Buffers that the method
-    does not write stay on the meta device, and tensors that already have values keep them.
+    The method belongs to models, so each module is passed to that of the innermost model around it. Buffers that the
+    method does not write stay on the meta device, and tensors that already have values keep them.
 
     owner: the innermost Hugging Face model that contains `module`, or the root module if there is none.
     """

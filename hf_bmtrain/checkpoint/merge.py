@@ -29,7 +29,7 @@ class _Source(NamedTuple):
     Attributes:
         folder: the folder of its file.
         manifest: the manifest with the file's checksums, or None if the file has no checksums.
-        stored: its position in the file.
+        stored: its file, and its place there.
         in_base: whether it comes from `--base` instead of from the checkpoint.
     """
 
@@ -42,9 +42,9 @@ class _Source(NamedTuple):
 def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, base: Sequence[Path]) -> list[str]:
     """Write the model in a checkpoint to a new folder that Hugging Face's `from_pretrained` can open.
 
-    Only one tensor is in memory at a time, and all bytes that are read are compared with their checksums. The folder is
-    written under a temporary name, flushed to disk and renamed into place. If `merge` is killed, the next call deletes
-    the temporary folder.
+    Only one tensor is in memory at a time. All bytes that are read are compared with their checksums, if they have
+    any. The folder is written under a temporary name, flushed to disk and renamed into place. If `merge` is killed, the
+    next call deletes the temporary folder.
 
     Args:
         checkpoint: the checkpoint.
@@ -58,8 +58,9 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
         Notes to print for the user.
 
     Raises:
-        Damaged, ValueError, OSError: a file is damaged, an argument does not fit, or a file cannot be read or written.
-            Then nothing was written.
+        Damaged: a file of the checkpoint is damaged.
+        ValueError: `output` exists, or `base` is damaged or does not fit the checkpoint.
+        OSError: a file cannot be read or written.
     """
     if output.exists():
         raise ValueError(f"{output} already exists. Choose another --output, or delete it")
@@ -85,11 +86,11 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
 
 
 def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base: Sequence[Path]) -> None:
-    """Raise ValueError if `base` does not fit the checkpoint, or `output` would be taken for a checkpoint itself."""
+    """Raise ValueError if `base` is missing or not needed, or if `output` would be taken for another checkpoint."""
     if _has_trained_only(checkpoint) and not base:
         raise ValueError(
             f"{checkpoint.folder} contains only the trained tensors (trained_only=True). For the other tensors, pass "
-            "--base with the folder of the model that was trained"
+            "--base with the folder of the model from which training started"
         )
     if base and not _has_trained_only(checkpoint):
         raise ValueError(f"{checkpoint.folder} contains the full model. Leave out --base")
@@ -106,7 +107,7 @@ def _has_trained_only(checkpoint: Found) -> bool:
 
 
 def _optimizers(checkpoint: Found) -> list[str]:
-    """Return the base names of the optimizers' files: optimizer, optimizer2, …"""
+    """Return the beginnings of the names of the optimizers' files: optimizer, optimizer2, …"""
     matches = (re.match(r"(optimizer\d*)(-\d+-of-\d+)?\.safetensors$", name) for name in checkpoint.manifest.files)
     return sorted({match[1] for match in matches if match})
 
@@ -117,10 +118,10 @@ def _sources(checkpoint: Found, base: str) -> dict[str, _Source]:
 
 
 def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
-    """Return {name: contents} of the checkpoint's files that are copied unchanged.
+    """Return the contents of the files that are copied unchanged, such as config.json, by file name.
 
-    They include the file with the small state if `with_optimizer`. Call `check_heads` first, which verifies these
-    files.
+    With `with_optimizer`, this includes `state.pt`, which `load_state` needs. Call `check_heads` first, which verifies
+    these files.
     """
     return {
         name: (checkpoint.folder / name).read_bytes()
@@ -162,7 +163,7 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
 
 
 def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dict[str, _Source], list[str]]:
-    """Return the tensors of `base`, replaced by those of the same name in `trained`, and notes to print.
+    """Return all tensors of the model: those in `trained`, and the others from `base`. Also return notes to print.
 
     Raises ValueError if a trained tensor is not in `base`, or has another shape there.
     """
@@ -198,11 +199,13 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
 def _write(
     staging: Path, groups: dict[str, dict[str, _Source]], copied: dict[str, bytes], limit: int
 ) -> dict[str, list[Checked]]:
-    """Write all files into `staging`, if the disk has space for them. Return the written chunks by file name.
+    """Write all files into the folder `staging`. Return the written chunks, with their checksums, by file name.
 
-    groups: {base name of files: {name: tensor to copy into them}}.
-    copied: {name: contents} of other files.
-    limit: as for `merge`.
+    Raises OSError if the disk has too little space.
+
+    groups: the tensors to write, by name, for each base name of files, such as "model".
+    copied: the contents of the other files, by file name.
+    limit: maximum size of a safetensors file in bytes; a tensor larger than that gets its own file.
     """
     files, written = [], {}
     for base, sources in groups.items():

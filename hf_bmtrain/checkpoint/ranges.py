@@ -25,7 +25,7 @@ from .manifest import Checked, Manifest
 
 _log = logging.getLogger("hf_bmtrain")
 PIECE_BYTES = 4 << 20
-"""Maximum size of a chunk. It is a multiple of every element size, so that chunks never split an element."""
+"""Maximum size of a chunk in bytes. It is a multiple of every element size, so that chunks never split an element."""
 
 
 class Part(NamedTuple):
@@ -52,9 +52,10 @@ def memory_of(data: torch.Tensor) -> memoryview:
 
 
 class _Scratch(threading.local):
-    """Gives each thread host memory for one chunk, page-locked if `device` is a GPU.
+    """Host memory for one chunk, separate for each thread, through which values pass between tensors and files.
 
-    Memory that is not page-locked comes from mmap, because malloc would not return all of it to the operating system.
+    It is page-locked if `device` is a GPU. Other memory comes from mmap, because malloc would not return all of it to
+    the operating system.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,7 +68,7 @@ class _Scratch(threading.local):
                 return pinned_bytes(PIECE_BYTES, self._device, "chunks of a checkpoint")
             except RuntimeError as error:
                 _log.warning(
-                    "checkpoints are copied through memory that is not page-locked, which is slower, because of: %s",
+                    "checkpoints are copied more slowly, through memory that is not page-locked, because of: %s",
                     error,
                 )
         return torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)
@@ -82,7 +83,10 @@ def _scratch_for(values: Iterable[torch.Tensor]) -> _Scratch:
 
 
 def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]:
-    """Write `parts` into existing files, and flush the files to disk. Return the written chunks by file name."""
+    """Write `parts` into existing files in `folder`, and flush the files to disk.
+
+    Returns the written chunks, with their checksums, by file name.
+    """
     written: dict[str, list[Checked]] = {}
     scratch = _scratch_for(part.values for part in parts)
     with ExitStack() as stack:
@@ -124,7 +128,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
     Args:
         path: the file, which must not exist.
         data: the first bytes of the file.
-        size: the size of the file in bytes; None uses the size of `data`. Bytes after `data` read as zeros.
+        size: the size of the file in bytes; None uses the size of `data`. The bytes after `data` are zero.
 
     Returns:
         The chunks of `data`, with their checksums.
@@ -147,7 +151,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
 
 def checksums(path: Path) -> list[Checked]:
-    """Return the chunks and checksums of a file that other code has written, and flush the file to disk."""
+    """Read a file that other code has written, flush it to disk, and return its chunks with their checksums."""
     chunks, start = [], 0
     with open(path, "rb") as file:
         while data := file.read(PIECE_BYTES):
@@ -165,7 +169,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         name: the tensor's name, for messages.
-        stored: the place of the tensor.
+        stored: the place of the full tensor in a file.
         first: the index of the first element to read, in the flattened tensor.
         values: the destination: 1-D, on any device, with as many elements as are read. Values are cast to its dtype.
     """
@@ -181,8 +185,8 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 
     Args:
         folder: the folder of the files.
-        manifest: the manifest with the files' checksums; None reads without verifying. To verify, each chunk that
-            contains a wanted byte is read completely.
+        manifest: the manifest with the checksums of the files' chunks, which are verified. For this, each chunk that
+            contains a wanted byte is read completely. None reads only the wanted bytes, and verifies nothing.
         wanted: the elements to read.
 
     Raises:
@@ -205,7 +209,7 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 
 
 def _chunks_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
-    """Yield the chunks that contain bytes of `wanted`."""
+    """Yield the chunks to read for `wanted`: those of the manifest that contain its bytes, or only its own bytes."""
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size
     stop = start + len(wanted.values) * size
@@ -231,16 +235,17 @@ def _read_chunk(handle: int, wanted: Wanted, chunk: Checked, scratch: _Scratch) 
 
 
 def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Tensor:
-    """Return the bytes of a chunk of the open file `handle`, uint8. The thread's next call overwrites them.
+    """Read a chunk of the open file `handle` into the memory of `scratch`, and return it as a uint8 tensor.
 
-    scratch: the memory into which they are read.
+    The next call on the same thread overwrites the result. Raises Damaged if the chunk cannot be read, the file is too
+    short, or the checksum differs.
+
     what: the names of tensor and file, for messages.
-
-    Raises Damaged if the chunk cannot be read, the file is too short, or the checksum differs.
     """
     if chunk.length > PIECE_BYTES:
         raise Damaged(
-            f"{what}: the manifest lists a chunk of {chunk.length:,} bytes, but chunks have at most {PIECE_BYTES:,}"
+            f"{what}: the checkpoint's manifest lists a chunk of {chunk.length:,} bytes, but this version of "
+            f"hf_bmtrain reads only chunks of at most {PIECE_BYTES:,} bytes"
         )
     data = scratch.memory[: chunk.length]
     view = memory_of(data)
@@ -261,7 +266,10 @@ def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Te
 
 
 def check_heads(folder: Path, manifest: Manifest) -> None:
-    """Raise Damaged unless the headers of safetensors files, and all bytes of other files, match their checksums."""
+    """Raise Damaged unless the headers of safetensors files, and all bytes of other files, match their checksums.
+
+    The tensors in safetensors files are verified only when they are read.
+    """
     for name, chunks in manifest.files.items():
         small = not name.endswith(".safetensors")
         heads = [chunk for chunk in chunks if small or chunk.start < 8 + _header_bytes(folder / name)]
@@ -276,7 +284,7 @@ def _header_bytes(path: Path) -> int:
 
 
 def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
-    """Read the `chunks` of a file, and yield (size in bytes, damage or None) for each chunk."""
+    """Verify `chunks` of a file. For each chunk, yield (size in bytes, a description of the damage or None)."""
     try:
         handle = os.open(folder / name, os.O_RDONLY)
     except OSError as error:

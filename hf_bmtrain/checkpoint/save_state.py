@@ -45,8 +45,8 @@ _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
 _SECONDS = 1800  # how long a background thread waits for another rank's report
 
 Agree = Callable[[str, str | None], str | None]
-"""A function that exchanges problems between ranks. It is called with the name of the point in the program and this
-rank's problem or None, and returns a text with the problems of all ranks, or None."""
+"""A function that every rank calls to learn of problems on any rank. It takes a name for this exchange of problems, and
+this rank's problem or None. It returns one text with the problems of all ranks, or None if there are none."""
 
 
 def save_state(
@@ -67,10 +67,11 @@ def save_state(
 
     Collective: every rank must call it. This saves the weights, buffers, optimizer state, schedulers, loss scale, the
     random generators of every rank, and which layers compute in float8. Nothing is gathered: each rank writes its own
-    elements into the files, so every rank must be able to write to `folder`. Hugging Face's `from_pretrained` can open
-    `model*.safetensors` with the config. `optimizer*.safetensors` contain the optimizer state in the parameters'
-    shapes. With `tp_size`, a weight that is split by columns is stored as (tp_size, rows, columns / tp_size), which
-    only `load_state` with the same `tp_size` can load.
+    elements into the files, so every rank must be able to write to `folder`. Hugging Face's `from_pretrained` can load
+    the model from the checkpoint's folder (`model*.safetensors` and `config.json`), except a PEFT model.
+    `optimizer*.safetensors` contain the optimizer state in the parameters' shapes. With `tp_size`, a weight that is
+    split by columns is stored as (tp_size, rows, columns / tp_size), which only `load_state` with the same `tp_size`
+    can load.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
     older checkpoints deleted. If the job is killed, earlier checkpoints are intact. No other job may save to `folder`
@@ -84,8 +85,8 @@ def save_state(
         extra: data of this rank that `load_state` will return: tensors, numbers, strings, lists and dicts.
         step: the step of the checkpoint. None uses one more than the step of the newest checkpoint in `folder`.
         keep: the number of checkpoints to keep, including this one. None keeps all.
-        trained_only: save only parameters that are, or since `auto_wrap` were, trainable. They are written to
-            `trained*.safetensors`, with all buffers. `load_state` then needs a model that has the other parameters.
+        trained_only: save only parameters that are trainable, or have been at any time since `auto_wrap`, and all
+            buffers, to `trained*.safetensors`. `load_state` does not change the other parameters, so load them first.
         non_blocking: return at once, and let a thread copy the values to host memory and write them. The next optimizer
             step waits for the copies. Do not change weights in any other way before `SavingState.wait`. The first call
             allocates host memory for this rank's values (page-locked if there is a GPU); later calls reuse it. Errors
@@ -155,9 +156,9 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
     """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and tell all ranks its name.
 
-    Collective: every rank must call it. It also sets the checkpoint's step and number, which rank 0 chooses, on every
-    rank. Raises RuntimeError on all ranks if `begin` fails, if a rank does not see the folder, or if the ranks would
-    write tensors that differ in names, dtypes or shapes.
+    Collective: every rank must call it. All ranks also get the checkpoint's step and number, which rank 0 chooses.
+    Raises RuntimeError on all ranks if `begin` fails, if a rank does not see the folder, or if the ranks' tensors
+    differ in names, dtypes or shapes.
     """
     problem = None
     if world.rank == 0:
@@ -170,8 +171,8 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
     job.step, job.number, job.staged = begun
     if first != digest:
         problem = problem or (
-            "its tensors differ from rank 0's in names, dtypes or shapes. All ranks must pass the same model and "
-            "optimizers"
+            "the tensors to save differ from rank 0's in names, dtypes or shapes. All ranks must pass the same model "
+            "and optimizers"
         )
     elif job.staged and not os.path.isdir(job.staging):
         problem = problem or (
@@ -182,9 +183,9 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
 
 
 def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
-    """Call `add`, if it is given, on every rank, to add files to the checkpoint. Collective: every rank must call it.
+    """Let the user's function `add` write further files for the checkpoint. If it is None, do nothing.
 
-    Raises RuntimeError on all ranks if `add` fails on any rank.
+    Collective: every rank must call it. Raises RuntimeError on all ranks if `add` fails on any rank.
     """
     if add is None:
         return
@@ -197,7 +198,7 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
 
 
 def let_others_save(folder: str | os.PathLike) -> None:
-    """Wait for the checkpoint that is being saved to `folder`, and unlock the folder for other jobs.
+    """Wait until no checkpoint is being saved to `folder` any more, and unlock the folder for other jobs.
 
     Collective: every rank must call it.
     """
@@ -248,17 +249,18 @@ class SavingState:
             self._thread.join()
             self._snapshot.close()
             self._thread = None
-            problems = self._world.gather_objects(self._problem)  # each already contains the problems of all ranks
+            # Each rank's text already names the problems of all ranks, unless the exchange of problems itself failed.
+            problems = self._world.gather_objects(self._problem)
             _raise(self._job, next(filter(None, problems), None))
 
 
 class _Keeper:
-    """What this process stores about one folder of checkpoints between saves.
+    """What a process keeps from one save to the next for one folder of checkpoints.
 
     Attributes:
-        lock: the folder's locked file, on rank 0; None on other ranks.
-        saving: the checkpoint that a thread may still be writing, or None.
-        memory: host memory for copies of the values.
+        lock: on rank 0, the open file whose lock keeps other jobs from saving to the folder; None on other ranks.
+        saving: the last checkpoint, if a thread may still be writing it, or None.
+        memory: host memory into which values are copied before a thread writes them.
     """
 
     def __init__(self) -> None:
@@ -267,7 +269,7 @@ class _Keeper:
         self.memory = HostMemory()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that a thread is writing, if any. Collective: every rank must call it.
+        """Wait until the last checkpoint is complete. Collective: every rank must call it.
 
         Raises RuntimeError on every rank if saving it failed.
         """
@@ -278,14 +280,19 @@ class _Keeper:
 
 @dataclass
 class _Job:
-    """A checkpoint that is being saved. Every rank calls the methods, except `begin`, which only rank 0 calls.
+    """A checkpoint that is being saved. Rank 0 calls `begin`, and then every rank calls `add`, if needed, and `finish`.
 
     Attributes:
+        rank: this rank.
+        size: the number of ranks.
         root: the folder of the checkpoints.
         files: the safetensors files to write.
-        number: see `Manifest`.
-        staged: the unique name of the temporary folder; "" before rank 0 has created it.
-        adds: whether the ranks have called the user's `add`, so that there are added files.
+        keep: as for `save_state`.
+        step: as for `save_state`. `begin` replaces None.
+        name: as for `save_state`.
+        number: the checkpoint's place in the order of saving (see `Manifest`).
+        staged: the name of the temporary folder, which no other checkpoint has; "" before rank 0 has created it.
+        adds: whether every rank has called the user's function `add`, which writes further files.
     """
 
     rank: int
@@ -308,14 +315,15 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the temporary folder, with all files in their final sizes, complete except for the ranks' elements.
+        """Create the temporary folder and its files. Only the elements in the safetensors files are not written yet.
 
-        It locks `root` and stores the lock in `keeper`. It sets `number`, `staged` and, if it is None, `step`.
+        The files already have their final sizes, so each rank can write its elements at the right place. This method
+        locks `root`, stores the lock in `keeper`, and sets `number`, `staged` and, if it is None, `step`.
 
         Args:
-            keeper: the data that is stored about the folder of checkpoints.
-            small: {name: contents} of further files.
-            state: the small state.
+            keeper: keeps the lock of `root`.
+            small: the contents of small files, such as indices, by file name.
+            state: the state to write to `state.pt`, from `small_state.collect`.
             model: the model, whose configuration is written too.
         """
         small = {**small, small_state.NAME: small_state.encode(state)}
@@ -334,7 +342,7 @@ class _Job:
         self._note("begin", written)
 
     def add(self, write: Callable[[Path], None]) -> None:
-        """Call `write` with a new folder for this rank. `_publish` moves the folder's files into the checkpoint."""
+        """Call `write` with a new folder for this rank. The files written there later move into the checkpoint."""
         folder = self._added(self.rank)
         folder.mkdir()
         write(folder)
@@ -342,9 +350,12 @@ class _Job:
         self._note(f"added-{self.rank}", {str(path.relative_to(folder)): checksums(path) for path in paths})
 
     def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
-        """Call `write` to write this rank's elements. After all ranks have done so, publish the checkpoint on rank 0.
+        """Write this rank's elements by calling `write`. When all ranks have done so, rank 0 publishes the checkpoint.
 
-        Returns the problems of all ranks, or None. Every rank must call it, because `agree` exchanges the problems.
+        Collective: every rank must call it. Returns a text with the problems of all ranks, or None.
+
+        write: writes the elements, and returns the written chunks by file name.
+        agree: exchanges the ranks' problems.
         """
         problem = None
         try:
@@ -362,11 +373,12 @@ class _Job:
         return problem
 
     def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
-        """Store the written chunks and their checksums in a file.
+        """Record which chunks this rank has written, with their checksums, in a JSON file in the temporary folder.
 
-        Rank 0 makes the manifest from the files of all ranks.
+        From the JSON files of all ranks, rank 0 creates the manifest, which lists every file and checksum.
 
-        name: identifies the file.
+        name: distinguishes the JSON file from others.
+        written: the written chunks, by file name.
         """
         with open(self.staging / f"pieces-{name}.json", "x") as file:
             json.dump(written, file)
@@ -392,9 +404,9 @@ class _Job:
         return self.staging / f"added-{rank}"
 
     def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
-        """Move the files that `rank` added into the checkpoint, except files whose names already exist there.
+        """Move the files that the user's `add` wrote on `rank` into the checkpoint, unless their names are taken there.
 
-        Their chunks and checksums are added to `chunks`. Files in subfolders get no checksums.
+        The chunks and checksums of these files are added to `chunks`, but files in subfolders get no checksums.
         """
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
@@ -419,9 +431,10 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """Return the entries to save, by the base name of their files, and the other state of each optimizer.
+    """Return what to save: an `Entry` for each tensor, and for each optimizer its other state, such as step counts.
 
-    Collective: every rank must call it. The other state is the second result of `optimizer_entries`.
+    Collective: every rank must call it. The entries are grouped by the base name of the files into which they are
+    written, such as "model" or "optimizer".
 
     trained_only: as for `save_state`.
     """
@@ -434,9 +447,9 @@ def _entries(
 
 
 def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Return the safetensors files to write, and the contents of their index files by name.
+    """Return the safetensors files to write, and the contents of their index files, by file name.
 
-    bases: the entries, by the base name of their files.
+    bases: the tensors to write, by the base name of their files, such as "model".
     """
     files, indices = [], {}
     for base, entries in bases.items():
@@ -448,11 +461,11 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Return the entries with copies of the tensors that are not sharded.
+    """Copy the tensors that are not sharded, and return all entries.
 
-    Without copies, a forward could change a module's buffers before they are written.
+    Without copies, a forward could change a module's buffers before a thread has written them.
 
-    bases: as for `_plan`.
+    bases: the tensors to write, by the base name of their files, such as "model".
     """
     return {
         base: [entry if entry.sharded else replace(entry, part=entry.part.clone()) for entry in entries]
@@ -461,12 +474,12 @@ def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
 
 
 def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:
-    """Return the parts that this rank writes: its elements of sharded tensors and, on rank 0, all other tensors.
+    """Return what this rank must write: its elements of sharded tensors and, on rank 0, all other tensors.
 
     Of the ranks that store the same shard, only one writes its elements.
 
-    bases: as for `_plan`.
-    files: the files that `_plan` returned.
+    bases: the tensors to write, by the base name of their files, such as "model".
+    files: the files, with the place of each tensor.
     """
     stored = {name: (file.name, tensor.start) for file in files for name, tensor in file.tensors.items()}
     parts = []
@@ -493,7 +506,7 @@ def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
-            if name == "config":  # save_pretrained also sets these attributes of the config
+            if name == "config":  # as the model's save_pretrained also does
                 config.architectures = [type(model).__name__]
                 config.dtype = getattr(model, "dtype", None)
             config.save_pretrained(folder)
@@ -535,14 +548,15 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 def _agreement(world: World) -> Agree:
-    """Return an `Agree` (a function that exchanges the problems of all ranks) that uses a collective."""
+    """Return a function that exchanges the problems of all ranks by a collective. See `Agree` for its arguments."""
     return lambda point, problem: _report(world.gather_objects(problem))
 
 
 def _posts(world: World, job: _Job) -> Agree:
-    """Return an `Agree` (a function that exchanges the problems of all ranks) for background threads.
+    """Return a function that exchanges the problems of all ranks from background threads.
 
-    It uses the launcher's store, because the main thread may run a collective at the same time.
+    It uses the launcher's store instead of a collective, because the main thread may run a collective at the same time.
+    See `Agree` for the arguments.
     """
     if world.size == 1:
         return _agreement(world)
@@ -559,7 +573,10 @@ def _posts(world: World, job: _Job) -> Agree:
 
 
 def _look(world: World, key: str, rank: int) -> str:
-    """Return the text that `rank` stores under `key` in the launcher's store, or a problem after a time limit."""
+    """Wait for the text that `rank` stores under `key` in the launcher's store, and return it.
+
+    After `_SECONDS`, return instead a text which says that the rank has not finished.
+    """
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
         shown = world.control.look(key)

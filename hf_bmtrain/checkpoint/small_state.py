@@ -1,4 +1,7 @@
-"""The small state of a checkpoint, in one file: random generators, parameter groups, schedulers and `extra`."""
+"""The file `state.pt` of a checkpoint contains its small state: everything but the large tensors.
+
+It consists of random generators, parameter groups, step counts, schedulers, the loss scale, and the user's `extra`.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,12 @@ def collect(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Return the small state of all ranks on every rank. Collective: every rank must call it.
+    """Collect what `state.pt` will contain, from all ranks, and return it on every rank.
 
-    others: the state of each optimizer that is in no safetensors file, as {parameter name: {key: value}}.
+    Collective: every rank must call it.
+
+    others: for each optimizer, the state that is not written to safetensors files, such as step counts, as
+        {parameter name: {key: value}}.
     """
     ranks = world.gather_objects(
         {"random": _random_state(world.device), "extra": extra, "buffers": _own_buffers(world, model)}
@@ -52,7 +58,10 @@ def collect(
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """Return the bytes of the file with `state`. Raises ValueError unless torch.load(weights_only=True) can load it."""
+    """Return the contents of a file that stores `state`.
+
+    Raises ValueError if torch.load(weights_only=True) would refuse objects in it.
+    """
     file = io.BytesIO()
     torch.save(state, file)
     decode(file.getvalue())
@@ -60,9 +69,9 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return the small state in `data`, the bytes of its file.
+    """Return the small state that `data`, the contents of its file, stores.
 
-    Raises ValueError if it contains objects of classes that torch.load(weights_only=True) refuses.
+    Raises ValueError if torch.load(weights_only=True) refuses objects in it.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -75,14 +84,19 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the small state of the checkpoint in `folder`. Raises as `decode` does."""
+    """Return the small state of the checkpoint in `folder`, from its file `state.pt`.
+
+    Raises ValueError if torch.load(weights_only=True) refuses objects in it.
+    """
     return decode((folder / NAME).read_bytes())
 
 
 def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:
-    """Load schedulers, the loss scale, the state of modules and features, and the buffers that differ between ranks.
+    """Load all small state but that of optimizers and random generators, and return this rank's `extra`.
 
-    Returns this rank's `extra`. If another number of ranks saved, returns rank 0's, and loads no buffers.
+    It consists of schedulers, the loss scale, the extra state of modules, the state of features such as float8, and the
+    buffers that differ between ranks. If the checkpoint was saved by another number of ranks, such buffers are not
+    loaded, and every rank gets the `extra` of rank 0.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])
@@ -104,7 +118,8 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     """Restore this rank's random generators.
 
-    If another number of ranks saved, re-seed them, with a seed derived from rank 0's saved generator and `step`.
+    If the checkpoint was saved by another number of ranks, seed them instead with a number that is derived from rank
+    0's saved generator and `step`.
     """
     ranks = state["ranks"]
     if len(ranks) == world.size:
@@ -113,9 +128,9 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     seed = zlib.crc32(ranks[0]["random"]["torch"].numpy().tobytes()) ^ step
     seed_everything(seed, world.rank, world.device)
     _log.info(
-        "load_state: %d ranks load the checkpoint of %d ranks, so the random generators "
-        "are seeded with %d (derived from rank 0's generator and the step), and every "
-        "rank gets rank 0's extra", world.size, len(ranks), seed,
+        "load_state: %d ranks load a checkpoint that %d ranks saved, so the random generators "
+        "are seeded with %d (derived from rank 0's saved generator and the step), and every "
+        "rank gets the extra that rank 0 saved", world.size, len(ranks), seed,
     )  # fmt: skip
 
 
@@ -127,8 +142,8 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
     ):
         if mine and saved != mine:
             raise ValueError(
-                f"the checkpoint has the state of {saved} {what}, but this load_state call passes {mine}. Pass as "
-                "many, in the order of saving, or none"
+                f"the checkpoint has the state of {saved} {what}, but this load_state call passes {mine}. Pass the "
+                "same number, in the order in which save_state got them, or none"
             )
     if isinstance(optimizer, OptimManager):
         if state["manager"] is None:
@@ -150,7 +165,7 @@ def _with_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module
 
 
 def _own_buffers(world: World, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's persistent buffers that differ from rank 0's.
+    """Return copies of those persistent buffers of this rank whose values differ from rank 0's.
 
     Collective: every rank must call it.
     """

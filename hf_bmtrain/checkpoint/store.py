@@ -1,4 +1,4 @@
-"""`save` and `load`: a model's full tensors in one file, under their state dict names, for any number of ranks."""
+"""`save` and `load` write and read a model's full tensors in one file, which any number of ranks can load."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .header import read_indexed
 _SAFETENSORS = ".safetensors"
 _INDEX = ".index.json"
 _CHECKSUMS = "hf_bmtrain_checksums"
-"""The checksums are in the metadata of a safetensors file, or an attribute of the state dict in other files. Other
-readers ignore them."""
+"""The name under which a file stores the checksums of its tensors: an entry of the metadata of a safetensors file, or
+an attribute of the state dict in other files. Other programs that read the file ignore the checksums."""
 _METADATA = "_metadata"
-"""torch's attribute of a state dict with the versions of its modules."""
+"""The attribute of a state dict in which torch stores the versions of the modules."""
 _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin") for ending in ("", _INDEX)]
 
 
 class Saving:
-    """A file that a thread is writing. The interpreter does not exit before the file is complete."""
+    """A file that a thread of rank 0 is writing. The interpreter does not exit before the file is complete."""
 
     def __init__(self, state: OrderedDict | None, path: Path) -> None:
         self._error: BaseException | None = None
@@ -59,7 +59,8 @@ class Saving:
             self._thread.join()
         if self._error is not None:
             raise RuntimeError(
-                f"{self._thread.name} failed; an existing file was not changed: {self._error}"
+                f"{self._thread.name}: the file could not be written, and an earlier file was not changed. "
+                f"{self._error}"
             ) from self._error
 
 
@@ -124,9 +125,9 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
         The result of `load_state_dict`: the missing and the unexpected keys.
 
     Raises:
-        RuntimeError: on every rank, if the file cannot be read or is damaged, or if its names (with `strict`) or shapes
-            do not match the model. The error lists them. Tensors that match may have been loaded before the error, but
-            no tensor of a damaged file.
+        RuntimeError: on every rank, if the file cannot be read or is damaged, or if its shapes (or, with `strict`, its
+            names) do not match the model. The error lists what does not match. Matching tensors may have been loaded
+            before the error. From a damaged file, nothing is loaded.
     """
     world = current_world()
     expect_module("model", model)
@@ -160,7 +161,7 @@ def write_atomically(state: dict, path: Path) -> None:
 
 
 def _with_checksums(state: dict) -> OrderedDict:
-    """Return a copy of a state dict with the checksums of its entries and metadata in the attribute `_CHECKSUMS`."""
+    """Return a copy of a state dict with checksums of its entries and of its metadata in the attribute `_CHECKSUMS`."""
     result = OrderedDict(state)
     result.__dict__.update(getattr(state, "__dict__", {}))
     result.__dict__[_CHECKSUMS] = checksums(_with_metadata(result))
@@ -174,7 +175,7 @@ def _with_metadata(state: OrderedDict) -> dict[str, Any]:
 def _each_once(state: dict) -> dict[str, torch.Tensor]:
     """Return the tensors of `state`, with each tied tensor only under its first key, as in Hugging Face's files.
 
-    safetensors refuses tensors that share memory.
+    This is necessary because safetensors refuses tensors that share memory. Raises ValueError if a value is no tensor.
     """
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
@@ -191,14 +192,14 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
 
 
 def read_state(path: Path, part: tuple[int, int] = (0, 1)) -> OrderedDict:
-    """Return the tensors in a file, in a folder of Hugging Face, or in the files that a Hugging Face index lists.
+    """Return the tensors in a file, in a folder of Hugging Face weights, or in the files that `*.index.json` lists.
 
     Files are memory-mapped if their format allows it, so that only the elements that the caller reads take memory.
 
     Args:
         path: the file, folder or index.
-        part: (number, count). If a file has checksums, only every `count`-th tensor, beginning with tensor `number`, is
-            verified.
+        part: (number, count), by which `count` ranks share the work of verifying checksums: every `count`-th tensor is
+            verified, beginning with tensor `number`. By default, all tensors are verified.
 
     Returns:
         The tensors by name.
@@ -231,7 +232,7 @@ def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
 
 
 def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
-    """Return the tensors in a file, and the checksums in its metadata, or None instead of the checksums."""
+    """Return the tensors in a file, and the checksums from its metadata, or None if it has no checksums."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_CHECKSUMS)
@@ -246,7 +247,7 @@ def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
 
 def _read_pickled(path: Path) -> OrderedDict:
     try:
-        mapped = zipfile.is_zipfile(path)  # only this format, which torch.save writes since torch 1.6, can be mapped
+        mapped = zipfile.is_zipfile(path)  # torch can map only this format, the default of torch.save since torch 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(
@@ -260,7 +261,10 @@ def _read_pickled(path: Path) -> OrderedDict:
 
 
 def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int]) -> None:
-    """Raise ValueError unless the values in `state` match the checksums in `sums`. part: as for `read_state`."""
+    """Raise ValueError unless the values in `state` match their checksums `sums`.
+
+    part: (number, count). Only every `count`-th value is verified, beginning with value `number`.
+    """
     number, count = part
     if isinstance(sums, dict):
         chosen = {*sorted({*sums, *state}, key=str)[number::count]}
@@ -272,7 +276,7 @@ def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int])
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
-    """Add a tied weight to `state` under all its names in `model`, if `state` has it under one of them."""
+    """Add each weight that `model` ties to `state` under all its names, if `state` has it under at least one."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

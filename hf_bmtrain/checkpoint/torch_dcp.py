@@ -18,11 +18,11 @@ from .entries import LoadedState, check_groups, groups_of, named, refuse_parts, 
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
 }  # fmt: skip
-"""Settings of torch.optim.AdamW that AdamOptimizer does not have, with the values that correspond to it."""
+"""Settings that torch.optim.AdamW has and AdamOptimizer lacks, with the values for which both compute the same."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A box is a rectangular region of a tensor: (offsets, sizes), with one number for each dimension."""
+"""A rectangular region of a tensor: (offsets, sizes), each with one number for every dimension of the tensor."""
 
 
 class DCPState:
@@ -31,8 +31,8 @@ class DCPState:
     Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
     those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim". So checkpoints can be
     exchanged with FSDP2 and with plain models, in both directions. The state of an AdamOptimizer has the format of
-    torch.optim.AdamW. The only settings that are loaded are lr, betas, eps and weight decay. For half-precision
-    weights, a checkpoint must also contain the float32 masters, which are saved too.
+    torch.optim.AdamW; only its settings lr, betas, eps and weight_decay are loaded. For half-precision weights, the
+    float32 master weights are saved too, and a checkpoint to load must contain them.
 
     Args:
         model: the model; its complete state dict is saved.
@@ -50,7 +50,7 @@ class DCPState:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        from torch.distributed import checkpoint  # this import takes a second
+        from torch.distributed import checkpoint  # imported only if needed, because this takes a second
 
         expect_module("model", model)
         refuse_parts(model)
@@ -64,13 +64,13 @@ class DCPState:
             )
         if isinstance(optimizer, AdamOptimizer) and not optimizer.adamw_state:
             raise ValueError(
-                f"DCPState exchanges the state of AdamW, but {type(optimizer).__name__} has other state for some "
-                "parameters. Save it with bmt.save_state, or pass no optimizer."
+                f"DCPState saves the state of an optimizer in the format of AdamW, but {type(optimizer).__name__} has "
+                "other state for some parameters. Save it with bmt.save_state, or pass no optimizer."
             )
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's elements in host memory, which DCP saves or overwrites.
+        """Return copies of this rank's elements in host memory, which `dcp.save` writes and `dcp.load` overwrites.
 
         Collective: every rank must call it.
         """
@@ -82,7 +82,9 @@ class DCPState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy the values that DCP has loaded into the model and the optimizer. Collective: every rank must call it.
+        """Copy loaded values into the model and the optimizer. `dcp.load` calls this.
+
+        Collective: every rank must call it.
 
         Args:
             state_dict: the result of `state_dict`, after DCP has loaded values into it.
@@ -96,7 +98,7 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        # Runs on every rank, even on ranks without elements, because all ranks must all-gather the buffers again.
+        # On every rank, even one that has no elements, because all ranks must all-gather these buffers again.
         torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
@@ -104,7 +106,10 @@ class DCPState:
     # -- the optimizer ------------------------------------------------------------------------------------------
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state in the format of `get_state_dict`, by parameter name."""
+        """Return the optimizer's state by parameter name, in the format of torch's `get_state_dict`.
+
+        Collective: every rank must call it.
+        """
         world = current_world()
         parameters = named(optimizer, self._model)
         own = save_state(optimizer, world, gather=False)
@@ -147,7 +152,7 @@ class DCPState:
 
 
 def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return AdamOptimizer's state of a parameter before the first update, in CPU tensors with its layout."""
+    """Return AdamOptimizer's state for a parameter before the first step: this rank's elements, in CPU tensors."""
     own = parameter.part if isinstance(parameter, DistributedParameter) else parameter
     values = own.detach().to("cpu", torch.float32, copy=True)
     state = {
@@ -159,7 +164,7 @@ def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """Return {name: tensor} of all parameters and persistent buffers, tied ones under each of their names.
+    """Return {name: tensor} for all parameters and persistent buffers. Tied tensors appear under each of their names.
 
     Raises ValueError if a weight is quantized.
     """
@@ -201,11 +206,11 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _pack(like: Any, values: Any) -> Any:
-    """Return a copy of `values`, which has the layout of the parameter `like`, in the form that DCP saves and loads.
+    """Return a copy of `values`, which is sharded like the parameter `like`, in the form that DCP saves and loads.
 
-    The copy is in host memory and consists of all rows in which this rank has elements: (rows, *shape[1:]). Only this
-    rank's elements of these rows are ever written or read, so the operating system allocates no memory for pages
-    without such elements. A tensor that is not sharded is copied in full.
+    The copy is in host memory and has all rows in which this rank has elements: (rows, *shape[1:]). Only this rank's
+    elements of these rows are ever written or read, so the operating system allocates no memory for pages without such
+    elements. A tensor that is not sharded is copied in full.
     """
     if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
         full = (
@@ -230,9 +235,9 @@ def _pack(like: Any, values: Any) -> Any:
 
 
 def _unpack(like: Any, packed: Any) -> Any:
-    """Return this rank's elements, as a 1-D view, of the tensor `packed` that `_pack(like, ...)` returned.
+    """Return a 1-D view of this rank's elements of `packed`, a sharded tensor that `_pack(like, ...)` returned.
 
-    Any other value of `packed` is returned unchanged.
+    Any other value, such as a tensor that is not sharded or a number, is returned unchanged.
     """
     if not hasattr(packed, "global_shape"):
         return packed

@@ -1,5 +1,6 @@
-"""Detection of ranks that hang, fail or issue different collectives, and of gradients that are inf or nan.
+"""Find ranks that hang, fail or issue different collectives, and gradients that are inf or nan.
 
 `watch.py` contains the thread that monitors the other ranks. Only `bad_gradients.py` deals with parameters and
-optimizers; the other files use only communicators and their collective logs.
+optimizers. The other files use only communicators and their collective logs, the lists of operations that each rank has
+issued.
 """

@@ -1,4 +1,4 @@
-"""Report, after a skipped step, which gradients were inf or nan, in which block, and which ranks computed them."""
+"""After a skipped step, report which gradients were inf or nan, in which block, and which ranks computed them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,33 @@ from ..engine.sharding.gradient import GradientBuffer
 from ..engine.sharding.parameter import DistributedParameter
 
 WATCHED_STEPS = 16
-"""The number of steps, after a skipped step, in which each rank checks its own gradients before averaging."""
+"""The number of steps after a skipped step in which each rank checks its own gradients before they are averaged."""
 _SHOWN = 4
 _UNKNOWN = -1
 _LOST = (
     "a gradient was inf or nan; which one is unknown, because the gradients were freed before the skip was noticed "
-    f"(each rank now checks its own gradients for {WATCHED_STEPS} steps, so that another skip names the parameter)"
+    f"(in the next {WATCHED_STEPS} steps, each rank checks its own gradients; if another step is skipped, the message "
+    "will name the parameter)"
 )
 
 Seen = list[tuple[int, int, torch.Tensor]]
-"""One entry per gradient of this rank, in the order of backward: (number of the flat buffer, index of the parameter in
-it, a bool tensor of shape () that is True if all elements are finite)."""
+"""One entry for each gradient that this rank has computed, in the order of backward: (number of the flat buffer that
+contains the parameter, index of the parameter in that buffer, a bool tensor of shape () that is True if all elements of
+the gradient are finite)."""
 
 
 class OwnGradients(Observer):
-    """Checks this rank's gradients of `parameters` before they are averaged, for WATCHED_STEPS steps of `owner`.
+    """Checks this rank's gradients for inf and nan before they are averaged, in the WATCHED_STEPS steps after a skip.
+
+    The averaged gradient does not show which rank computed an inf or nan.
+
+    Args:
+        owner: the object whose steps are counted, such as an OptimManager.
+        parameters: the parameters whose gradients are checked.
 
     Attributes:
         steps: the number of steps that are still to be checked.
-        handle: removes this observer from the schedule.
+        handle: ends the checks, by removing this observer from the schedule.
     """
 
     handle: ObserverHandle
@@ -54,19 +62,22 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """End a step: the gradients seen since the last call are those of this step.
+        """End a step. The gradients that were checked since the last call are those of this step.
 
-        The observer is removed one step after the last watched step, because the skip of that step may yet have to be
-        explained.
+        The checks end one step after the last watched step, because a skip of that step may still have to be explained.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
-        if self.steps < 0:  # after a skipped step, `GradientWatcher.watch` has removed this object
+        if self.steps < 0:  # reached only if no step was skipped: a skip replaces this object by a new one
             self._last = []
             self.handle.remove()
 
     def found(self) -> dict[tuple[int, int], int]:
-        """Return {(buffer number, index): position in backward} for the last step's non-finite gradients."""
+        """Return which gradients of this rank were inf or nan in the last step.
+
+        Returns:
+            {(number of the flat buffer, index of the parameter in it): position of the gradient in backward}.
+        """
         if not self._last:
             return {}
         finite = torch.stack([flag for _, _, flag in self._last]).tolist()
@@ -83,11 +94,11 @@ class OwnGradients(Observer):
 
 
 class GradientWatcher(Observer):
-    """Explains why a step was skipped.
+    """Explains why a step was skipped, by naming the gradients that were inf or nan.
 
-    In the steps after a skip it checks each rank's own gradients, so that another skip can also be traced to a rank.
-    The gradients of each owner of optimizers (an OptimManager, or the object that follows Trainer) are watched
-    separately.
+    In the steps after a skip, each rank also checks its own gradients before they are averaged, so that another skip
+    can be traced to a rank. This is done separately for each owner of optimizers: an OptimManager, or the object that
+    follows the steps of Trainer.
     """
 
     def __init__(self, world: World) -> None:
@@ -98,20 +109,20 @@ class GradientWatcher(Observer):
         """Check this rank's gradients of `parameters` in the next WATCHED_STEPS steps of `owner`.
 
         Args:
-            owner: the object whose steps are counted, an OptimManager or the object that follows Trainer. It is
-                referenced weakly. An earlier watch of the same owner is replaced.
-            parameters: the local parameters of the owner's optimizers.
+            owner: the object whose steps are counted: an OptimManager, or the object that follows the steps of Trainer.
+                Only a weak reference to it is kept. An earlier check for the same owner is ended.
+            parameters: the parameters of the owner's optimizers.
         """
         self.stop(owner)
         own = self._watches[owner] = OwnGradients(owner, parameters)
         own.handle = self._world.schedule.observe(own, owner)
 
     def watch_of(self, owner: Any) -> OwnGradients | None:
-        """Return the latest OwnGradients of `owner`, even after its last watched step, or None."""
+        """Return the latest check of this rank's gradients for `owner`, even if it has ended, or None."""
         return self._watches.get(owner)
 
     def stop(self, owner: Any) -> None:
-        """Stop checking the gradients of `owner`, if they are checked."""
+        """Stop checking this rank's gradients for `owner`. If they are not being checked, do nothing."""
         own = self._watches.pop(owner, None)
         if own is not None:
             own.handle.remove()
@@ -127,18 +138,19 @@ class GradientWatcher(Observer):
 
 @dataclass(frozen=True)
 class _Bad:
-    """A gradient that is not finite.
+    """A gradient that has inf or nan elements.
 
     Attributes:
-        place: the sort key of its parameter: (number of the model, position of the parameter in the model, position in
-            `parameters`). Backward reaches higher places earlier.
-        block: the name of the parameter's block, or "" for a root parameter.
+        place: (number of the model, position of the parameter in the model, position in the optimizers' parameters).
+            Backward reaches parameters with a higher place earlier.
+        block: the name of the parameter's block, or "" for a parameter outside the blocks.
         name: the parameter's name.
-        numel: the number of elements of the full parameter, or of the tensor of which it is a part.
-        nan: the number of nan elements, or 0 if every rank has freed the averaged gradient.
-        inf: the number of inf elements, or 0 if every rank has freed the averaged gradient.
-        partly: whether only some ranks could count, because others had freed the averaged gradient.
-        ranks: the ranks whose own gradient was not finite before averaging; () if there are none, or none was checked.
+        numel: the number of elements of the full parameter. If `tp_size` splits it, that of the whole tensor.
+        nan: the number of nan elements of the averaged gradient, or 0 if every rank has already freed it.
+        inf: the number of inf elements of the averaged gradient, or 0 if every rank has already freed it.
+        partly: whether only some ranks could count these elements, because others had freed their part of the gradient.
+        ranks: the ranks whose own gradient had inf or nan before averaging. () if there are none, or if the ranks did
+            not check their own gradients.
     """
 
     place: tuple[int, int, int]
@@ -160,13 +172,14 @@ class _Bad:
 def explain(
     parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor, own: OwnGradients | None, world: World
 ) -> str | None:
-    """Name the first block in backward with non-finite gradients, those gradients, and the ranks that computed them.
+    """Explain which gradients of a skipped step were inf or nan, and which ranks computed them.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. The message names the gradients of the block that backward reached first.
 
     Args:
-        parameters: the local parameters of all optimizers.
-        counts: as for `Observer.explain_skip`.
+        parameters: the parameters of all optimizers.
+        counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
+            gradient; -1 if the gradient was already freed.
         own: the check of this rank's own gradients, or None if they were not checked.
         world: the world whose ranks are compared.
 
@@ -195,9 +208,12 @@ def explain(
 
 
 def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-    """Return the counts (shards, ...) of each shard, which ranks of several hosts may store.
+    """Combine the counts of all ranks into one row for each shard. Ranks of different hosts may store the same shard.
 
-    counts: (ranks, ...), -1 where unknown. numbers: the number of each rank's shard.
+    Returns the counts, (shards, ...); -1 where no rank knows them.
+
+    counts: the counts of each rank, (ranks, ...); -1 where unknown.
+    numbers: the number of each rank's shard.
     """
     ranks: dict[int, list[int]] = {}
     for rank, number in enumerate(numbers):
@@ -206,12 +222,12 @@ def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 
 
 def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Tensor, number: int) -> _Bad | None:
-    """Combine the ranks' facts about the gradient of `parameter`. Return None if it is finite as far as known.
+    """Combine what the ranks know about the gradient of `parameter`. Return None if no inf or nan in it is known.
 
-    counts: (shards, 2) int64. For each shard: the number of nan and of inf elements of the averaged gradient in it (-1
-        if freed).
-    places: (ranks,) int64. For each rank: the position in backward of its own non-finite gradient (-1 if none).
-    number: the parameter's position in `parameters`, which serves as a name if it has none.
+    counts: (shards, 2) int64. For each shard, the numbers of nan and of inf elements that the averaged gradient has in
+        it; -1 if this part of the gradient was freed.
+    places: (ranks,) int64. For each rank, the position in backward of its own gradient if that had inf or nan, or -1.
+    number: the parameter's position in the optimizers' parameters, which stands for its name if that is unknown.
     """
     known, missing = counts.clamp_min(0), counts[:, 0] == _UNKNOWN
     partly = bool(missing.any() and not missing.all())
@@ -231,12 +247,12 @@ def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Te
 
 
 def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> str:
-    """Return the message for `bad`, which begins with the block that backward reached first.
+    """Return a message about the gradients `bad`. It names those of the block that backward reached first.
 
-    Backward goes from the last parameter to the first, and inf and nan spread in this direction, so the gradient with
-    the highest `place` is the likely origin.
+    Backward goes from the last block to the first, and inf and nan spread in this direction, so this block is the
+    likely origin.
 
-    present: the number of gradients that could be counted.
+    present: the number of gradients whose elements could be counted.
     watched: whether any rank checked its own gradients.
     size: the number of ranks.
     """
@@ -256,8 +272,8 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
         return text
     if not watched:
         return (
-            f"{text}; which rank computed it cannot be told from the mean over the ranks (each rank now checks its own "
-            f"gradients for {WATCHED_STEPS} steps, so that another skip names the rank)"
+            f"{text}; which rank computed it cannot be told from the mean over the ranks (in the next {WATCHED_STEPS} "
+            "steps, each rank checks its own gradients; if another step is skipped, the message will name the rank)"
         )
     ranks = sorted({rank for each in inside for rank in each.ranks})
     if not ranks:

@@ -1,4 +1,4 @@
-"""The rendezvous of the ranks in `init_distributed`, which names the ranks that do not arrive.
+"""Wait for all ranks in `init_distributed`, and name the ranks that do not arrive.
 
 The ranks meet in torch's TCPStore. Each rank that arrives sets a key with its number and increments "count". The key
 "all" is set only once: to "met" by the last rank that arrives, or to the list of missing ranks by the first rank that
@@ -23,23 +23,24 @@ from .status import Status
 _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
 _FAREWELL_SECONDS = 5.0
-"""Seconds that rank 0 waits until the others have read which ranks are missing. Its process serves the store."""
+"""Maximum seconds that rank 0 waits for the others to read which ranks are missing. Its process serves the store, so
+they cannot read that after it has ended."""
 REPEAT_SECONDS = 30.0
-"""Seconds of waiting before the second warning."""
+"""Seconds of waiting for a rank before the second warning about it."""
 _MET = "met"
 _CAUSES = "raised or exited earlier (its own log says why), hangs, was not started, or was given another address"
 
 
 def hang_seconds() -> float:
-    """Return HF_BMTRAIN_HANG_SECONDS: the seconds after which a warning names a rank for which others wait.
+    """Return how many seconds ranks wait for another rank before a warning names it: HF_BMTRAIN_HANG_SECONDS, or 8.
 
-    The default is 8. The watch looks once a second, so a rank is named within 10 s after it has stopped.
+    The waiting ranks check once a second, so by default a rank is named within 10 s after it has stopped.
     """
     return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "8"))
 
 
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:
-    """Wait until every rank has called this function, and return the store in which they met.
+    """Wait until every rank has called this function, and return the TCPStore through which they met.
 
     Collective: every rank must call it. After HF_BMTRAIN_HANG_SECONDS, and again after 30 s, the lowest of the waiting
     ranks logs a warning that names the missing ranks.
@@ -48,11 +49,11 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
         rank: this rank.
         size: the number of ranks.
         timeout: the time to wait for the others.
-        init_method: as for `torch.distributed.init_process_group`.
+        init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
 
     Returns:
         The store. Keep it until torch's process group, which uses the same server, has been created. If `init_method`
-        has no host and port, returns None without waiting.
+        has no host and port, this function returns None at once.
 
     Raises:
         RuntimeError: a rank did not arrive within `timeout`. The error names the missing ranks.
@@ -71,7 +72,7 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
             if missed == []:
                 return store
             if missed is not None:
-                absent, reason = missed, "One rank has waited for its whole timeout."
+                absent, reason = missed, "The timeout of one of the waiting ranks has expired."
                 _say_farewell(store, rank)
                 break
             reason = "The other ranks have not arrived."
@@ -110,9 +111,10 @@ def _place(init_method: str) -> tuple[str, int] | None:
 
 
 def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
-    """Open the store as torch does, but without waiting for the other ranks, and note in it that this rank has arrived.
+    """Open the store as torch does, but without waiting for the other ranks, and announce there that this rank arrived.
 
-    end: the time, as `time.monotonic()`, at which to give up.
+    place: the host and port of the store.
+    end: the time, on the clock of `time.monotonic()`, at which to give up.
     """
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
@@ -126,9 +128,9 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
 
 
 def _wait_for_server(place: tuple[str, int], end: float) -> None:
-    """Wait until the store's server at `place` accepts a connection. Raise OSError if it does not by the time `end`.
+    """Wait until the store's server at `place` accepts a connection. Raise OSError if there is none at the time `end`.
 
-    TCPStore could also wait, but it logs errors if no server answers in time.
+    TCPStore itself could wait, but it logs errors if no server answers in time.
     """
     while True:
         try:
@@ -141,10 +143,10 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 
 
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
-    """Wait until every rank has arrived, or one has given up, but at most until the time `end`.
+    """Wait until every rank has arrived or one rank has given up, but at most until the time `end`.
 
-    Returns [] if all have arrived, the missing ranks if one has given up, and None at the time `end`. This function
-    polls, because `TCPStore.wait` logs a warning when its time is over.
+    Returns [] if all have arrived, the list of missing ranks if one has given up, and None if neither has happened by
+    `end`. This function polls, because `TCPStore.wait` logs a warning when its time is over.
     """
     while not store.check([_key("all")]):
         if time.monotonic() >= end:
@@ -154,9 +156,9 @@ def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
 
 
 def _give_up(store: TCPStore, size: int) -> list[int]:
-    """Store the list of missing ranks, so that no rank can start any more, and return it.
+    """Give up waiting: store the list of missing ranks, so that every other rank gives up too, and return the list.
 
-    If another rank was first, its result counts: the list that it stored, or [] if all ranks had just arrived.
+    If another rank has already given up, return the list that it stored. If all ranks have just arrived, return [].
     """
     return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size) or [0]))))
 
@@ -167,9 +169,9 @@ def _ranks_of(shown: bytes) -> list[int]:
 
 
 def _say_farewell(store: TCPStore, rank: int) -> None:
-    """Note in the store that this rank has read the list of missing ranks.
+    """Record in the store that this rank has read the list of missing ranks.
 
-    Rank 0, whose process serves the store, then waits for at most some seconds until the others have read it too.
+    Rank 0, whose process serves the store, then waits a few seconds at most for the others to read the list too.
     """
     end = time.monotonic() + _FAREWELL_SECONDS
     with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may have ended
@@ -180,7 +182,7 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:
-    """Return the ranks that have not arrived, or [0] if the store, which rank 0 serves, does not answer."""
+    """Return the ranks that have not arrived. If the store, which rank 0 serves, does not answer, return [0]."""
     try:
         return [rank for rank in range(size) if not store.check([_key(str(rank))])]
     except RuntimeError:
@@ -188,13 +190,14 @@ def _absent(store: TCPStore, size: int) -> list[int]:
 
 
 def _key(name: str) -> str:
-    """Return the store's key for `name`.
+    """Return the key under which the store keeps `name`.
 
-    It contains the number of restarts, because a launcher that restarts the ranks may keep the store with its old keys.
+    The key contains the number of restarts, because a launcher that restarts the ranks may keep the store with its old
+    keys.
     """
     return f"hf_bmtrain/meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
 
 
 def _names(ranks: list[int]) -> str:
-    """Return "rank 3" or "ranks 1, 3"."""
+    """Return a text such as "rank 3" or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

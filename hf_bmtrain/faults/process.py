@@ -1,13 +1,14 @@
-"""Changes to this process while it trains with other ranks. `install` makes them, and returns a function to undo them.
+"""Change how this process ends while it trains with other ranks. `install` does so, and returns a function to undo it.
 
-* `sys.excepthook`: the rank that raises first prints its full traceback. Every other rank prints one line with its own
-  place in the program, and the rank whose output to read.
-* `sys.exit`, `exit` and `quit` note the calling line and the exit code, because an exit handler cannot find them out.
-* An exit handler closes the communicators of all ranks together.
+* `sys.excepthook` is replaced. The rank that raises first prints its full traceback. Every other rank prints one line:
+  its own place in the program, and the rank whose output to read.
+* `sys.exit`, `exit` and `quit` record the calling line and the exit code, because an exit handler cannot find them out.
+* An exit handler waits for the other ranks, and closes the communicators.
 
-There are three more effects, in other files. When every rank must stop, for example after the timeout of
-`init_distributed`, `watch.py` kills stopped processes of this host (`os.kill`), and ends this process if its program
-cannot raise the error (`os._exit`). `bmtrain/init.py` registers the check of torch's optimizers.
+Other files affect processes too. When every rank must stop, for example after the timeout of `init_distributed`,
+`watch.py` kills suspended and blocked processes of this host (`os.kill`), and ends this process if its program cannot
+raise the error (`os._exit`). `bmtrain/init.py` lets every step of a torch optimizer check whether it can update sharded
+parameters.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from .watch import Watch
 
 _log = logging.getLogger("hf_bmtrain")
 _CAUSE_SECONDS = 5.0
-"""Seconds that a rank waits for the cause when its collective of torch.distributed has failed: another rank's end."""
+"""Seconds that a rank whose collective has failed waits to learn why, which is usually that another rank has ended."""
 _TORCH_COLLECTIVES = tuple(
     os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")
 )
 _OWN_COLLECTIVES = (str(Path(__file__).parents[1] / "engine" / "comm"),)
 _FIRST_SECONDS = 5.0
-"""Seconds that a failing rank waits for the first failed rank to end, so that the launcher blames the right rank."""
+"""Seconds that a failing rank waits for the rank that failed first to end, so that the launcher blames the latter."""
 
 
 def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool) -> Callable[[], None]:
-    """Report exceptions, note exits, and close the communicators when the program ends.
+    """Make this process report exceptions to the other ranks, and close its communicators when the program ends.
 
     Args:
         world: the world of this process.
@@ -75,7 +76,7 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
 
 
 def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
-    """Replace `sys.excepthook`, so that the other ranks see an exception too. Return a function that undoes it."""
+    """Replace `sys.excepthook`, so that the other ranks learn of an exception. Return a function that restores it."""
     print_exception = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -84,12 +85,13 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             if _is_raised_in(_TORCH_COLLECTIVES, trace):
                 problem = watch.find_cause(_CAUSE_SECONDS)
             elif _is_raised_in(_OWN_COLLECTIVES, trace) and not isinstance(error, torch.OutOfMemoryError):
-                # These collectives have already waited for the cause.
+                # Collectives of this package have already waited for the cause.
                 problem = watch.find_cause(0.0)
-            elif "CUDA error" in str(error):  # such as one from memory of a rank that has ended
+            elif "CUDA error" in str(error):  # for example, because this GPU accessed memory of a rank that has ended
                 problem = watch.wait_for_problem(_CAUSE_SECONDS)
         first = watch.raised_before()
-        if first is not None and first[1].ended.startswith("ended"):  # the cause may be a problem of a third rank
+        # If the other rank ended only because of a problem, its text may name a third rank, which then is the cause.
+        if first is not None and first[1].ended.startswith("ended"):
             cause = problem or first[1].problem or ""
             if cause.startswith("rank "):
                 first, problem = None, cause
@@ -118,16 +120,17 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
 
 
 def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
-    """Return whether an exception was raised in one of these `files` or folders, or in a call from there.
+    """Return whether an exception was raised in a function of one of `files` (files or folders), or in a call from it.
 
-    Collectives fail if another rank ends, or calls another collective, but their errors do not name the rank.
+    This identifies errors of collectives. These fail if another rank ends or calls another collective, but their errors
+    do not name that rank.
     """
     frames = traceback.walk_tb(trace)
     return any(file in frame.f_code.co_filename for frame, _ in frames for file in files)
 
 
 class Exits:
-    """Notes the last call of `sys.exit`, `exit` or `quit` on the main thread, even if SystemExit was caught.
+    """Records the last call of `sys.exit`, `exit` or `quit` on the main thread, even if the program caught SystemExit.
 
     Attributes:
         code: the exit code of that call, or 0 without a call.
@@ -174,10 +177,10 @@ def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
 
 
 def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool, exits: Exits) -> None:
-    """Close the communicators at exit, after all ranks have arrived, or at once if a rank failed or is missing.
+    """Wait at exit until all ranks have arrived here, and close the communicators.
 
-    If other ranks still needed this one, or NCCL does not abort, this ends the process with a nonzero code
-    (`os._exit`).
+    If a rank failed or is missing, this does not wait. If other ranks still needed this one, or if NCCL cannot abort
+    its operations, this ends the process with a nonzero exit code (`os._exit`).
     """
     # Without a process group, which accelerator.end_training() destroys, the ranks cannot wait for each other.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
@@ -206,12 +209,12 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
         dist.destroy_process_group()
     if not aborted:
         print(
-            f"rank {world.rank} ends its process now, because NCCL could not abort its communicators",
+            f"rank {world.rank} ends its process now, because NCCL could not abort operations that wait for others",
             file=sys.stderr,
             flush=True,
         )
     if problem is not None or not aborted:
         logging.shutdown()
         sys.stdout.flush()
-        # An exit handler cannot set the exit code otherwise. With 0, the launcher would blame another rank.
+        # Only this sets the exit code in an exit handler. If it were 0, the launcher would blame another rank.
         os._exit(exits.code or 1)

@@ -1,6 +1,7 @@
-"""A status text and the collective logs of each rank, which the other ranks can read without waiting for that rank.
+"""Share each rank's status text and collective logs, so that other ranks can read them even if that rank hangs.
 
-Ranks of one host read them from shared memory. Ranks of other hosts read only the text, from the launcher's store.
+A collective log lists the operations that a rank has issued. Ranks of the same host read text and logs from shared
+memory. Ranks of other hosts read only the text, from the launcher's store.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from ..engine.comm.object_comm import ObjectComm
 
 _log = logging.getLogger("hf_bmtrain")
 _TEXT_BYTES = 32 << 10
-"""The size of each of the two text areas of a page: 8 bytes for the length of the text, then the text in UTF-8.
+"""The size in bytes of each of the two text areas of a page.
 
-A page consists of 8 bytes for the number of texts written so far, two text areas, and _JOURNALS collective logs of
-WORDS words of 8 bytes each.
+Each rank has a page of shared memory. It contains, one after the other: the number of texts written so far (8 bytes);
+two text areas, each with the length of a text (8 bytes) and the text in UTF-8; and _JOURNALS collective logs of WORDS
+words of 8 bytes.
 """
 _JOURNALS = 8
 _JOURNALS_START = 8 + 2 * _TEXT_BYTES
@@ -31,14 +33,14 @@ _KEY = "board/{}"
 
 
 class SharedStatus:
-    """One page of shared memory per rank, with its status text and collective logs, which others can read at any time.
+    """Gives each rank a page of shared memory with its status text and collective logs, which others can always read.
 
-    The ranks of a host map each other's pages. So the page of a stopped or killed process can still be read, and no
+    The ranks of a host map each other's pages. So the page of a suspended or killed process can still be read, and no
     server is needed. If there are several hosts, each rank also writes its text to the launcher's store.
 
     Attributes:
         neighbours: the other ranks of this host.
-        lost: whether the store could not be reached. It is not asked again then.
+        lost: whether the launcher's store could not be reached. From then on, it is not used any more.
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:
@@ -54,7 +56,7 @@ class SharedStatus:
             self._map()
 
     def _map(self) -> None:
-        """Map one file with a page for each rank of this host. If a rank cannot, no rank does.
+        """Map a file that has a page for each rank of this host. If one of these ranks cannot map it, none uses it.
 
         Collective: every rank must call it.
         """
@@ -67,7 +69,12 @@ class SharedStatus:
                 with open(path, "r+b") as file:
                     memory = memoryview(mmap.mmap(file.fileno(), len(ranks) * _PAGE_BYTES))
         except OSError as error:
-            _log.info("rank %d cannot map the shared status pages and uses the store: %s", self._rank, error)
+            _log.info(
+                "rank %d cannot share memory with the other ranks of its host, and reports its status to them through "
+                "the launcher's store instead: %s",
+                self._rank,
+                error,
+            )
         mapped = self._control.gather(memory is not None)
         if path is not None and self._rank == ranks[0]:
             os.unlink(path)  # the mapped memory stays valid
@@ -76,7 +83,7 @@ class SharedStatus:
                 self._pages[rank] = memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]
 
     def add(self, collective_log: CollectiveLog) -> None:
-        """Move a log to this rank's page, and compare each new entry with the logs of the two adjacent ranks.
+        """Move a collective log to this rank's page, and compare its new entries with those of two adjacent ranks.
 
         Adjacent ranks are enough, because if any two ranks of a host differ, two adjacent ranks do. More comparisons
         would cost time in every operation. Every rank must add the same logs in the same order, with equal entries so
@@ -92,7 +99,10 @@ class SharedStatus:
             collective_log.publish(memories[mine], {ranks[place]: memories[place] for place in nearest})
 
     def show(self, text: str) -> None:
-        """Replace this rank's text, cut to the size of a text area. Any thread may call it."""
+        """Publish `text` as this rank's status, in place of the last one. Any thread may call this.
+
+        A text that is too long for the shared memory is cut.
+        """
         if self._pages:
             with self._writing:
                 _write(self._pages[self._rank], text.encode()[: _TEXT_BYTES - 8])
@@ -100,23 +110,23 @@ class SharedStatus:
             self._ask(self._control.show, _KEY.format(self._rank), text)
 
     def read(self, rank: int) -> str | None:
-        """Return the latest text of `rank`, or None if it has not written one or cannot be read any more."""
+        """Return the latest status text of `rank`, or None if it has published none, or the store cannot be reached."""
         if rank in self._pages:
             return _read(self._pages[rank])
         return self._ask(self._control.look, _KEY.format(rank))
 
     def _ask(self, function: Callable[..., str | None], *arguments: str) -> str | None:
-        for last in () if self.lost else (False, True):  # a connection may fail once
+        for last in () if self.lost else (False, True):  # try twice, because a connection may fail once
             try:
                 return function(*arguments)
             except RuntimeError as error:
-                _log.debug("rank %d cannot reach the store: %s", self._rank, error)
+                _log.debug("rank %d cannot reach the launcher's store: %s", self._rank, error)
                 self.lost = last
         return None
 
 
 def _place() -> tuple[str, ...]:
-    """Return a key that is equal for processes that can share memory and can see each other's process ids."""
+    """Return a key. Processes with equal keys can share memory and see each other's process ids."""
     names = [socket.gethostname(), tempfile.gettempdir()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/mnt"):
         try:
@@ -127,7 +137,7 @@ def _place() -> tuple[str, ...]:
 
 
 def _create(nbytes: int) -> str | None:
-    """Create a file of `nbytes` zeros, in /dev/shm if possible. Return its path, or None if there is no space."""
+    """Create a file of `nbytes` zero bytes, in /dev/shm if possible. Return its path, or None if there is no space."""
     for folder in ("/dev/shm", tempfile.gettempdir()):
         try:
             handle, path = tempfile.mkstemp(prefix="hf_bmtrain_board_", dir=folder)
@@ -145,9 +155,10 @@ def _create(nbytes: int) -> str | None:
 
 
 def _write(page: memoryview, data: bytes) -> None:
-    """Write `data` to the unused text area, then increment the count, so that readers use this area.
+    """Write the text `data` to that text area of the page which readers do not use now, and then switch them to it.
 
-    If the process is stopped or killed in between, readers still see the previous text.
+    They use the area that the count of texts selects. If the process is suspended or killed before it increments the
+    count, readers still see the previous text.
     """
     count: Any = page[:8].cast("Q")
     start = 8 + (count[0] + 1) % 2 * _TEXT_BYTES
@@ -157,7 +168,7 @@ def _write(page: memoryview, data: bytes) -> None:
 
 
 def _read(page: memoryview) -> str | None:
-    """Return the latest text of a page, or None. Read again if the text was replaced meanwhile."""
+    """Return the latest text of a page, or None if there is none. If a new text arrives meanwhile, read again."""
     count: Any = page[:8].cast("Q")
     while before := count[0]:
         start = 8 + before % 2 * _TEXT_BYTES

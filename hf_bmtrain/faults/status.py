@@ -1,4 +1,4 @@
-"""The status that a rank shows to others: its line in the program, the operation it waits for, and how it ended."""
+"""The status that a rank reports to others: its line in the program, the operation it waits for, and how it ended."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ _TASKS = {
         os.path.join("triton", "compiler"),
     ),
 }  # fmt: skip
-"""Tasks that may take long, and the files that are on a rank's stack during each."""
+"""Tasks that may take long. For each, parts of the paths of source files that are on a rank's stack during the task."""
 _EXITING = 0x4
-"""PF_EXITING of the Linux kernel, in the flags in /proc/PID/stat."""
+"""The bit PF_EXITING in the flags of /proc/PID/stat. The Linux kernel sets it when a process begins to end."""
 
 
 @dataclass
 class Status:
-    """The facts that a rank tells the others about itself. Times are seconds since the epoch.
+    """What a rank reports about itself to the other ranks. Times are seconds since the epoch.
 
     Attributes:
-        pid: its process id.
-        written: the time at which `look` last updated it.
+        pid: the rank's process id.
+        written: the time at which `look` last updated this status.
         place: the current line of the user's program, such as "train.py:41 (load)"; "" if it is unknown.
-        since: the time at which it reached `place`.
-        waits: the operation with other ranks for which it waits, or "".
-        waits_since: the time since which it has waited without issuing another operation.
-        watched_since: the time since which it has been looked at without a gap. In a gap the process was stopped, or
-            native code held Python's interpreter lock, so nothing is known of what it waited for.
-        task: the current task, if it is one of `_TASKS`, or "".
-        moved: the time at which `look` last found its thread at another instruction than before.
-        ended: how its program ended, such as "raised ValueError: ...", or "" while it runs.
-        ended_at: the time at which it ended.
+        since: the time at which the program reached `place`.
+        waits: the operation with other ranks for which the rank waits, or "".
+        waits_since: the time since which the rank has waited without issuing another operation.
+        watched_since: the time since which this status has been updated without a gap. In a gap, the process was
+            suspended, or native code held Python's interpreter lock, so it is unknown what the rank waited for.
+        task: what the rank is doing, if it is one of the slow tasks in `_TASKS`, or "".
+        moved: the time at which `look` last found the program at another instruction than before.
+        ended: how the program ended, such as "raised ValueError: ...", or "" while it runs.
+        ended_at: the time at which the program ended.
         problem: why every rank must stop, or None.
         blamed: the ranks for which the others waited until the timeout.
-        occasions: {number in the logs, as text: purpose} of each exchange of objects.
-        excerpts: the last entries of each of its collective logs.
+        occasions: what recent exchanges of objects between the ranks are for. The keys are the numbers that stand for
+            these texts in the collective logs, as strings.
+        excerpts: the last entries of each of the rank's collective logs, the lists of operations that it has issued.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -76,7 +77,7 @@ class Status:
     excerpts: list[Excerpt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._instructions: list[tuple[int, int]] = []  # (code, instruction) of each frame of the stack seen last
+        self._instructions: list[tuple[int, int]] = []  # of the last stack: (id of the code, instruction) of each frame
 
     def to_text(self) -> str:
         """Return the status as JSON."""
@@ -84,7 +85,7 @@ class Status:
 
     @classmethod
     def from_text(cls, text: str) -> Status:
-        """Return the status for which `to_text` returned `text`."""
+        """Return the status that `text`, a result of `to_text`, describes."""
         status = cls(**json.loads(text))
         status.excerpts = [Excerpt(*values) for values in status.excerpts]
         return status
@@ -111,7 +112,7 @@ class Status:
             instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
         if waits.startswith("torch.distributed."):
-            waits += called  # the library function that the user's line called
+            waits += called  # the library function that the user's line called, as in "... in clip_grad_norm_"
         place = _in_words(lines)
         # `place` is "" while no frame belongs to the program, as in `sys.excepthook`. The last place is then kept.
         if place not in ("", self.place) and not self.ended:
@@ -122,14 +123,20 @@ class Status:
 
 
 def line_now() -> str:
-    """Return the user's line that led to this call (the innermost that is not in a library), or ""."""
+    """Return the line of the user's program that led to this call, such as "train.py:41 (load)", or "".
+
+    It is the innermost line on the stack that is not in a library.
+    """
     status = Status()
     status.look(threading.get_ident())
     return status.place
 
 
 def line_of(trace: Any) -> str:
-    """Return the user's line in a traceback (the innermost that is not in a library), or ""."""
+    """Return the line of the user's program in a traceback, such as "train.py:41 (load)", or "".
+
+    It is the innermost line in the traceback that is not in a library.
+    """
     lines = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -140,10 +147,11 @@ def line_of(trace: Any) -> str:
 
 
 def condition(pid: int) -> str:
-    """Return "gone" or "stopped" if process `pid` of this host does not run, or "" if it does or /proc is missing.
+    """Return whether process `pid` of this host has ended ("gone"), is suspended ("stopped"), or runs ("").
 
-    A killed process counts as gone while the kernel still frees its memory, which takes seconds for pinned host memory
-    and for memory of a GPU. Its connections to other ranks may have ended already.
+    A killed process counts as gone even while the kernel still frees its memory, which takes seconds for pinned host
+    memory and for memory of a GPU, because its connections to other ranks may have ended already. Without /proc, ""
+    is returned.
     """
     if not os.path.isdir("/proc/self"):
         return ""
@@ -163,12 +171,12 @@ def _is_of_library(path: str) -> bool:
 
 @lru_cache(4096)
 def _task_in(path: str) -> str:
-    """Return the task in `_TASKS` to which the file `path` belongs, or ""."""
+    """Return the slow task in `_TASKS`, such as "compiling", to which the source file `path` belongs, or ""."""
     return next((task for task, files in _TASKS.items() if any(file in path for file in files)), "")
 
 
 def _waited_for(frame: FrameType, path: str) -> str:
-    """Return the operation with other ranks for which `frame` waits, or "". path: the file of the frame's code."""
+    """Return the operation with other ranks for which a frame of the stack waits, or "". path: its source file."""
     if not any(each in path for each in _WAITS):
         return ""
     name = frame.f_code.co_name
@@ -195,5 +203,5 @@ def _in_words(lines: list[tuple[str, str]]) -> str:
 
 
 def _short(path: str) -> str:
-    """Return `path`, relative to the working directory if it is inside."""
+    """Return `path` as a relative path if it is inside the working directory, and otherwise unchanged."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

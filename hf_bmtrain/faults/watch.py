@@ -1,4 +1,4 @@
-"""The thread that monitors the other ranks, and reports which rank differs, failed or is missing, and why."""
+"""Monitor the other ranks in a thread, and report which rank failed, hangs or issued different operations, and why."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _log = logging.getLogger("hf_bmtrain")
 SECONDS = 1.0
 """The interval of the thread's updates and checks, in seconds."""
 CROSSED_SECONDS = 5.0
-"""Seconds without progress after which two ranks that wait for each other's operations are reported."""
+"""Seconds without progress after which two ranks that wait for each other, in different operations, are reported."""
 _SILENT_SECONDS = 5.0
-"""Seconds after which a rank's process counts as blocked if its status was not updated."""
+"""Seconds without an update of its status after which a rank's process counts as blocked."""
 _GRACE_SECONDS = 5.0
-"""Seconds in which this rank's program must raise a problem, before its GPU operations, and then its process, are
-ended."""
+"""Seconds that this rank's program has to raise an error when every rank must stop. Then its GPU operations are aborted
+and, if it still has not raised the error after as many seconds again, its process is ended."""
 _DEVICE = "its device"
-"""Stands for the operation of a rank that waits for its device: its program has not moved, and its device has work.
-That may be the rank's own work, or a collective of torch.distributed, which waits for another rank."""
+"""The value of `Status.waits` for a rank whose program does not move while its device has unfinished work. This may be
+the rank's own work, or a collective of torch.distributed, which waits for another rank."""
 _LONGEST = 4000
 """The maximum length, in characters, of an exception's text that other ranks see."""
 
 
 class Watch(Monitor):
-    """A thread that publishes this rank's status every second, and reads the status of the other ranks.
+    """Publishes this rank's status every second, in a thread, and reads the status of the other ranks.
 
-    * If the collective logs of two ranks differ, every rank stores the reason as `problem` of its logs. The next
-      operation raises it as an error, and so does an operation on the CPU that is waiting. `interrupt` aborts
-      operations that are waiting on GPUs.
+    * If two ranks have issued different operations (their collective logs differ), every rank is told. Its next
+      operation raises an error with the difference, and so does an operation that is already waiting on the CPU.
+      Operations that are waiting on GPUs are aborted.
     * The same happens if a rank raised an exception, or exited while others wait for it.
     * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
       that rank, its line in the program, and the likely cause. After 30 s, and after each doubling of that time, it
-      logs the changes. The rank may only be slow, so nothing else happens before the timeout.
+      logs a warning again, with the changes. The rank may only be slow, so nothing else happens before the timeout.
 
     Attributes:
         status: the status that this rank publishes.
@@ -65,11 +65,11 @@ class Watch(Monitor):
         self._interrupt: Callable[[], None] = lambda: None
         self._busy: Callable[[], bool] = lambda: False
         self._delay = self._next = hang_seconds()
-        self._reported: dict[int, Status] = {}  # the missing ranks, as the last warning of this wait described them
+        self._reported: dict[int, Status] = {}  # the status of each missing rank at the last warning of this wait
         self._warning: str | None = None  # the text of the last warning of this wait
         self._stopped = threading.Event()
         self._since = time.monotonic()  # the time of the last change of `_seen`
-        self._seen: tuple[list[int], list[int]] = [], []  # number of entries of each log: this rank's, the next rank's
+        self._seen: tuple[list[int], list[int]] = [], []  # the lengths of the logs of this rank, and of the next rank
         self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
@@ -82,7 +82,7 @@ class Watch(Monitor):
         self._board = SharedStatus(control, rank)
         self._compare(control.collective_log)
         self._observe()
-        self._show()  # the thread first publishes after a second, and the process may be stopped earlier
+        self._show()  # because the thread publishes only after a second, and the process may be suspended before that
         self._thread.start()
 
     def add(self, communicator: Communicator) -> None:
@@ -90,7 +90,10 @@ class Watch(Monitor):
         self._compare(communicator.collective_log)
 
     def _compare(self, collective_log: CollectiveLog) -> None:
-        """Compare each new entry of a log with the logs of this host's ranks, and explain differences in a message."""
+        """From now on, compare each operation in `collective_log` with other ranks of this host.
+
+        If they differ, the error explains the difference.
+        """
         self._board.add(collective_log)
         collective_log.explain = self.difference
 
@@ -102,7 +105,7 @@ class Watch(Monitor):
         ]
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop monitoring the other ranks: end the thread."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(2 * SECONDS)
@@ -114,7 +117,7 @@ class Watch(Monitor):
             self._show()
 
     def raised_before(self) -> tuple[int, Status] | None:
-        """Return the other rank that first ended by an exception, and its status, or None."""
+        """Return the other rank that was the first to end by an exception, and its status, or None."""
         others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
         raised = [each for each in others if each[1].ended.startswith(("raised", "ended"))]
         return min(raised, key=lambda each: each[1].ended_at, default=None)
@@ -140,8 +143,9 @@ class Watch(Monitor):
     def find_cause(self, seconds: float) -> str | None:
         """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
 
-        This waits like `wait_for_problem`. If no problem is known then, and no other rank has ended by an exception, it
-        names the ranks that are absent. If there is none, it returns the last warning about the wait that has failed.
+        Waits at most `seconds` until a problem is known, or another rank has ended by an exception. If neither happens,
+        names the ranks that can no longer take part in operations. If there are none, returns the last warning of the
+        present wait, if there was one.
         """
         warning = self._warning
         if self.wait_for_problem(seconds) is not None or self.raised_before() is not None:
@@ -153,7 +157,7 @@ class Watch(Monitor):
         return self.status.problem or warning
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
-        """Wait at most `seconds` until the process of `rank`, if it is on this host, has ended or is stopped."""
+        """Wait at most `seconds` until the process of `rank` has ended or is suspended, if it is on this host."""
         status, end = self._read(rank), time.monotonic() + seconds
         while status is not None and rank in self._board.neighbours and time.monotonic() < end:
             if condition(status.pid):
@@ -168,16 +172,18 @@ class Watch(Monitor):
                     self._tell(problem)
                     return
         except Exception as error:
-            _log.debug("rank %d stops monitoring the other ranks: %s", self._rank, error, exc_info=True)
+            _log.debug(
+                "rank %d stops monitoring the other ranks because of an error: %s", self._rank, error, exc_info=True
+            )
 
     def _look(self) -> str | None:
         """Publish this rank's status, read the others', and return why every rank must stop, or None."""
         self._observe()
         self._show()
-        if self.problem is not None:  # another operation of this rank has found a problem
+        if self.problem is not None:  # an operation of this rank has already found it
             return self.problem
-        # An excerpt contains only the last entries of a rank's log. So of two ranks, only the one that has issued more
-        # operations is sure to find the other's entries in its own log. So both ranks of each pair compare their logs.
+        # A rank's status contains only the last entries of its logs. Only the rank that has issued more operations is
+        # sure to find the other rank's entries in its own log. So both ranks of a pair compare.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -186,7 +192,7 @@ class Watch(Monitor):
                 if problem is not None:
                     self.status.blamed = theirs.blamed
                     return problem
-        # At the end of the program, and after destroy_process_group(), rank 0 may leave first.
+        # At the end of the program and after destroy_process_group(), rank 0 may leave first. Then this is no problem.
         if self._board.lost and not self.status.ended and dist.is_initialized():
             served = "'s launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
             return (
@@ -196,7 +202,7 @@ class Watch(Monitor):
         return self._of_all()
 
     def _of_one(self, other: int, theirs: Status) -> str | None:
-        """Return why every rank must stop because of rank `other`, whose status is `theirs`, or None."""
+        """Return why every rank must stop because of rank `other`, or None. theirs: that rank's status."""
         if theirs.ended.startswith("raised"):
             return f"rank {other} {theirs.ended}; see the traceback in its output."
         if not theirs.ended and other in self._board.neighbours and condition(theirs.pid) == "gone":
@@ -205,7 +211,7 @@ class Watch(Monitor):
         return self.compare(other, theirs.excerpts) or crossed
 
     def _observe(self) -> None:
-        """Update this rank's status: its line, the operation for which it waits, and the start of the wait."""
+        """Update this rank's status: its line in the program, the operation for which it waits, and since when."""
         counts = [collective_log.count for collective_log in self._collective_logs]
         seen = self.status.written
         self.status.look(self._program)
@@ -241,10 +247,10 @@ class Watch(Monitor):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _tell(self, problem: str) -> None:
-        """Make this rank's program raise `problem`. End this process if the program does not do so in time.
+        """Make this rank's program raise `problem` as an error. End this process if the program does not do so in time.
 
-        Before that, kill the processes of this host that would never end: those that are stopped, and those that are
-        blamed and blocked.
+        First, kill the processes of this host that would never end: those that are suspended, and those for which the
+        others waited until the timeout and which do not update their status.
         """
         for rank in self._board.neighbours:
             theirs = self._read(rank)
@@ -265,7 +271,7 @@ class Watch(Monitor):
             self._observe()
             self._show()
             if self.status.waits:
-                break  # the program waits in an operation that does not check `problem`, so it must be interrupted
+                break  # the program waits in an operation that does not raise the problem, so it must be interrupted
         _log.error("rank %d: %s", self._rank, problem)
         self._interrupt()
         if self._is_told(SECONDS if blamed else _GRACE_SECONDS):
@@ -273,14 +279,14 @@ class Watch(Monitor):
         frame = sys._current_frames().get(self._program)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         sys.stderr.write(
-            f"rank {self._rank} ends its process now, because its program did not get to raise the error. It is at:\n"
+            f"rank {self._rank} ends its process now, because its program has not raised the error in time. It is at:\n"
             f"{stack}"
         )
         sys.stderr.flush()
         os._exit(1)
 
     def _is_told(self, seconds: float) -> bool:
-        """Return whether the program raises the problem, ends, or stops this thread within `seconds`."""
+        """Return whether the program raises the problem as an error, ends, or ends this thread within `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if (
@@ -297,16 +303,17 @@ class Watch(Monitor):
         """Check how long this rank has waited for others.
 
         After HF_BMTRAIN_HANG_SECONDS, the lowest waiting rank logs which ranks are missing. It does so again after 30
-        s, and after each doubling of that time. Returns the explanation once the timeout is over, and otherwise None.
+        s, and after each doubling of that time. Returns None, or why every rank must stop: the timeout has expired, or
+        this rank waits for a collective of torch.distributed, and all other ranks have left.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
-        # A rank whose program has ended waits in the barrier at exit, which has its own timeout.
+        # A rank whose program has ended waits in the barrier at exit, which has a timeout of its own.
         over = waited >= self._control.timeout and self.status.waits != _DEVICE and not self.status.ended
         if waited < self._next and not over:
             return None
         ranks = self._read_all()
         waiting = [rank for rank, status in ranks.items() if self._is_waiting(rank, status)]
-        if not waiting:  # count ranks that wait for their devices only now, because they may still compute
+        if not waiting:  # only then count ranks that wait for their devices, because these may still be computing
             waiting = [r for r, status in ranks.items() if status.waits and not self._why_absent(r, status)]
             if len(waiting) == self._control.size:
                 return None
@@ -317,8 +324,8 @@ class Watch(Monitor):
             self.status.blamed = sorted(set(range(self._control.size)) - set(waiting))
             return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
         others = [status for rank, status in ranks.items() if rank != self._rank]
-        # Operations of torch.distributed are in no collective log, so `compare` does not find this difference. With
-        # ranks that still run, this rank could be waiting for one of those, in a subgroup.
+        # Operations of torch.distributed are in no collective log, so `compare` does not find this difference. All
+        # other ranks must have ended, because one that still runs might join this rank's operation in a subgroup.
         if self.status.waits.startswith("torch.distributed.") and all(
             status.ended and status.waits == repr(EXIT) for status in others
         ):
@@ -330,21 +337,24 @@ class Watch(Monitor):
         return None
 
     def _all_waited(self, ranks: dict[int, Status]) -> bool:
-        """Return whether all ranks had already waited for some time when the oldest of the statuses was written.
+        """Return whether all ranks have certainly waited at the same time, for a while, so that they are deadlocked.
 
-        If not, a rank may just have arrived, or may have continued and been stopped before it could publish that. The
-        time in which a rank was not looked at does not count: it may have done something else.
+        That is the case if all had waited for some time when the oldest of their statuses was written. Otherwise, a
+        rank may have just arrived, or may have continued without having published that yet. Time in which a rank's
+        status was not updated does not count, because the rank may have done something else.
+
+        ranks: the status of every rank.
         """
         oldest = min(status.written for status in ranks.values())
         latest = max(max(status.waits_since, status.watched_since) for status in ranks.values())
         return oldest - latest >= max(self._delay / 2, 2 * SECONDS)
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
-        """Return whether a rank waits for others and can still take part in operations itself."""
+        """Return whether a rank waits for other ranks, and could itself take part in operations."""
         return status.waits not in ("", _DEVICE) and not self._why_absent(rank, status)
 
     def _why_absent(self, rank: int, status: Status) -> str:
-        """Return why a rank cannot take part in operations, or "" if it can as far as is known."""
+        """Return why a rank cannot take part in operations, or "" if no reason is known."""
         state = condition(status.pid) if rank in self._board.neighbours else ""
         if state == "stopped":
             return f"its process {status.pid} is stopped (by SIGSTOP or a debugger); kill -CONT resumes it"
@@ -364,22 +374,22 @@ class Watch(Monitor):
         return ""
 
     def _last_seen(self, rank: int, status: Status) -> str:
-        """Return where a rank that is absent was last seen, and why it is absent.
+        """Return where a rank that cannot take part in operations was last seen, and why it cannot.
 
-        The line of a rank that has ended is not told: it is up to a second old, and `ended` names the line of an error.
+        If a rank has ended, its line is left out: it is up to a second old, and `ended` names the line of an error.
         """
         if status.ended:
             return f"rank {rank} {status.ended}"
         return f"rank {rank} was last seen at {status.place or 'an unknown line'}; {self._why_absent(rank, status)}"
 
     def missing(self) -> str:
-        """Return a text with the ranks for which this one waits, where they are, and why they are missing."""
+        """Return a text that names the ranks for which this one waits, their places in the program, and the causes."""
         self._observe()
         ranks = {**self._read_all(), self._rank: self.status}
         return self._explain_wait(ranks, [rank for rank, status in ranks.items() if self._is_waiting(rank, status)])
 
     def _explain_wait(self, ranks: dict[int, Status], waiting: Sequence[int]) -> str:
-        """Return a text with the missing ranks, where they are and why, and the operations of the waiting ranks.
+        """Return a text that names the missing ranks, where and why they are missing, and what the others wait for.
 
         ranks: the status of each rank that has published one.
         waiting: the ranks that wait; all others are missing.
@@ -407,15 +417,17 @@ class Watch(Monitor):
     # -- comparisons --------------------------------------------------------------------------------------------
 
     def excerpts(self) -> list[Excerpt]:
-        """Return the last entries of each collective log, for `compare` on another rank."""
+        """Return the last operations that this rank has issued to each communicator, for `compare` on another rank."""
         return [collective_log.excerpt() for collective_log in self._collective_logs]
 
     def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Return how this rank's collective logs differ from another rank's, or None if no difference is known.
+        """Return how the operations that this rank and another rank have issued differ.
+
+        Returns None if no difference is known.
 
         Args:
             other: the other rank.
-            theirs: the result of its `excerpts`.
+            theirs: the result of `excerpts` on the other rank.
         """
         for collective_log, shown in zip(self._collective_logs, theirs):
             text = self.difference(collective_log, other, shown)
@@ -424,12 +436,14 @@ class Watch(Monitor):
         return None
 
     def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
-        """Return how a collective log differs from another rank's log of the same communicator, or None.
+        """Return how the operations that this rank and another rank have issued to one communicator differ.
+
+        Returns None if no difference is known.
 
         Args:
-            collective_log: this rank's log.
+            collective_log: this rank's log of the operations.
             other: the other rank.
-            theirs: the last entries of its log.
+            theirs: the last entries of the other rank's log.
         """
         found = collective_log.compare(theirs)
         if found is None:
@@ -441,8 +455,10 @@ class Watch(Monitor):
     def _crossed(self, other: int, theirs: Status) -> str | None:
         """Return an explanation if this rank and `other` wait for each other on two communicators, or None.
 
-        They do if each has issued an operation, on one of the communicators, that the other has not issued, and neither
-        has made progress for CROSSED_SECONDS.
+        This is the case if each is ahead of the other on one of the communicators, and neither has issued an operation
+        for CROSSED_SECONDS.
+
+        theirs: the status of the other rank.
         """
         mine = [collective_log.count for collective_log in self._collective_logs]
         counts = mine, [shown.stop for shown in theirs.excerpts]
@@ -462,10 +478,13 @@ class Watch(Monitor):
         return self._explain(places, "Each waits for the other")
 
     def _describe(self, entry: int, other: int | None = None) -> str:
-        """Return a description of a log's entry. other: the rank of the entry, or None for this rank."""
+        """Return a description of an operation. entry: the number that stands for it in a collective log.
+
+        other: the rank whose log contains the entry, or None for this rank.
+        """
         occasions = dict(self._control.occasions)
         end = time.monotonic() + 2.5 * SECONDS
-        while True:  # repeat until the other rank has published the purpose of its latest exchange
+        while True:  # repeat until the other rank has published what its latest exchange of objects is for
             status = None if other is None else self._read(other)
             if status is not None:
                 occasions.update({int(number): text for number, text in status.occasions.items()})
@@ -477,15 +496,15 @@ class Watch(Monitor):
     def _explain(self, places: dict[int, str], what: str) -> str:
         """Return the error text for ranks that issued different operations.
 
-        places: a description of each rank's operation.
-        what: a clause that says where their logs differ.
+        places: a description of each rank's operation, by rank.
+        what: a clause that says at which operation the ranks differ.
         """
         self.status.look(self._program)
         self._show()
         begun, end = time.time(), time.monotonic() + 1.5 * SECONDS
         ranks = {rank: self._read(rank) for rank in places if rank != self._rank}
         while any(status and status.written < begun for status in ranks.values()) and time.monotonic() < end:
-            time.sleep(0.1)  # wait for the other ranks to publish their current lines
+            time.sleep(0.1)  # until the other ranks have published their current lines
             ranks = {rank: self._read(rank) for rank in ranks}
         found = {rank: self.status if status is None else status for rank, status in ranks.items()}
         found[self._rank] = self.status
@@ -497,7 +516,7 @@ class Watch(Monitor):
 
 
 def _seen(place: str, status: Status) -> str:
-    """Return where a rank was last seen, or "". place: the description of its log entry."""
+    """Return a clause that says where a rank was last seen, or "". place: a description of its operation."""
     if place != repr(EXIT):
         return f" at {status.place}" if status.place else ""
     line = f", last seen at {status.place}" if status.place else ""
@@ -505,12 +524,12 @@ def _seen(place: str, status: Status) -> str:
 
 
 def _is_decision(place: str) -> bool:
-    """Return whether `place`, the description of a log entry, is a decision and not an operation."""
+    """Return whether `place` describes a decision that ranks must take alike, such as to stop, and not an operation."""
     return place.startswith("decision for")
 
 
 def _advice(places: Sequence[str]) -> str:
-    """Return the advice for ranks that issue different operations. places: descriptions of these operations."""
+    """Return what users can do if ranks issue different operations. places: descriptions of these operations."""
     if repr(EXIT) in places:
         trainer = (
             "Trainer's save_model() before train() saves on rank 0 alone: call it after train(), or use "
@@ -533,8 +552,9 @@ def _advice(places: Sequence[str]) -> str:
         )
     if all(map(_is_decision, places)):
         return (
-            "All ranks must decide the same at the same step: it may not depend on the rank, its data or its clock. "
-            "If any rank may decide for all, exchange it first: stop = bmt.sum_loss(torch.tensor(float(stop))) > 0."
+            "All ranks must decide the same at the same step: the decision may not depend on the rank, its data or its "
+            "clock. To stop all ranks when any rank wants to, exchange the decision first: "
+            "stop = bmt.sum_loss(torch.tensor(float(stop))) > 0."
         )
     return (
         "Every rank must call the same modules in the same order and the same number of times, in backward too. Do not "
@@ -544,10 +564,11 @@ def _advice(places: Sequence[str]) -> str:
 
 
 def _guess(status: Status, before: Status | None) -> str:
-    """Return what a missing rank is probably doing, if its process runs and waits for no other rank.
+    """Return what a missing rank is probably doing, for a rank whose process runs and waits for no other rank.
 
-    It completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
+    The text completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
 
+    status: the rank's status.
     before: its status at the last warning, or None.
     """
     task = "running code that only this rank executes, or slow work"

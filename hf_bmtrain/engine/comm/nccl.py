@@ -204,8 +204,8 @@ def import_nccl() -> Any:
     if len(libraries) > 1:
         raise RuntimeError(
             f"Several NCCL libraries are loaded in this process, so that none of them works: "
-            f"{', '.join(sorted(libraries))}. Keep the package nvidia-nccl-cu{major}, uninstall the nvidia-nccl packages "
-            "of other CUDA versions, and unset LD_LIBRARY_PATH."
+            f"{', '.join(sorted(libraries))}. Keep the package nvidia-nccl-cu{major}, uninstall the nvidia-nccl "
+            "packages of other CUDA versions, and unset LD_LIBRARY_PATH."
         )
     return nccl
 

@@ -59,7 +59,7 @@ def expect_path(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is a path (str or os.PathLike), and ValueError if it is the empty string."""
     expect_kind(name, value, (str, os.PathLike), "a path, as a str or os.PathLike")
     if value == "":
-        raise ValueError(f"{name} must be a path, got an empty string. Is the variable from which it comes not set?")
+        raise ValueError(f"{name} must be a path, got an empty string. Check that the variable it comes from is set.")
 
 
 def expect_callable(name: str, value: Any, wanted: str) -> None:

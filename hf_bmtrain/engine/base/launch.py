@@ -162,7 +162,8 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program).strip("\0\n")
     except nvrtc.NVRTCError as error:
         raise RuntimeError(
-            f"{variant.file}.cu {dict(variant.macros)} does not compile for sm_{arch} ({error}):\n"
+            f"the CUDA source {variant.file}.cu with the macros {dict(variant.macros)} does not compile for sm_{arch} "
+            f"({error}):\n"
             f"{nvrtc.getProgramLog(program)}"
         ) from error
     finally:
@@ -351,7 +352,7 @@ class Kernel:
 
 @cache
 def kernel(variant: Variant, name: str, device: torch.device) -> Kernel:
-    """Return a kernel that is ready to launch. The first call compiles and loads it; later calls return the same.
+    """Return a kernel that is ready to launch. The first call compiles and loads it; later calls return it at once.
 
     Make the first call before capturing a CUDA graph, because kernels cannot be loaded during a capture.
 

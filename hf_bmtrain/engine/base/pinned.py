@@ -11,7 +11,7 @@ import torch
 
 from .launch import import_cupy
 
-_PORTABLE = 1  # the value of cudaHostRegisterPortable
+_PORTABLE = 1  # cudaHostRegisterPortable: the memory counts as page-locked for every GPU
 _GROUP = Path("/sys/fs/cgroup")
 CONTROL_GROUPS = (
     (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),

@@ -16,7 +16,7 @@ _SHOWN = 5
 _VALUES, _LENGTH = 4, 300
 """How much an error shows: the maximum number of different values per fact, and of characters per value."""
 _SAMPLED = 64
-"""`fingerprint` reads so many elements at the beginning of a tensor, in the middle, and at the end."""
+"""`fingerprint` reads this many elements at each of three places of a tensor: beginning, middle and end."""
 
 
 def agree(

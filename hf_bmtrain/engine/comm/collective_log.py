@@ -19,10 +19,10 @@ import numpy as np
 KEPT = 8192
 """The number of recent entries that can be compared between ranks. Several steps of a large model add fewer."""
 SENT = 64
-"""The number of recent entries in an excerpt, which a rank sends to the others."""
+"""The number of recent entries of its log that a rank sends to the other ranks."""
 _RING = 2 * KEPT
 WORDS = 1 + _RING
-"""The size of a log in words of 8 bytes: the number of entries, and a ring of digests."""
+"""The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests."""
 UNKNOWN = "an exchange between the ranks"
 """The description, in messages, of an exchange of objects of whose purpose this rank has no record."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
@@ -78,7 +78,7 @@ def option_kind(option: str) -> str:
 
 
 def kind_and_number(entry: int) -> tuple[str, int]:
-    """Return the kind and the number of an operation from its entry. This is the inverse of `code`.
+    """Return the kind and the number of an operation from its entry in the log. This is the inverse of `code`.
 
     For an entry from `value_code`, the number is the bit pattern of the float32 value.
     """
@@ -241,10 +241,10 @@ class CollectiveLog:
         return None if None in digests else _entries(digests)[0]  # pyright: ignore[reportArgumentType]
 
     def _digest(self, number: int) -> int | None:
-        """Return the digest after entry number `number`, or None if it is not among the last KEPT entries.
+        """Return the hash of all entries up to number `number`, or None if that is not among the last KEPT entries.
 
-        The ring has room for twice as many, so that entries which another thread adds during this call do not overwrite
-        the digest.
+        The ring buffer has room for twice as many hashes, so that entries which another thread adds during this call do
+        not overwrite the result.
         """
         count = self._memory[0]
         return self._memory[1 + number % _RING] if max(0, count - KEPT) <= number <= count else None

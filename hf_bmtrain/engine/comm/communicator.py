@@ -26,8 +26,8 @@ _ABORT_SECONDS = 1.0
 _CHECK_SECONDS = 1.0  # interval at which a waiting rank checks its collective log for a problem
 _DIAGNOSIS_SECONDS = 5.0  # how long to wait for the monitor's explanation after a failed operation
 PATIENCE = 5.0
-"""The seconds that an operation waits beyond the timeout. The monitor, which can say why a rank is missing, thus
-reports the timeout first."""
+"""The seconds that an operation waits beyond the timeout, so that the monitor (the thread that watches the other ranks)
+reports the timeout first. It can say why a rank is missing."""
 _LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
 
 Ranges = Sequence[tuple[int, int]]
@@ -170,7 +170,7 @@ class Gather(Protocol):
         """
 
     def is_collective(self, shard: torch.Tensor) -> bool:
-        """Return whether `gather` of this shard is collective. True by default."""
+        """Return whether `gather` is collective for this shard, so that every rank must call it. True by default."""
         return True
 
     def wait_for_readers(self) -> None:

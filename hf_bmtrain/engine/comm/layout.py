@@ -89,7 +89,7 @@ class Layout:
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
     def range_of(self, index: int, rank: int) -> Range:
-        """Return the range of tensor `index` that `rank` stores, possibly empty."""
+        """Return the range of tensor `index` that the shard of `rank` stores, possibly empty."""
         shard_begin = rank * self.shard_numel
         begin, end = self.offsets[index], self.offsets[index] + self.numels[index]
         start = min(max(begin, shard_begin), end)

@@ -122,7 +122,8 @@ class ObjectComm:
     def note_decision(self, text: str) -> None:
         """Add a decision of this rank to the collective log, so that it is compared with the other ranks' decisions.
 
-        Every rank must call this at the same point, but it does not wait for the others. It takes about a microsecond.
+        This is for choices that all ranks must make alike, such as whether to save at this step. Every rank must call
+        it at the same point, but it does not wait for the others. It takes about a microsecond.
 
         Args:
             text: a description of the decision, which messages show. There should be few different texts.

@@ -85,14 +85,14 @@ class PeerGather(Gather):
         """Create a gather with peer copies.
 
         Args:
-            communicator: the communicator for the meetings, except those of announced updates.
+            communicator: the communicator whose all-reduces synchronize the copies with writes to the weights.
             collective: gathers the shards that are too small to be copied.
             memory: allocates, maps and copies the shards.
             exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
             smallest: the smallest size in bytes of a shard that is copied.
             device: this rank's device.
-            open_meetings: a collective function that opens the communicator for the meetings of announced updates. It
-                is called for the first announced update.
+            open_meetings: a collective function that opens a separate communicator, with which the ranks announce
+                asynchronous updates of weights. It is called for the first such update.
             members: for each rank of `communicator`, its index in the result of `exchange`. None if both are equal.
         """
         self.communicator, self.collective = communicator, collective

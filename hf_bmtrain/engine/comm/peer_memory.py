@@ -152,9 +152,9 @@ class CudaMemory:
                 torch.cuda.empty_cache()  # torch's allocator may have reserved memory that no tensor uses
                 address = self._runtime.malloc(nbytes)
             handle = bytes(self._runtime.ipcGetMemHandle(address))
-        slab = _Slab(address, nbytes)  # lives as long as any view of the tensor below
+        slab = _Slab(address, nbytes)  # the tensor below and its views keep it alive
         memory = torch.as_tensor(slab, device=self._device).zero_()
-        torch.cuda.current_stream(self._device).synchronize()  # other processes may write there as soon as this returns
+        torch.cuda.current_stream(self._device).synchronize()  # zeros must not overwrite what others write later
         return memory.view(dtype), (handle, address), weakref.ref(slab)
 
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:

@@ -141,8 +141,9 @@ class PeerReduction(Reduction):
         """Create a reduction with peer copies.
 
         Args:
-            collective: reduces small shards and unsupported dtypes. Its communicator is also used for the meetings.
-            memory: allocates and maps the mailboxes, and copies into them.
+            collective: reduces small shards and unsupported dtypes. Its communicator also serves to wait until all
+                ranks have made their copies.
+            memory: allocates and maps the memory that receives gradients, and copies into it.
             exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
             smallest: the smallest size in bytes of a shard whose gradients are reduced with peer copies.
             device: this rank's device.
@@ -250,7 +251,12 @@ class _PeerReducer(CollectingReducer):
         return self._peers.boxes.part(box, other, start, start + local_range.length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
-        """Write the mean to `shard` or add it to `total`, write the sums of squares, and zero the padding of both."""
+        """Write this rank's part of the mean to `shard`, or add it to `total` and write the sum to `shard`.
+
+        Also write the sums of squares to `squares`, and zero the padding of `shard` and `total`.
+
+        rows: (ranks - 1, n), the gradients that the other ranks have copied here. sources: this rank's gradients.
+        """
         parts = [squares.new_empty(0)] * len(sources)
         for index, local_range in self._own:
             there = slice(local_range.shard_start, local_range.shard_stop)

@@ -302,7 +302,7 @@ class LocalReduction(Reduction):
 
 
 class _LocalReducer:
-    """Packs gradients into the shard itself, or into new memory if they are then added to a running sum.
+    """Packs gradients into the shard itself or, under gradient accumulation, into new memory to be added to the sum.
 
     `send` concatenates the gradients if it gets all of them at once, as from a block. `collect` packs a gradient at
     once, so that its memory can be freed before the backward ends.

@@ -34,7 +34,7 @@ class ResizableStorage:
         self.allocated = True
 
     def allocate(self) -> torch.Tensor:
-        """Allocate the memory, and return `tensor`. Newly allocated contents are undefined, or NaN with `poison`."""
+        """Allocate the memory unless it is allocated, and return `tensor`. New contents are undefined."""
         if not self.allocated:
             self._storage.resize_(self._nbytes)
             self.allocated = True

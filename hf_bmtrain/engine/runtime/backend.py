@@ -255,7 +255,10 @@ def _divide(
     Collective: every rank must call it.
 
     Args:
-        rank, device, gather, shard_over: as for `open_backend`.
+        rank: this process's rank.
+        device: this rank's device.
+        gather: how shards are all-gathered, one of GATHERS.
+        shard_over: the ranks over which parameters are sharded, one of SHARD_OVER except "auto".
         hosts: the ranks of each host.
         gathering: the communicator of all ranks for all-gathers.
         reducing: the communicator of all ranks for reductions.
@@ -296,12 +299,12 @@ def _divide(
         reason = "each host has one rank"
     if gather == "two-level" and reason is not None:
         raise RuntimeError(
-            "init_distributed(gather='two-level') needs several hosts, all with the same number of ranks and at least "
-            f"two, but {reason} ({numbers}). Use gather='auto'."
+            "init_distributed(gather='two-level') needs several hosts with equally many ranks, at least two on each, "
+            f"but {reason} ({numbers}). Use gather='auto'."
         )
     if shard_over == "host+world" and several and reason is not None:
         raise RuntimeError(
-            "init_distributed(shard_over='host+world') needs hosts with the same number of ranks, at least two, but "
+            "init_distributed(shard_over='host+world') needs hosts with equally many ranks, at least two on each, but "
             f"{reason} ({numbers}). Use shard_over='world'."
         )
     if not several or gather == "peer":
@@ -343,8 +346,14 @@ def _choose_ranks(
     memory than "world".
 
     Args:
-        rank, device, gather, hosts, open_inside, open_rail: as for `_divide`.
-        exchange: all-gathers a Python object.
+        rank: this process's rank.
+        device: this rank's device.
+        gather: how shards are all-gathered, one of GATHERS.
+        hosts: the ranks of each host.
+        open_inside: a collective function that takes a name, and returns a communicator between the ranks of this host.
+        open_rail: a collective function that takes a name, and returns a communicator between the ranks that have this
+            rank's index on their hosts, one of each host.
+        exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
     """
     if len(hosts) == 1:
         _log.info("rank %d: shard_over='auto' selects 'world', because there is one host", rank)
@@ -461,7 +470,10 @@ def _smallest_copied(
         return None
     reason = _hindrance(device, members, hosts, exchange)
     if reason is not None and gather == "peer":
-        raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
+        raise RuntimeError(
+            f"init_distributed(gather='peer') needs ranks that can access each other's memory, but {reason}. Use "
+            "gather='auto' or 'collective'."
+        )
     if reason is not None:
         _log.info(
             "rank %d: ranks exchange parameters and gradients with collectives, not by copying between their memories, "

@@ -28,7 +28,7 @@ class Monitor:
 
     @property
     def problem(self) -> str | None:
-        """Why every rank must stop, such as an error of another rank, or None."""
+        """The reason for which every rank must stop, such as an error of another rank, or None."""
         return None
 
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
@@ -63,10 +63,10 @@ class Monitor:
         """
 
     def add(self, communicator: Communicator) -> None:
-        """Compare a new communicator's collectives with other ranks' from now on. All ranks add in the same order."""
+        """Watch the collectives of a new communicator. All ranks must add their communicators in the same order."""
 
     def excerpts(self) -> list[Excerpt]:
-        """Return the last entries of the collective log of each communicator, for `compare` on another rank."""
+        """Return, for each communicator, the last collectives of this rank, for `compare` on another rank."""
         return []
 
     def compare(self, rank: int, theirs: Sequence[Excerpt]) -> str | None:

@@ -225,7 +225,7 @@ _world: World | None = None
 
 
 def current_world() -> World:
-    """Return the world of this process.
+    """Return the world of this process: the ranks that train together, with this rank's device and communicators.
 
     Raises:
         RuntimeError: `init_distributed` has not been called.

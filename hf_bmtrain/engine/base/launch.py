@@ -266,7 +266,8 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
     """
     if len(values) != len(signature):
         raise TypeError(
-            f"{name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got {len(values)}"
+            f"the CUDA kernel {name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got "
+            f"{len(values)}"
         )
     packed = []
     for argument, value in zip(signature, values):  # this runs in every launch, so text is formatted only for errors
@@ -286,7 +287,7 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
 
 def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> Exception:
     """Return the error for an argument that `pack` refuses."""
-    where = f"{name}: {argument.name}"
+    where = f"CUDA kernel {name}: {argument.name}"
     if not argument.pointer:
         return TypeError(f"{where} must be a {argument.c_type}, got {type(value).__name__} {value!r}")
     if argument.c_type == "none":

@@ -38,7 +38,8 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
             threads[-1].join()
             threads.pop()
         except BaseException as error:
-            problems.append(error)  # such as KeyboardInterrupt; still wait for all jobs, whose files the caller closes
+            # Such as KeyboardInterrupt. Wait for the running jobs nevertheless, because the caller closes their files.
+            problems.append(error)
     if problems:
         raise problems[0]
     return results

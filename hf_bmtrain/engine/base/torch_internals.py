@@ -1,7 +1,7 @@
 """All private names of torch that the package uses, each with the reason. Other modules import them from here.
 
-Most are plain aliases, so that calling them costs nothing extra. Where a name does not exist in every supported version
-of torch (2.6 and later), its description says so.
+Most are plain aliases, so that calling them costs nothing extra. Names that a supported version of torch (2.6 and
+later) may lack are read with a default value.
 
 The package also uses these private attributes, which cannot be aliased:
 

@@ -24,7 +24,7 @@ _RING = 2 * KEPT
 WORDS = 1 + _RING
 """The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests."""
 UNKNOWN = "an exchange between the ranks"
-"""The description, in messages, of an exchange of objects of whose purpose this rank has no record."""
+"""The description, in messages, of an exchange of objects whose purpose this rank has not recorded."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_PARTS = ("all-to-all",)
 """Collectives whose number of elements may differ between ranks. Their entries therefore do not contain it."""
@@ -157,8 +157,8 @@ class CollectiveLog:
         digest: a hash of all entries, 48 bits.
         problem: why this rank must stop, such as a difference from another rank, or None.
         told: whether an error with `problem` has been raised.
-        explain: a function that takes this log, another rank, and the excerpt of that rank's differing log. It returns
-            a description of the difference, or None if it finds none.
+        explain: a function that takes this log, another rank, and the last entries of that rank's log, which differ. It
+            returns a description of the difference, or None if it finds none.
     """
 
     def __init__(self, name: str) -> None:

@@ -26,7 +26,7 @@ class Range:
 
     @property
     def length(self) -> int:
-        """The number of elements."""
+        """The number of elements in the range."""
         return self.tensor_stop - self.tensor_start
 
 

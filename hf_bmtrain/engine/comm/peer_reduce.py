@@ -193,7 +193,8 @@ class PeerReduction(Reduction):
         self._pushing.after(box.free)
         self._pushing.run(lambda: self._memory.copy([pushed]).wait())
         self._adding.after(self._pushing.record_event())
-        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting k (see PeerReduction)
+        # This all-reduce, meeting k in PeerReduction's description, completes when every rank has made its copies.
+        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())
         self.boxes.before(box).free = self._adding.record_event()
         self._adding.run(add)
         return self._adding.record_event()

@@ -122,7 +122,7 @@ class Reduction(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes that this reduction has allocated outside torch's allocator. Torch's statistics lack them."""
+        """The bytes that this reduction has allocated outside torch's allocator, not counted in torch's statistics."""
         return 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:

@@ -65,7 +65,7 @@ class ResizableStorage:
 
 
 def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors share one storage. `tensor` may be sparse: then its values count."""
+    """Return whether two tensors share one storage. If `tensor` is sparse, the storage of its values is compared."""
     try:
         return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
     except NotImplementedError:  # sparse tensors, and tensors inside vmap, have no storage

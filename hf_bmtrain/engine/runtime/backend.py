@@ -1,4 +1,4 @@
-"""Open the communicators between all ranks: with gloo on the CPU, or with NCCL and peer copies on GPUs."""
+"""Open the communicators between all ranks: with gloo on the CPU; with NCCL, and copies between GPUs, on GPUs."""
 
 from __future__ import annotations
 
@@ -486,7 +486,7 @@ def _smallest_copied(
     smallest = 0 if gather == "peer" else SMALLEST_PULLED
     _log.info(
         "rank %d: ranks exchange parameters and gradients by copying between their memories if a shard has at least "
-        "%d MiB",
+        "%d MiB, and with collectives otherwise",
         rank, smallest >> 20,
     )  # fmt: skip
     return smallest

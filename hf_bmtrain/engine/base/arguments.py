@@ -68,7 +68,7 @@ def expect_callable(name: str, value: Any, wanted: str) -> None:
     Args:
         name: the argument's name, for the error.
         value: the value to check.
-        wanted: a description of the requirement for the error, such as "a function of the step".
+        wanted: a description of the requirement for the error, such as "a function of the parameter".
     """
     if not callable(value):
         raise TypeError(f"{name} must be {wanted}, got {_show(value)}")

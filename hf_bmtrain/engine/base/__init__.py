@@ -1,5 +1,6 @@
 """Utilities for one process and one device, which every other folder may import.
 
-They compile and launch CUDA sources, allocate page-locked memory, check arguments, write files atomically, and collect
-the private names of torch that the package uses. Nothing here depends on arithmetic, ranks, parameters or modules.
+They compile and launch CUDA sources, allocate page-locked memory, check arguments, write files atomically, and compute
+checksums. `torch_internals` collects the private names of torch that the package uses. Nothing here depends on ranks or
+on sharded parameters and modules.
 """

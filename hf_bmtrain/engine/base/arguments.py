@@ -59,11 +59,17 @@ def expect_path(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is a path (str or os.PathLike), and ValueError if it is the empty string."""
     expect_kind(name, value, (str, os.PathLike), "a path, as a str or os.PathLike")
     if value == "":
-        raise ValueError(f"{name} must be a path, got an empty string (a variable may not be set)")
+        raise ValueError(f"{name} must be a path, got an empty string. Check that the variable it comes from is set.")
 
 
 def expect_callable(name: str, value: Any, wanted: str) -> None:
-    """Raise TypeError unless `value` is callable. wanted: a description of the requirement for the error."""
+    """Raise TypeError unless `value` is callable.
+
+    Args:
+        name: the argument's name, for the error.
+        value: the value to check.
+        wanted: a description of the requirement for the error, such as "a function of the parameter".
+    """
     if not callable(value):
         raise TypeError(f"{name} must be {wanted}, got {_show(value)}")
 
@@ -71,7 +77,7 @@ def expect_callable(name: str, value: Any, wanted: str) -> None:
 def expect_flag(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is True, False, 1, 0 or None.
 
-    Strings are refused, because "False" from a configuration file would count as true.
+    Strings are refused, because the string "False", for example from a configuration file, counts as true in Python.
     """
     if not isinstance(value, (bool, int, np.bool_, type(None))) or value not in (0, 1, None):
         raise TypeError(f"{name} must be True or False, got {_show(value)}")
@@ -88,7 +94,8 @@ def expect_number(
         name: the argument's name, for the error.
         value: the value to check.
         wanted: a description of the allowed range for the error, such as "at least 0".
-        holds: a function that returns whether a number is allowed. Comparisons with NaN are false, so NaN is refused.
+        holds: a function that returns whether a number is in the range. A comparison such as `number >= 0` is false for
+            NaN, and so refuses it.
         integer: whether the number must be an integer.
     """
     if not isinstance(value, numbers.Integral if integer else numbers.Real) or isinstance(value, bool):
@@ -98,7 +105,7 @@ def expect_number(
 
 
 def _show(value: Any) -> str:
-    """Describe a value of the wrong type for an error. The elements of a tensor are not read."""
+    """Describe a value of the wrong type for an error. The values in a tensor are not shown, to avoid a wait."""
     if value is None or isinstance(value, bool):
         return repr(value)
     kind = type(value).__name__

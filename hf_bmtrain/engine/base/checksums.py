@@ -1,4 +1,4 @@
-"""Checksums of tensors, and of states in memory: nested dicts and lists of tensors and plain values."""
+"""Checksums of tensors and of states, such as that of an optimizer: nested dicts and lists of tensors and values."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ SHOWN = 5
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a hash of an integer or bool tensor, (1,) int64, on its device. Nothing waits for the device."""
+    """Return a hash of the values of an integer or bool tensor, without waiting for the device.
+
+    The hash is a (1,) int64 tensor on the same device.
+    """
     flat = tensor.reshape(-1).long()
     return ((flat + 1) * (torch.arange(flat.numel(), device=flat.device) * 2654435761 + 97)).sum().reshape(1)
 
 
 def checksums(state: Mapping[Any, Any]) -> dict[str, int]:
-    """Return the CRC-32 of each value of a state, by its name.
+    """Return the CRC-32 of each value in a state, such as the state dict of an optimizer.
 
     Args:
-        state: the state. A value may be a tensor on any device, a number, a string or another plain value, or a mapping
-            or a sequence of values.
+        state: {name: value}. A value may be a tensor on any device, a number, a string or another plain value, or a
+            mapping or a sequence of values.
 
     Returns:
-        The CRC-32 of each value, by name. That of a tensor depends on its dtype, shape and elements.
+        {name: CRC-32 of the value}. The CRC-32 of a tensor depends on its dtype, shape and elements.
     """
     names = [str(name) for name in state]
     return dict(zip(names, in_threads([functools.partial(_crc, value) for value in state.values()])))
 
 
 def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
-    """Compare a state with the checksums that were saved with it.
+    """Compare a state that was read from a file with the checksums that were saved with it.
 
     Args:
-        saved: the result of `checksums` when the state was saved.
-        state: the state as it was read.
+        saved: the result of `checksums` for the state that was saved.
+        state: the state that was read.
 
     Returns:
         A description of the differences, with the names of up to SHOWN values, or None if there are none.
@@ -59,7 +62,7 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
 
 def _crc(value: Any) -> int:
     crc = _Crc()
-    with WithoutTorchFunction():  # a sharded tensor is read as a plain tensor of this rank's elements
+    with WithoutTorchFunction():  # so that a sharded tensor is read as a plain tensor of this rank's elements
         crc.add(value)
     return crc.value
 
@@ -69,7 +72,7 @@ class _Crc:
 
     def __init__(self) -> None:
         self.value = 0
-        self._open: set[int] = set()  # ids of the objects that are being added, to stop at reference cycles
+        self._open: set[int] = set()  # ids of the objects being added now, so that `add` stops at a reference cycle
 
     def add(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -90,7 +93,7 @@ class _Crc:
             self._add_text(f"{type(value).__name__} of {len(value)}")
             for held in value:
                 self.add(held)
-        elif hasattr(value, "__dict__"):  # an object, which the state of an LR scheduler may contain
+        elif hasattr(value, "__dict__"):  # such as an object in the state of an LR scheduler
             self._add_object(value)
         else:
             has_address = type(value).__repr__ is object.__repr__

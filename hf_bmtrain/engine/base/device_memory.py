@@ -18,7 +18,7 @@ class DeviceMemory:
         return self._module.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """Return the largest number of bytes that tensors have occupied at once since `reset_peak`."""
+        """Return the largest number of bytes that this process's tensors have occupied at once since `reset_peak`."""
         return self._module.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
@@ -28,10 +28,10 @@ class DeviceMemory:
     def usable(self) -> int:
         """Return the number of bytes that the tensors of this process may occupy in total.
 
-        This is the device's free memory plus the memory that the allocator has already reserved, at most the fraction
-        set by `torch.cuda.set_per_process_memory_fraction`, minus a reserve of 5 % of the device's memory, at least 2
-        GiB. The reserve is for fragmentation, for libraries that allocate outside torch, and for steps that need more
-        memory than others.
+        First, the device's free memory and the memory that torch's allocator has already reserved are added, up to the
+        fraction set by `torch.cuda.set_per_process_memory_fraction`. Then 5 % of the device's memory, at least 2 GiB,
+        are subtracted for fragmentation, for libraries that allocate outside torch, and for steps that need more memory
+        than others.
         """
         free, total = self._module.mem_get_info(self._device)
         allowed = int(total * self._module.get_per_process_memory_fraction(self._device))

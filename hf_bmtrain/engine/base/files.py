@@ -16,7 +16,7 @@ from pathlib import Path
 
 _LOCK = "lock"
 _SECONDS_TO_LOCK = 600.0
-"""A temporary folder without a lock file counts as abandoned by a killed process if it is older than this."""
+"""From this age in seconds, a temporary folder without a lock file is taken for the leftover of a killed process."""
 
 
 @contextmanager
@@ -24,12 +24,13 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path. On exit, rename the file written there to `path`, replacing any previous file.
 
     If the body of the `with` statement raises, `path` is not changed. The new file is flushed to disk before it is
-    renamed, so if the process is killed, `path` is either the previous file or the new one, never a partial file.
+    renamed. If the process is killed, `path` is therefore either the previous file or the new one, never a partial
+    file.
     """
     with _temporary_folder(path) as folder:
         temporary = folder / path.name
         yield temporary
-        # Some libraries create files that only their owner may read. The lock file has the permissions of the umask.
+        # Some libraries create files that only their owner may read. The lock file has the default permissions (umask).
         shutil.copymode(folder / _LOCK, temporary)
         flush(temporary)
         os.replace(temporary, path)
@@ -40,8 +41,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def staged_folder(path: Path) -> Iterator[Path]:
     """Yield an empty temporary folder and, on exit, rename it to `path`.
 
-    If the body of the `with` statement raises, nothing is renamed. The caller must `flush` every file that it writes
-    into the folder. `path` must not exist, or must be an empty folder.
+    If the body of the `with` statement raises, the temporary folder is deleted instead. The caller must `flush` every
+    file that it writes into the folder. If `path` already exists, it must be an empty folder.
     """
     with _temporary_folder(path) as folder:
         temporary = folder / path.name
@@ -63,14 +64,15 @@ def delete_abandoned(path: Path) -> None:
 def _temporary_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder beside `path` with a random name that ends in `.tmp`, and delete it on exit.
 
-    The file `lock` in it is locked until then, so that other processes can tell whether this one is still running.
+    Until then, this process holds a lock on the file `lock` in the folder. If another process can lock that file, this
+    process was killed and the folder can be deleted.
     """
     delete_abandoned(path)
     folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     folder.mkdir()
     try:
         with open(folder / _LOCK, "w") as held:
-            with contextlib.suppress(OSError):  # if the file system has no locks, `_is_abandoned` is always False
+            with contextlib.suppress(OSError):  # without locks in the file system, `_is_abandoned` returns False
                 fcntl.flock(held, fcntl.LOCK_EX)
             yield folder
     finally:
@@ -78,11 +80,11 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that created a temporary folder has ended, and so has released the lock."""
+    """Return whether the process that created a temporary folder has ended, which releases its lock in the folder."""
     try:
         with open(folder / _LOCK, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:  # the process may have been killed between creating the folder and the lock
+    except FileNotFoundError:  # the process was killed before it created the lock file, or will create it in a moment
         with contextlib.suppress(OSError):
             return time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK
         return False

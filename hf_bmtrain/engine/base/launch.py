@@ -4,8 +4,8 @@
     launch = kernel(variant, "squared_norm_partials", device)  # compiled once per machine, loaded once per process
     launch(grid, block, x, n, partials)                        # arguments are checked against the source's signature
 
-NVRTC compiles a variant to a cubin, which is cached on disk in a file named by the hash of all inputs. A file lock
-makes the other processes of a host wait while one of them compiles it.
+NVRTC, CUDA's run-time compiler, compiles a variant to a cubin (machine code for one GPU architecture). The cubin is
+cached on disk under a hash of all inputs. While one process of a host compiles it, a file lock makes the others wait.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"
 
 
 def source_folder() -> Path:
-    """Return the folder of the .cu files, which is in the installed package, or next to the package in a clone."""
+    """Return the folder of the .cu files: `kernels` in the installed package, or next to the package in a clone."""
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "device.cuh").is_file():
@@ -59,7 +59,7 @@ def import_cupy() -> Any:
         major = (torch.version.cuda or "13").split(".")[0]
         raise RuntimeError(
             f"CUDA kernels need CuPy, which could not be imported ({error}). This torch is built for CUDA "
-            f"{torch.version.cuda}. Run pip install 'hf_bmtrain[cuda{major}]' (the extras are cuda12 and cuda13)"
+            f"{torch.version.cuda}. Run pip install 'hf_bmtrain[cuda{major}]' (the extras are cuda12 and cuda13)."
         ) from error
     return cupy
 
@@ -71,7 +71,7 @@ class Argument(NamedTuple):
         name: the parameter's name.
         c_type: its C type or, for a pointer, the type of the elements.
         pointer: whether it is a pointer.
-        written: whether the kernel may write through it, which is so for a pointer that is not declared const.
+        written: whether the kernel may write to the memory: true for a pointer that is not declared const.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Variant:
         """Return the parameters of kernel `name`, parsed from the source, with macros that stand for types expanded."""
         found = re.search(r'extern "C" __global__[^;{]*?\bvoid\s+' + name + r"\s*\(([^)]*)\)", self.source)
         if found is None:
-            raise RuntimeError(f"{self.file}.cu has no kernel named {name}")
+            raise RuntimeError(f"the CUDA source {self.file}.cu has no kernel named {name}")
         text = re.sub(r"//[^\n]*", "", found.group(1))
         return tuple(self._argument(part.split()) for part in text.replace("*", " * ").split(","))
 
@@ -114,7 +114,8 @@ class Variant:
         pointer = "*" in words
         if c_type not in (_POINTED if pointer else _SCALARS):
             raise RuntimeError(
-                f"{self.file}.cu: parameter '{' '.join(words)}' has a type that the launcher cannot pass to a kernel"
+                f"the CUDA source {self.file}.cu declares the kernel parameter '{' '.join(words)}', of a type that "
+                "hf_bmtrain cannot pass to a kernel"
             )
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 
@@ -128,16 +129,21 @@ class Variant:
         return (f"--gpu-architecture=sm_{arch}", "--std=c++17", *ieee, *macros)
 
     def digest(self, arch: int, compiler: tuple[int, int]) -> str:
-        """Return a hash of everything on which the cubin depends. compiler: NVRTC's version, (major, minor)."""
+        """Return a hash of everything on which the compiled kernel depends.
+
+        Args:
+            arch: the compute capability; 90 is 9.0.
+            compiler: NVRTC's version, (major, minor).
+        """
         content = repr((self.source, self.headers, self.options(arch), compiler))
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> tuple[bytes, str]:
-    """Compile a variant. Needs neither a GPU nor a driver.
+    """Compile a CUDA source to machine code (a cubin). This needs neither a GPU nor a driver.
 
     Args:
-        variant: the variant.
+        variant: the source file and its macros.
         arch: the compute capability; 90 is 9.0.
         options: options for the compiler in addition to those of the variant.
 
@@ -156,7 +162,8 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program).strip("\0\n")
     except nvrtc.NVRTCError as error:
         raise RuntimeError(
-            f"{variant.file}.cu {dict(variant.macros)} does not compile for sm_{arch} ({error}):\n"
+            f"the CUDA source {variant.file}.cu with the macros {dict(variant.macros)} does not compile for sm_{arch} "
+            f"({error}):\n"
             f"{nvrtc.getProgramLog(program)}"
         ) from error
     finally:
@@ -164,16 +171,24 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
 
 
 def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
-    """Return the newest architecture in `known` whose cubins run on a GPU of compute capability (major, minor).
+    """Return the newest architecture in `known` whose compiled kernels run on a GPU of the given compute capability.
 
-    Cubins run on GPUs with the same major and the same or a higher minor version.
+    Compiled kernels run on GPUs with the same major and the same or a higher minor version.
+
+    Args:
+        capability: the GPU's compute capability, (major, minor).
+        known: the architectures for which the compiler can compile; 90 is compute capability 9.0.
+
+    Raises:
+        RuntimeError: none of them runs on the GPU.
     """
     wanted = 10 * capability[0] + capability[1]
     fitting = [arch for arch in known if arch // 10 == capability[0] and arch <= wanted]
     if not fitting:
         raise RuntimeError(
-            f"this NVRTC compiles for {', '.join(f'sm_{a}' for a in sorted(known))}, but the GPU is sm_{wanted}. "
-            "Install CuPy and NVRTC of a CUDA version that supports the GPU"
+            "CUDA's run-time compiler (NVRTC), as installed here, compiles for "
+            f"{', '.join(f'sm_{a}' for a in sorted(known))}, but the GPU is sm_{wanted}. Install CuPy and NVRTC of a "
+            "CUDA version that supports the GPU."
         )
     return max(fitting)
 
@@ -186,7 +201,7 @@ def shared_memory_limit(device: torch.device) -> int:
 
 
 def cache_folder() -> Path:
-    """Return the folder in which cubins are cached.
+    """Return the folder in which compiled kernels are cached.
 
     It is $HF_BMTRAIN_KERNEL_CACHE if that is set, otherwise hf_bmtrain/kernels in $XDG_CACHE_HOME or ~/.cache.
     """
@@ -197,9 +212,9 @@ def cache_folder() -> Path:
 
 
 def cached_cubin(variant: Variant, arch: int) -> Path:
-    """Return the path of the variant's cubin. Compile it first if it is not in the cache.
+    """Return the path of a variant's compiled kernels. Compile them first if they are not in the cache.
 
-    If several processes of a host need it at once, one compiles it and the others wait.
+    If several processes of a host call this at once, one compiles and the others wait.
     """
     compiler = import_cupy().cuda.nvrtc.getVersion()
     folder = cache_folder()
@@ -214,7 +229,8 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
                 _compile_into(entry, variant, arch)
     except OSError as error:
         raise RuntimeError(
-            f"compiled kernels cannot be stored in {folder} ({error}). Set HF_BMTRAIN_KERNEL_CACHE to a writable folder"
+            f"compiled CUDA kernels cannot be stored in {folder} ({error}). Set HF_BMTRAIN_KERNEL_CACHE to the path "
+            "of a writable folder."
         ) from error
     return entry
 
@@ -225,21 +241,24 @@ def _compile_into(entry: Path, variant: Variant, arch: int) -> None:
     with atomic_file(entry) as temporary:
         temporary.write_bytes(cubin)
     seconds = time.monotonic() - start
-    log.info("compiled %s.cu %s for sm_%d in %.1f s into %s", variant.file, dict(variant.macros), arch, seconds, entry)
+    log.info(
+        "compiled %s.cu with the macros %s for sm_%d in %.1f s, and cached it as %s",
+        variant.file, dict(variant.macros), arch, seconds, entry,
+    )  # fmt: skip
 
 
 def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
-    """Check the arguments of a kernel and convert them to the types that CuPy passes to it unchanged.
+    """Check the arguments of a kernel, and convert them to types that CuPy passes to the kernel unchanged.
 
     Args:
         name: the kernel's name, for errors.
         signature: the kernel's parameters.
-        values: one argument for each parameter: a tensor for a pointer, or a number. None stands for a pointer that the
-            variant does not use.
+        values: one argument for each parameter: a tensor for a pointer, or a number. It is None for a pointer that this
+            variant of the kernel does not use.
         device: the device on which tensors must be.
 
     Returns:
-        Addresses and numbers of type `long long` as int, other numbers as NumPy scalars.
+        The converted arguments: addresses and numbers of type `long long` as int, other numbers as NumPy scalars.
 
     Raises:
         TypeError: the number of arguments or the type of one is wrong.
@@ -247,7 +266,8 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
     """
     if len(values) != len(signature):
         raise TypeError(
-            f"{name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got {len(values)}"
+            f"the CUDA kernel {name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got "
+            f"{len(values)}"
         )
     packed = []
     for argument, value in zip(signature, values):  # this runs in every launch, so text is formatted only for errors
@@ -267,11 +287,13 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
 
 def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> Exception:
     """Return the error for an argument that `pack` refuses."""
-    where = f"{name}: {argument.name}"
+    where = f"CUDA kernel {name}: {argument.name}"
     if not argument.pointer:
         return TypeError(f"{where} must be a {argument.c_type}, got {type(value).__name__} {value!r}")
     if argument.c_type == "none":
-        return TypeError(f"{where} is not used by this variant and must be None, got {type(value).__name__}")
+        return TypeError(
+            f"{where} must be None, because the kernel was compiled without this argument, got {type(value).__name__}"
+        )
     if not isinstance(value, torch.Tensor):
         return TypeError(f"{where} must be a tensor of {argument.c_type}, got {type(value).__name__}")
     if value.dtype != _POINTED[argument.c_type]:
@@ -280,7 +302,13 @@ def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> E
 
 
 class Kernel:
-    """A kernel that is loaded on one CUDA device. Calling it checks the arguments and launches the kernel."""
+    """A kernel that is loaded on one CUDA device. Calling it checks the arguments and launches the kernel.
+
+    Args:
+        variant: the source file and its macros.
+        name: the kernel's name in the source file.
+        index: the number of the CUDA device.
+    """
 
     def __init__(self, variant: Variant, name: str, index: int):
         self.cupy = import_cupy()
@@ -306,8 +334,8 @@ class Kernel:
         index, current = self.device.index, torch.cuda.current_device()
         if current != index:
             raise RuntimeError(
-                f"{self.name} runs on {self.device}, but torch's current device is cuda:{current}. Call "
-                f"torch.cuda.set_device({index}) first"
+                f"the CUDA kernel {self.name} runs on {self.device}, but torch's current device is cuda:{current}. "
+                f"Call torch.cuda.set_device({index}) first."
             )
         runtime = self.cupy.cuda.runtime
         if runtime.getDevice() != index:  # CuPy has its own current device in each thread
@@ -316,7 +344,7 @@ class Kernel:
         if shared_memory > self.shared_limit:
             self.function.max_dynamic_shared_size_bytes = shared_memory
             self.shared_limit = shared_memory
-        # CuPy's own current stream is not torch's, for example in autograd's threads. So torch's is passed.
+        # CuPy's current stream is not always torch's, for example in autograd's threads. So torch's is passed.
         stream = SimpleNamespace(ptr=current_raw_stream(index))
         self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
         written = [values[place] for place in self._written if values[place] is not None]
@@ -325,7 +353,7 @@ class Kernel:
 
 @cache
 def kernel(variant: Variant, name: str, device: torch.device) -> Kernel:
-    """Return a kernel that is ready to launch. The first call compiles and loads it; later calls return the same.
+    """Return a kernel that is ready to launch. The first call compiles and loads it; later calls return it at once.
 
     Make the first call before capturing a CUDA graph, because kernels cannot be loaded during a capture.
 

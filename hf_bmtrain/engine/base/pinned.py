@@ -11,14 +11,14 @@ import torch
 
 from .launch import import_cupy
 
-_PORTABLE = 1  # the value of cudaHostRegisterPortable
+_PORTABLE = 1  # cudaHostRegisterPortable: the memory counts as page-locked for every GPU
 _GROUP = Path("/sys/fs/cgroup")
 CONTROL_GROUPS = (
     (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),
     (_GROUP / "memory/memory.limit_in_bytes", _GROUP / "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""For versions 2 and 1 of control groups: (file with the limit in bytes, file with the usage in bytes, field of
-memory.stat with the file cache, which the system can reclaim)."""
+"""Where Linux states a container's memory, for versions 2 and 1 of control groups: (file with the limit in bytes, file
+with the usage in bytes, field of memory.stat with the bytes of file cache, which the system can reclaim)."""
 
 
 _INSTEAD = "keep the state on the GPU with AdamOptimizer"
@@ -32,8 +32,8 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
     Args:
         nbytes: the number of bytes.
         device: the device that will read and write the memory; "meta" allocates a meta tensor.
-        purpose: the purpose of the memory, for the error.
-        instead: what the user can do to need no such memory, for the error.
+        purpose: what the memory is for, such as "the optimizer state", for the error.
+        instead: what the user can do to avoid needing this memory, for the error.
 
     Returns:
         A uint8 tensor (nbytes,). The memory is unlocked and freed together with its last view.
@@ -48,31 +48,31 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
     available = available_bytes()
     if nbytes > available:
         raise RuntimeError(
-            _shortage(nbytes, purpose, instead, f"{available / 2**30:.1f} GiB of host memory are available")
+            _shortage(nbytes, purpose, instead, f"only {available / 2**30:.1f} GiB of host memory are available")
         )
     try:
         memory = mmap.mmap(-1, nbytes)
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(_shortage(nbytes, purpose, instead, f"the system refused it: {error}")) from error
-    shown = memoryview(memory)  # lives as long as the tensor and its views; its finalizer unlocks the memory
+    shown = memoryview(memory)  # the tensor and its views keep it alive; its finalizer then unlocks the memory
     tensor = torch.frombuffer(shown, dtype=torch.uint8)
     if device.type == "cuda":
         try:
             register(tensor.data_ptr(), nbytes, device)
         except Exception as error:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-            locked = "no limit" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.1f} GiB"
-            free = f"{available / 2**30:.1f} GiB are free"
-            reason = f"CUDA refused to lock it ({error}; ulimit -l allows {locked}, {free})"
+            locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.1f} GiB"
+            free = f"{available / 2**30:.1f} GiB are available"
+            reason = f"CUDA refused to lock it ({error}; `ulimit -l`, the limit of locked memory, is {locked}; {free})"
             raise RuntimeError(_shortage(nbytes, purpose, instead, reason)) from error
         weakref.finalize(shown, _unlock, memory, tensor.data_ptr(), device).atexit = False
     return tensor
 
 
 def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
-    """Unlock `memory`. This call's reference keeps it mapped until CUDA has unlocked it.
+    """Unlock `memory`, which the argument keeps mapped until CUDA has unlocked it.
 
-    If it were unmapped first, another thread could map the same addresses, and CUDA would refuse to lock them.
+    If it were unmapped earlier, another thread could map the same addresses, and CUDA would refuse to lock them.
     """
     unregister(pointer, device)
 
@@ -80,7 +80,7 @@ def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
 def available_bytes() -> int:
     """Return the bytes of host memory that this process can still allocate.
 
-    This is the host's available memory or, if less, what remains of the memory limit of the process's control group.
+    This is the host's available memory or, if less, what remains of the memory limit of the container (control group).
     """
     free = _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     for limit, usage, cached in CONTROL_GROUPS:

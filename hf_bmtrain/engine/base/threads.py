@@ -6,15 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_THREADS = 8  # zlib and system calls release the GIL, so that threads run in parallel
+_THREADS = 8  # the jobs (zlib, reading and writing files) release the GIL, so threads run them in parallel
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     """Call `jobs`, several at a time, and return their results in order.
 
-    If a job raises, no further jobs are started, and its error is raised after all running jobs have ended. An
-    interrupt counts as an error. A ThreadPoolExecutor is not used, because it refuses jobs after the main thread has
-    ended, when another thread may still be saving a checkpoint.
+    If a job raises, no further jobs are started, and its error is raised after all running jobs have ended. A
+    KeyboardInterrupt in this thread has the same effect. A ThreadPoolExecutor is not used, because it refuses jobs
+    after the main thread has ended, when another thread may still be saving a checkpoint.
     """
     results, problems = [None] * len(jobs), []
     remaining, lock = iter(range(len(jobs))), threading.Lock()
@@ -38,7 +38,8 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
             threads[-1].join()
             threads.pop()
         except BaseException as error:
-            problems.append(error)  # such as KeyboardInterrupt; still wait for all jobs, whose files the caller closes
+            # Such as KeyboardInterrupt. Wait for the running jobs nevertheless, because the caller closes their files.
+            problems.append(error)
     if problems:
         raise problems[0]
     return results

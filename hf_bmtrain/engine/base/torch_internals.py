@@ -1,7 +1,7 @@
-"""All private names of torch that the package uses, with the reasons. Other modules import them from here.
+"""All private names of torch that the package uses, each with the reason. Other modules import them from here.
 
-All of them except `top_saved_tensors_hooks` exist in every supported version of torch (2.6 and later). Most are plain
-aliases, so that calling them costs nothing extra.
+Most are plain aliases, so that calling them costs nothing extra. Names that a supported version of torch (2.6 and
+later) may lack are read with a default value.
 
 The package also uses these private attributes, which cannot be aliased:
 
@@ -14,7 +14,8 @@ The package also uses these private attributes, which cannot be aliased:
 * `Module._parameters`, `._buffers` and `._modules`, the dictionaries behind `register_parameter` and similar methods,
   because the checks in those methods would cost time in every forward; `._forward_hooks` and similar, because hooks
   cannot be listed otherwise;
-* `Module._apply` and `._load_from_state_dict`, which subclasses override because there are no public hooks;
+* `Module._apply` and `._load_from_state_dict`, which subclasses override, because no public hook can replace what they
+  do;
 * `Library._destroy`, by which torch's own tests undo the registrations of a `torch.library.Library`;
 * `DistributedDataParallel._active_ddp_module`, the only indication that a forward runs inside DistributedDataParallel.
 """
@@ -39,10 +40,11 @@ _engine: Any = torch.autograd.Variable._execution_engine
 # -- autograd -------------------------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = _C._current_graph_task_id
-"""Return the number of the backward that is running in this thread, or -1 if none is. There is no public equivalent."""
+"""Return a number that identifies the backward that is running in this thread, or -1 if none is running. There is no
+public equivalent."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
-"""Call a function when the running backward ends. Public hooks belong to a tensor or a node instead."""
+"""Register a function to be called when the running backward ends. Public hooks belong to one tensor or graph node."""
 
 top_saved_tensors_hooks: Any = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """`top_saved_tensors_hooks(also_under_tracing)` returns the innermost active (pack, unpack) hooks, or None. The public
@@ -52,24 +54,24 @@ functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_a
 """Return whether a transform of torch.func is active. There is no public equivalent."""
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""Return whether torch.export is tracing. Public since torch 2.7. In torch 2.6 this returns False, so exporting a
-sharded model fails with a less specific error."""
+"""Return whether torch.export is tracing. The function exists since torch 2.7. With torch 2.6 this returns False, so
+exporting a sharded model fails with a less specific error."""
 
 disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._disable_dynamo
 """Exclude a function from compilation. `torch.compiler.disable` does the same, but imports the compiler at once, which
 takes 1 s."""
 
 optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
-"""Set whether TorchScript may optimize, in this thread, functions that it has not optimized yet. The public
-`torch.jit.optimized_execution` is a context manager, so its setting cannot outlast a `with` statement."""
+"""Set whether TorchScript optimizes functions in this thread from now on. Functions that are already optimized stay so.
+The public `torch.jit.optimized_execution` is a context manager, so its setting cannot outlast a `with` statement."""
 
 # -- modules --------------------------------------------------------------------------------------------------------
 
 
 def has_global_hooks() -> bool:
-    """Return whether a global hook, which runs for every module, is registered.
+    """Return whether a global module hook is registered, which runs in the forward or backward of every module.
 
-    There is no public way to ask: torch's public functions only register such hooks.
+    Torch's public functions can only register such hooks, not list them.
     """
     module: Any = torch.nn.modules.module  # its function `_has_any_global_hook` does not exist in torch 2.6
     return bool(
@@ -83,12 +85,12 @@ def has_global_hooks() -> bool:
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
-"""`make_subclass(cls, data, requires_grad)`: make an instance of a Parameter subclass that shares the memory of `data`,
-without calling its constructor. `Tensor.as_subclass` returns a view with an autograd history, not a leaf."""
+"""`make_subclass(cls, data, requires_grad)`: return an instance of a tensor subclass that shares the memory of `data`,
+without calling its constructor. The public `Tensor.as_subclass` returns a view with an autograd history, not a leaf."""
 
 WithoutTorchFunction: Any = _C.DisableTorchFunctionSubclass
-"""A context in which subclasses are treated as plain tensors, so that attribute access does not search for overrides.
-torch exports it at its top level without documenting it; `torch.overrides` has no such context."""
+"""A context in which operations treat tensor subclasses as plain tensors: `__torch_function__` is not called. torch
+exports it at its top level without documenting it; `torch.overrides` has no such context."""
 
 FOREACH_TYPES: tuple[list[type], ...] = (
     _optimizer_types, getattr(_foreach_utils, "_foreach_supported_types", []),
@@ -104,12 +106,14 @@ pytree = pytree
 """Functions that flatten nested arguments and outputs. There is no public equivalent."""
 
 TorchDispatchMode = TorchDispatchMode
-"""The base class of a context that intercepts every operation below autograd. Documented only for extensions of torch
-itself. The package uses it to track storages when it predicts memory, and to find the calls of attention."""
+"""The base class of a context that intercepts every operation below autograd. It is documented only for extensions of
+torch itself. The package uses it to track tensors' memory when it predicts memory, and to find the calls of
+attention."""
 
 modes_see_compiled: bool = hasattr(TorchDispatchMode, "ignore_compile_internals")
-"""Whether a TorchDispatchMode can allow torch.compile inside it, and sees the operations that compiled code calls. In
-older versions of torch, a function that was called inside such a mode is never compiled again."""
+"""Whether functions can be compiled by torch.compile inside a TorchDispatchMode, which then sees the operations that
+the compiled code calls. In older versions of torch, a function that was called inside such a mode once is never
+compiled again."""
 
 
 def schema_of(operator: Any) -> Any:
@@ -146,15 +150,15 @@ amp_update_scale_ = torch._amp_update_scale_
 cannot be changed."""
 
 amp_found_inf_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-"""The operation by which `torch.amp.GradScaler` unscales gradients and looks for inf and NaN. `ShardTensor` overrides
-it.
+"""The operation by which `torch.amp.GradScaler` unscales gradients and looks for inf and NaN. The package's class of
+sharded gradients overrides it.
 """
 
 # -- processes ------------------------------------------------------------------------------------------------------
 
 default_store: Callable[[], Any] = distributed_c10d._get_default_store
-"""Return the store through which the processes of torch's default process group found each other. There is no public
-equivalent. A separate store would need another port and an address that every host can reach."""
+"""Return the key-value store through which the processes of torch's default process group found each other. There is no
+public equivalent. A separate store would need another port and an address that every host can reach."""
 
 # -- devices --------------------------------------------------------------------------------------------------------
 
@@ -166,8 +170,8 @@ CPU build of torch."""
 # -- compilation ----------------------------------------------------------------------------------------------------
 
 is_tracing: Callable[[], bool] = lambda: TracingContext.try_get() is not None  # noqa: E731
-"""Return whether torch.compile is tracing, or inspecting a tensor. `torch.compiler.is_compiling` is true in code that
-is being traced, but false while the compiler itself inspects a tensor."""
+"""Return whether torch.compile is tracing code, or inspecting a tensor while it does so. The public
+`torch.compiler.is_compiling` is true in code that is being traced, but false while the compiler inspects a tensor."""
 
 
 def autocast_type(device: torch.device) -> str:

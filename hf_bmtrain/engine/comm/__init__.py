@@ -1,4 +1,4 @@
-"""Communication of flat tensors and of Python objects between ranks, and the layouts and memory that it needs.
+"""Collectives over flat tensors and Python objects, layouts of flat buffers, and memory shared between ranks.
 
 Nothing here depends on modules, parameters or optimizers.
 """

@@ -14,9 +14,9 @@ from .object_comm import ObjectComm
 _SHOWN = 5
 """The maximum number of differing facts that an error shows."""
 _VALUES, _LENGTH = 4, 300
-"""The maximum number of different values of a fact that an error shows, and of characters of a value."""
+"""How much an error shows: the maximum number of different values per fact, and of characters per value."""
 _SAMPLED = 64
-"""The number of elements that a fingerprint reads at each of the beginning, middle and end of a tensor."""
+"""`fingerprint` reads this many elements at each of three places of a tensor: beginning, middle and end."""
 
 
 def agree(
@@ -25,11 +25,11 @@ def agree(
     """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order.
 
     Collective: every rank must call it. Strings are compared directly, other values by their `repr`. If all facts are
-    equal, each rank only sends one digest. Otherwise rank 0 broadcasts its facts, and every rank compares its own with
-    them. The error is the same on every rank, and shows for the first few differences which ranks have which value.
+    equal, each rank sends only one hash. Otherwise rank 0 broadcasts its facts, and every rank compares its own with
+    them. The error is the same on every rank. For the first few differences, it shows which ranks have which value.
 
     Args:
-        control: exchanges objects between the ranks.
+        control: exchanges Python objects between the ranks.
         occasion: the operation that the ranks are about to start, for the error.
         facts: the values that must be equal, by name.
         may_differ: values that are not compared, but are shown in the error to explain a difference, such as the file
@@ -45,7 +45,7 @@ def agree(
     names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
-    if not count:  # the facts differ only in their order. Compare the names by position, which raises an error
+    if not count:  # the facts differ only in their order: compare the names at each position, which raises the error
         agree(control, occasion, {f"number {number}": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])
@@ -67,13 +67,13 @@ def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Return a text that says which ranks have which value. values: one for each rank, in rank order."""
+    """Return a text such as "ranks 0-2 have 5, rank 3 has 6". values: the value of each rank, in rank order."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     told = [f"{_ranks(ranks[value])} {value[:_LENGTH]}" for value in [*ranks][:_VALUES]]
     if len(ranks) > _VALUES:
-        told.append(f"others {len(ranks) - _VALUES} other values")
+        told.append(f"the remaining ranks have {len(ranks) - _VALUES} more values")
     return ", ".join(told)
 
 
@@ -94,9 +94,9 @@ def _digest(text: str) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Return a digest of some of a tensor's elements, which `agree` can compare between ranks. Waits for the device.
+    """Return a hash of a sample of a tensor's elements, which `agree` can compare between ranks. Waits for the device.
 
-    If a tensor has more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, so
+    Of a tensor with more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, so
     that little of a memory-mapped file is loaded. Differences in other elements are missed, but weights and optimizer
     states of different steps, seeds or runs differ nearly everywhere.
     """
@@ -113,10 +113,10 @@ def contents(state: Any, name: str = "") -> dict[str, str]:
 
     Args:
         state: a tensor, number, string or None, or nested dicts, lists and tuples of them. Other objects are left out.
-        name: the path of `state` in the outermost container, such as "groups.0.lr"; empty for the outermost itself.
+        name: the path of `state` in the outermost container, such as "groups.0.lr". Empty for the outermost container.
 
     Returns:
-        {path: text}. The text is the shape, dtype and fingerprint of a tensor, or the `repr` of another value.
+        {path: text}. For a tensor, the text is its shape, dtype and fingerprint; for another value, its `repr`.
     """
     if isinstance(state, torch.Tensor):
         return {name: f"{tuple(state.shape)} {state.dtype} {fingerprint(state)}"}

@@ -1,8 +1,8 @@
 """A log of the operations that this rank has issued to a communicator, which is compared with other ranks' logs.
 
 Ranks that issue different operations would deadlock or exchange the wrong data. An entry is a number that stands for an
-operation. The log does not store the entries. After each entry it stores a digest of all entries so far. An entry can
-be computed from the digests before and after it.
+operation. For each entry, the log stores a hash (digest) of all entries up to it. The entry itself is not stored,
+because it can be computed from the digests before and after it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""The number of recent entries that a log can compare. Several training steps of a large model make fewer."""
+"""The number of recent entries that can be compared between ranks. Several steps of a large model add fewer."""
 SENT = 64
-"""The number of recent entries in an excerpt, which a rank sends to the others."""
+"""The number of recent entries of its log that a rank sends to the other ranks."""
 _RING = 2 * KEPT
 WORDS = 1 + _RING
-"""The size of a log in words of 8 bytes: the number of entries, and a ring of digests."""
+"""The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests."""
 UNKNOWN = "an exchange between the ranks"
-"""The description of an exchange of objects whose occasion this rank does not know."""
+"""The description, in messages, of an exchange of objects whose purpose this rank has not recorded."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_PARTS = ("all-to-all",)
-"""Collectives whose numbers of elements differ between ranks, so that entries do not contain them."""
+"""Collectives whose number of elements may differ between ranks. Their entries therefore do not contain it."""
 _OF_BUFFERS = (
     "gather of", "gather without gradients of", "preparing the all-gather of", "reduction of the gradient of",
     "change of requires_grad in",
@@ -50,18 +50,18 @@ def code(kind: str, number: int) -> int:
 
     Args:
         kind: the kind of the operation, one of `_KINDS`.
-        number: the number of elements for a collective on a tensor; the buffer's number for an operation on a flat
-            buffer; the number that stands for the text of an exchange of objects or a decision; 0 for an all-to-all and
-            for one of `_OF_PASSES`.
+        number: for a collective on a tensor, the number of elements. For an operation on a flat buffer, the number of
+            the buffer. For an exchange of objects, or a decision, the number that stands for its text. For an
+            all-to-all and the kinds `_OF_PASSES`, 0.
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
 
 def value_code(kind: str, value: float) -> int:
-    """Return the entry for a value that must be equal on all ranks, such as a learning rate.
+    """Return the log's entry for a value that must be equal on all ranks, such as a learning rate.
 
     Args:
-        kind: the purpose of the value, one of `_OF_VALUES`.
+        kind: what the value is for, one of `_OF_VALUES`, such as "step with learning rate".
         value: the value. The entry contains it rounded to float32.
     """
     try:
@@ -78,7 +78,7 @@ def option_kind(option: str) -> str:
 
 
 def kind_and_number(entry: int) -> tuple[str, int]:
-    """Return the kind and the number of an operation from its entry. This is the inverse of `code`.
+    """Return the kind and the number of an operation from its entry in the log. This is the inverse of `code`.
 
     For an entry from `value_code`, the number is the bit pattern of the float32 value.
     """
@@ -87,12 +87,12 @@ def kind_and_number(entry: int) -> tuple[str, int]:
 
 
 def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str]) -> str:
-    """Return a description of an entry.
+    """Return a description of an entry for messages, such as "all-gather of 1024 elements".
 
     Args:
         entry: the entry, from `code` or `value_code`.
-        names: the names of flat buffers, by the buffers' numbers.
-        occasions: the purposes of exchanges of objects, and the decisions, by the numbers that stand for these texts.
+        names: {number of a flat buffer: its name}.
+        occasions: {number: the text that it stands for}, the purposes of exchanges of objects, and the decisions.
     """
     kind, number = kind_and_number(entry)
     if kind in _OF_ELEMENTS:
@@ -111,7 +111,7 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
 
 
 class Excerpt(NamedTuple):
-    """The last entries of a log.
+    """The last entries of a collective log, in the form in which a rank sends them to other ranks.
 
     Attributes:
         count: the number of entries before them.
@@ -125,7 +125,7 @@ class Excerpt(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The number of entries in the log when the excerpt was made."""
+        """The total number of entries in the log at the time of the excerpt."""
         return self.count + len(self.entries)
 
 
@@ -157,8 +157,8 @@ class CollectiveLog:
         digest: a hash of all entries, 48 bits.
         problem: why this rank must stop, such as a difference from another rank, or None.
         told: whether an error with `problem` has been raised.
-        explain: a function that takes this log, another rank, and the excerpt of that rank's differing log. It returns
-            a description of the difference, or None if it finds none.
+        explain: a function that takes this log, another rank, and the last entries of that rank's log, which differ. It
+            returns a description of the difference, or None if it finds none.
     """
 
     def __init__(self, name: str) -> None:
@@ -167,13 +167,13 @@ class CollectiveLog:
         self.problem: str | None = None
         self.told = False
         self.explain: Callable[[CollectiveLog, int, Excerpt], str | None] = lambda collective_log, rank, theirs: None
-        # The first word is the count. The digest after entry number i is at 1 + i % _RING. torch.compile may trace
-        # `note`, and a list of this size would slow it down. It does not trace into an array or a memoryview.
+        # Word 0 is the count. The digest after entry number i is at 1 + i % _RING. This is not a list, because
+        # torch.compile may trace `note`: it would trace a list of this size slowly, but skips an array or a memoryview.
         self._memory: Any = array("Q", bytes(8 * WORDS))
         self._others: list[tuple[int, Any]] = []
 
     def publish(self, memory: memoryview, others: Mapping[int, memoryview]) -> None:
-        """Move this log to shared memory, and from now on compare each new entry with other ranks' logs there.
+        """Move this log to shared memory, and compare each new entry with other ranks' logs there from now on.
 
         Args:
             memory: WORDS words of 8 bytes, which the other ranks can read.
@@ -186,8 +186,8 @@ class CollectiveLog:
         """Add an entry from `code` or `value_code`. Call this before issuing the operation.
 
         Raises:
-            RuntimeError: a problem has been found, or another rank of this host already has a different entry at this
-                position. Then the operation must not be issued.
+            RuntimeError: another rank of this host already has a different entry at this position, or `problem` was
+                already set. The operation must then not be issued.
         """
         if self.problem is not None:
             self.refuse()
@@ -195,20 +195,20 @@ class CollectiveLog:
         digest = self.digest = (self.digest * _FACTOR + entry) & _MASK
         memory = self._memory
         memory[1 + number % _RING] = digest
-        memory[0] = self.count = number  # written last, because another rank that sees this count may read the digest
+        memory[0] = self.count = number  # written after the digest, which other ranks read once they see this count
         for rank, theirs in self._others:
             if 0 <= theirs[0] - number < KEPT and theirs[1 + number % _RING] != digest:
                 self.problem = self.problem or self.explain(self, rank, _excerpt(theirs))
                 self.refuse()
 
     def refuse(self) -> None:
-        """Raise RuntimeError with the problem, if one has been found."""
+        """Raise RuntimeError with the text of `problem`, if it is set."""
         if self.problem is not None:
             self.told = True
             raise RuntimeError(self.problem)
 
     def check(self, seconds: float = 0) -> None:
-        """Raise RuntimeError if a problem has been found, or another thread finds one within `seconds`."""
+        """Raise RuntimeError if `problem` is set, or if another thread sets it within `seconds`."""
         end = time.monotonic() + seconds
         while self.problem is None and time.monotonic() < end:
             time.sleep(0.1)
@@ -219,9 +219,9 @@ class CollectiveLog:
         return _excerpt(self._memory)
 
     def compare(self, theirs: Excerpt) -> Difference | None:
-        """Return the first entry in which this log and another rank's excerpt differ.
+        """Return the first difference between this log and another rank's excerpt.
 
-        Returns None if there is no difference in the entries that both still store.
+        Returns None if the entries that both still store are equal.
         """
         digest, before = theirs.digest, self._digest(theirs.count)
         equal = before == digest
@@ -241,10 +241,10 @@ class CollectiveLog:
         return None if None in digests else _entries(digests)[0]  # pyright: ignore[reportArgumentType]
 
     def _digest(self, number: int) -> int | None:
-        """Return the digest after entry number `number`, or None if it is not among the last KEPT entries.
+        """Return the hash of all entries up to number `number`, or None if that is not among the last KEPT entries.
 
-        The ring has twice as much room, so that entries which another thread adds during the call do not overwrite the
-        digest.
+        The ring buffer has room for twice as many hashes, so that entries which another thread adds during this call do
+        not overwrite the result.
         """
         count = self._memory[0]
         return self._memory[1 + number % _RING] if max(0, count - KEPT) <= number <= count else None
@@ -258,5 +258,5 @@ def _excerpt(memory: Any) -> Excerpt:
 
 
 def _entries(digests: list[int]) -> list[int]:
-    """Return the entries between successive digests, computed from the digests."""
+    """Compute the entries from successive digests. n + 1 digests give n entries."""
     return [(after - before * _FACTOR) & _MASK for before, after in pairwise(digests)]

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from .collective_log import CollectiveLog, code
 from .streams import DONE, Ticket
 
-# torch 2.13 renames this collective, and warns about the old name.
+# torch 2.13 renamed this collective, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
 _CHECK_SECONDS = 1.0  # interval at which a waiting rank checks its collective log for a problem
 _DIAGNOSIS_SECONDS = 5.0  # how long to wait for the monitor's explanation after a failed operation
 PATIENCE = 5.0
-"""Seconds that a wait may last beyond the timeout. The monitor, which can explain the timeout, thus reports it
-first."""
+"""The seconds that an operation waits beyond the timeout, so that the monitor (the thread that watches the other ranks)
+reports the timeout first. It can say why a rank is missing."""
 _LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
 
 Ranges = Sequence[tuple[int, int]]
@@ -36,14 +36,14 @@ Groups = Sequence[Sequence[int]]
 
 
 class Communicator(Protocol):
-    """An ordered queue of collectives between all ranks, or the ranks of a group.
+    """An ordered queue of collectives between all ranks, or between the ranks of a group.
 
     Tensors are contiguous and on this rank's device.
 
     Attributes:
-        rank: this rank's number among these ranks.
-        size: the number of ranks.
-        collective_log: the log of the operations. Callers may add entries for the purposes of the operations.
+        rank: this rank's number in the communicator.
+        size: the number of ranks in the communicator.
+        collective_log: the log of the operations. Callers may add entries that say what the operations are for.
     """
 
     rank: int
@@ -98,20 +98,23 @@ class Communicator(Protocol):
         ...
 
     def unfinished(self) -> bool:
-        """Return whether an issued operation is not complete. Any thread may call this."""
+        """Return whether any operation that was issued is still running. Any thread may call this."""
         ...
 
     def close(self, abort: bool) -> None:
         """Destroy the communicator.
 
         Args:
-            abort: whether to abandon pending operations, which wait for other ranks. gloo gives them another second.
-                Abort all NCCL communicators of a GPU together, with `nccl.abort_all`.
+            abort: whether to abandon pending operations, which wait for other ranks. With gloo, they get one more
+                second to end. Abort all NCCL communicators of a GPU together, with `nccl.abort_all`.
         """
 
 
 class OpenGroup(Protocol):
-    """A function that opens the communicator of this rank's group, as defined by `group_of`."""
+    """A collective function that divides all ranks into groups, and returns the communicator of this rank's group.
+
+    A group has `size` ranks, at distances of `stride`.
+    """
 
     def __call__(self, size: int, stride: int = 1, /) -> Communicator: ...
 
@@ -119,17 +122,17 @@ class OpenGroup(Protocol):
 class Gather(Protocol):
     """A way to allocate shards and to all-gather them into full buffers: with collectives or with peer copies.
 
-    The default methods here are for shards in the memory of torch's allocator that are gathered with collectives.
+    The default methods here suit shards in memory of torch's allocator that are gathered with collectives.
 
     Attributes:
-        communicator: the communicator of the all-gathers and of the collectives that order them.
+        communicator: the communicator for all-gathers and, with peer copies, for synchronizing them.
     """
 
     communicator: Communicator
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of this rank's shards that are outside torch's allocator, and so not in its statistics."""
+        """The bytes of this rank's shards that are outside torch's allocator, not counted in torch's statistics."""
         return 0
 
     def allocate(
@@ -141,8 +144,8 @@ class Gather(Protocol):
             numel: the number of elements.
             dtype: their dtype.
             device: this rank's device.
-            wait_for_update: a function that is called before other ranks may read new values of the shard. It makes the
-                current stream wait for any asynchronous update that is still writing to the shard.
+            wait_for_update: a function that makes the current stream wait for any asynchronous update that is still
+                writing to the shard. It is called before other ranks may read new values of the shard.
         """
         ...
 
@@ -154,19 +157,20 @@ class Gather(Protocol):
         Args:
             full: (size * n,), written.
             shard: (n,), this rank's shard, from `allocate`.
-            own: the (start, stop) ranges of this rank's shard that must be copied to `full`. The rest of this rank's
-                part of `full` may stay unfilled.
+            own: the (start, stop) ranges of this rank's shard that must be copied to `full`. The rest of the shard need
+                not be copied, because this rank does not read it from `full`.
         """
         ...
 
     def publish(self) -> None:
-        """Make the present values of all shards readable, so that gathers by peer copies need no collective.
+        """Make the present values of all shards readable by the other ranks.
 
-        Collective: every rank must call it. Does nothing by default.
+        Collective: every rank must call it. Until the values change, gathers by peer copies then need no collective.
+        This does nothing by default.
         """
 
     def is_collective(self, shard: torch.Tensor) -> bool:
-        """Return whether `gather` of this shard is collective. True by default."""
+        """Return whether `gather` is collective for this shard, so that every rank must call it. True by default."""
         return True
 
     def wait_for_readers(self) -> None:
@@ -176,7 +180,7 @@ class Gather(Protocol):
         """
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        """Make later gathers of `shard` wait until every rank has completed an asynchronous update of it.
+        """Make later gathers of `shard` wait until every rank has completed an asynchronous update of its shard.
 
         Collective: every rank must call it.
 
@@ -186,7 +190,7 @@ class Gather(Protocol):
         """
 
     def free_dropped(self) -> None:
-        """Free the memory of shards from `allocate` that no rank refers to any longer.
+        """Free the memory of shards that `allocate` has returned and to which no rank refers any longer.
 
         Collective: every rank must call it.
         """
@@ -195,7 +199,8 @@ class Gather(Protocol):
 class CollectiveGather(Gather):
     """Gathers shards with the communicator's all-gather.
 
-    An all-gather ends on no rank before all ranks have entered it. So later writes to shards need no synchronization.
+    On each rank, the all-gather ends only after this rank's shard was sent, so later writes to it need no
+    synchronization.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -211,7 +216,7 @@ class CollectiveGather(Gather):
 
 
 class SingleProcess:
-    """The communicator of a world of one rank. Operations copy their input or do nothing, and complete at once."""
+    """The communicator of a single rank. Operations copy their input or do nothing, and complete at once."""
 
     rank, size = 0, 1
 
@@ -249,9 +254,9 @@ class SingleProcess:
 
 
 class _GlooTicket:
-    """The ticket of one operation of gloo.
+    """The ticket of one gloo operation.
 
-    finish: a function that `wait` calls after the operation, to compute the result from the received values, or None.
+    finish: a function that computes the result from the received values, or None. `wait` calls it after the operation.
     """
 
     def __init__(
@@ -272,8 +277,8 @@ class _GlooTicket:
         except RuntimeError as error:
             self._collective_log.refuse()
             raise RuntimeError(
-                f"{self.label} failed: another rank ended, raised an error, or did not reach this operation "
-                f"within the timeout. Look for the first error in the logs of all ranks. ({error})"
+                f"{self.label} failed: another rank ended, raised an error, or did not call this operation within the "
+                f"timeout. Look for the first error in the logs of all ranks. ({error})"
             ) from error
         finally:
             self._under_way.discard(self._work)
@@ -282,7 +287,7 @@ class _GlooTicket:
 
 
 class GlooCommunicator:
-    """A communicator for CPU tensors. Operations run asynchronously in gloo's threads, like those on streams of a GPU.
+    """A communicator for CPU tensors. Operations run asynchronously in gloo's threads.
 
     Means are computed in float32 (float64 for float64), and values are added in rank order, so the results are
     reproducible bit by bit.
@@ -300,7 +305,7 @@ class GlooCommunicator:
         rank, self._group = dist.get_rank(), None
         for members in [range(dist.get_world_size())] if groups is None else groups:
             group: Any = dist.new_group([*members], timeout + _LATER, backend="gloo")
-            if rank in members:  # torch requires that every rank creates every group
+            if rank in members:  # keep this rank's group. Every rank creates all groups, because torch requires it
                 self._group, self._members = group, members
         self.rank, self.size = self._members.index(rank), len(self._members)
 
@@ -364,21 +369,24 @@ class GlooCommunicator:
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
         self._under_way.add(work)  # `_GlooTicket.wait` removes it
-        rank, what = self._members[self.rank], f"{operation} of {tensor.numel()} × {tensor.dtype}"
-        label = f"rank {rank}: {what} on communicator '{self._name}'"
+        rank, what = self._members[self.rank], f"{operation} of {tensor.numel()} elements of {tensor.dtype}"
+        label = f"rank {rank}: {what} (communicator '{self._name}')"
         return _GlooTicket(label, work, self._under_way, self.collective_log, self._seconds, finish)
 
 
 def group_of(rank: int, size: int, stride: int) -> range:
-    """Return the ranks of the group that contains `rank`. Groups have `size` ranks, each `stride` after the last."""
+    """Return the ranks of the group of `rank`. A group has `size` ranks at distances of `stride`.
+
+    For example, with size 2 and stride 4, the group of rank 5 is ranks 1 and 5.
+    """
     first = rank - rank % (size * stride) + rank % stride
     return range(first, first + size * stride, stride)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a contiguous tensor as uint8 (nbytes,), which all collectives accept.
+    """Return the memory of a contiguous tensor as a uint8 tensor (nbytes,), because collectives lack some dtypes.
 
-    The view has its own version counter, so writes to it do not count as writes to `tensor`.
+    The result has its own version counter, so autograd does not count writes to it as writes to `tensor`.
     """
     return tensor.detach().data.view(-1).view(torch.uint8)
 
@@ -391,17 +399,17 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
 
     Args:
         work: the operation.
-        collective_log: the log of its communicator.
+        collective_log: the log of its communicator, in which the monitor notes a problem that it finds.
         seconds: the longest time to wait.
 
     Raises:
-        RuntimeError: the operation failed or took too long, or a problem was found in the log while waiting.
+        RuntimeError: the operation failed or took too long, or the monitor noted a problem in the log meanwhile.
     """
     end = time.monotonic() + seconds
     while not work.is_completed():
         left = end - time.monotonic()
         if left <= 0:
-            raise RuntimeError(f"Not all ranks reached this operation within {seconds:.0f} s.")
+            raise RuntimeError(f"Not all ranks called this operation within {seconds:.0f} s.")
         if comes(work, min(left, _CHECK_SECONDS)):
             return
         collective_log.check()
@@ -411,7 +419,10 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
 
 @contextlib.contextmanager
 def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
-    """Replace an error of gloo or NCCL inside the context by the problem that the monitor finds within 5 s."""
+    """If gloo or NCCL raises in this context, raise an error with the cause instead if the monitor finds it within 5 s.
+
+    collective_log: the log in which the monitor notes what it finds.
+    """
     try:
         yield
     except RuntimeError:
@@ -420,7 +431,7 @@ def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
 
 
 def comes(work: Any, seconds: float) -> bool:
-    """Wait at most `seconds` for an operation of gloo, and return whether it has succeeded by then."""
+    """Wait at most `seconds` for an operation of gloo, and return whether it has succeeded by the end of the wait."""
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:
@@ -431,8 +442,7 @@ def comes(work: Any, seconds: float) -> bool:
 def keep_group(group: Any) -> None:
     """Keep a process group alive until the process ends, by never releasing a reference to it.
 
-    This is needed if threads of the group still wait for another rank, because its destructor would wait for the
-    threads.
+    Call this if threads of the group still wait for another rank: the group's destructor would wait for them.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -440,8 +450,8 @@ def keep_group(group: Any) -> None:
 def end_group(group: Any) -> None:
     """Destroy a process group. Its threads end when the caller also drops its own reference to the group.
 
-    The threads must end before the interpreter does. If a gloo thread frees the tensors of its last operation while the
-    interpreter shuts down, the process aborts ("terminate called without an active exception").
+    The threads must end before the interpreter shuts down. Otherwise a gloo thread may free the tensors of its last
+    operation during the shutdown, and the process aborts ("terminate called without an active exception").
     """
     with contextlib.suppress(ValueError):  # the group was already destroyed together with the default group
         dist.destroy_process_group(group)

@@ -18,10 +18,10 @@ from .streams import Immediate, Ticket, WorkStream, work_stream
 
 
 class ShardGroup:
-    """The communicator of the ranks of this host, if every host stores all shards (`shard_over="host"`).
+    """The communicator of the ranks that store different shards, if every host stores all shards.
 
-    Collectives are between the ranks of the host, except broadcasts, which go from a rank of the first host to all
-    ranks of all hosts.
+    This is so with `shard_over="host"`. Collectives are between the ranks of this host, except broadcasts, which go
+    from a rank of the first host to all ranks of all hosts.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -63,12 +63,14 @@ class ShardGroup:
 class EqualSums(ShardGroup):
     """A `ShardGroup` whose sums are equal bit for bit on all hosts: every host gets the sums of the first host.
 
-    Otherwise, hosts might add in different orders. Norms that differ in the last bit would clip the gradients of the
-    replicas differently, and the replicas would drift apart.
+    Otherwise, hosts might add in different orders. Gradient norms could then differ in the last bit, each host would
+    clip its gradients differently, and the hosts' copies of the weights would drift apart.
 
     Args:
-        inside, world, first: as for `ShardGroup`.
-        rail: the communicator of this rank's rail.
+        inside: the communicator of the ranks of this host.
+        world: the communicator of all ranks.
+        first: the ranks of the first host, in the order of their shards.
+        rail: the communicator of the ranks that have this rank's index on their hosts, one of each host.
         device: this rank's device.
     """
 
@@ -86,14 +88,15 @@ class EqualSums(ShardGroup):
 class TwoLevels:
     """The communicator of all ranks of several hosts, which all-gathers first between hosts and then inside each host.
 
-    Every host must have the same number of ranks. Every shard enters each other host only once. A rank stores the shard
-    with the number (its index on its host) · (number of hosts) + (index of its host). A rail therefore fills one
-    contiguous part of the full buffer, and the ranks of a host then exchange these parts. Means are computed in the
-    opposite order: first inside each host, then between hosts. Other collectives use the communicator of all ranks.
+    Every host must have the same number of ranks. Every shard is sent to each other host only once. A rank stores the
+    shard with the number (its index on its host) · (number of hosts) + (index of its host). A rail (the ranks with the
+    same index on their hosts) therefore fills one contiguous part of the full buffer, and the ranks of a host then
+    exchange these parts. Means are computed in the opposite order: first inside each host, then between hosts. Other
+    collectives use the communicator of all ranks.
 
     Args:
         inside: the communicator of the ranks of this host.
-        rail: the communicator of this rank's rail.
+        rail: the communicator of the ranks that have this rank's index on their hosts, one of each host.
         world: the communicator of all ranks.
         order: the rank that stores shard 0, the rank that stores shard 1, and so on.
         device: this rank's device.
@@ -120,6 +123,11 @@ class TwoLevels:
         """All-gather `shard` between hosts into `part`, and then `part` inside the host into `full`.
 
         Collective: every rank must call it.
+
+        Args:
+            part: (hosts * n,), written.
+            full: (size * n,), written.
+            shard: (n,), this rank's shard.
         """
         arrived = self.rail.all_gather(part, shard)
         return _then(self._stream, arrived, lambda: self.inside.all_gather(full, part))
@@ -128,7 +136,7 @@ class TwoLevels:
         part = full.new_empty(full.numel() // self.inside.size)
         reduced = self.inside.reduce_scatter_mean(part, full)
         ticket = _then(self._stream, reduced, lambda: self.rail.reduce_scatter_mean(shard, part))
-        return _After(ticket, lambda part=part: None)  # keeps `part` until `wait`
+        return _After(ticket, lambda part=part: None)  # the lambda keeps `part` alive until `wait`
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
         return self._world.all_reduce_mean(tensor)
@@ -162,13 +170,14 @@ class TwoLevels:
 
 
 class HostGather(CollectiveGather):
-    """Gathers shards over all ranks in two levels, and keeps the result of the first level (`shard_over="host+world"`).
+    """All-gathers shards first between hosts, then inside each host, and keeps the result between hosts.
 
-    Each rank keeps the part of the full buffer that its rail stores, so that the ranks of a host together have the full
-    buffer. Shards therefore cross between hosts once after each change, and other gathers stay inside the host.
+    This is used with `shard_over="host+world"`. Each rank keeps the shards of all ranks with its index on their hosts,
+    so that the ranks of a host together have the full buffer. After a change of the weights, only the first all-gather
+    sends shards between hosts; the following ones stay inside the host.
 
-    As with `PeerGather`, a shard's version counter tells whether it has changed, and weights must change on all ranks
-    between the same two gathers.
+    A shard's version counter tells whether it has changed. Weights must change on all ranks between the same two
+    all-gathers, because otherwise only some ranks would take part in the all-gather between hosts.
 
     Args:
         levels: the communicator of all ranks.
@@ -181,12 +190,12 @@ class HostGather(CollectiveGather):
     def gather(self, full: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
         noted: Any = shard
         if not hasattr(shard, "host_part"):
-            with torch.inference_mode(False):  # otherwise later gathers could not write to it
+            with torch.inference_mode(False):  # outside inference mode, gathers cannot write to an inference tensor
                 noted.host_part, noted.host_version = shard.new_empty(shard.numel() * self._levels.rail.size), -1
         if noted.host_version == shard._version:
             return self._levels.inside.all_gather(full, noted.host_part)
         ticket = self._levels.all_gather_through(noted.host_part, full, shard)
-        noted.host_version = shard._version  # not before, because a failed gather leaves old or unfilled weights there
+        noted.host_version = shard._version  # only now: a gather that fails leaves old or no weights in `host_part`
         return ticket
 
 
@@ -195,7 +204,7 @@ class ReplicatedReduction(Reduction):
 
     Args:
         inside: the reduction that averages over the ranks of this host. It must not be used for anything else.
-        rail: the communicator of this rank's rail, whose ranks store the same shard.
+        rail: the communicator of the ranks that store the same shard, one of each host.
         device: this rank's device.
     """
 
@@ -224,8 +233,8 @@ class _ReplicatedReducer:
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        # The inner reduction must not add to the running sum, because the mean over all hosts is added to it later.
-        # Nor are its sums of squares passed on, because they are those of the mean over one host.
+        # The reduction inside the host gets no running sum, because the mean over all hosts is added to that later. Its
+        # sums of squares are not passed on, because they belong to the mean over one host.
         mean = shard if total is None else torch.empty_like(shard)
         pending, owner = self._inside.send(gradients, mean, None), self._owner
         arrived = _then(owner.stream, pending.arrived, lambda: owner.rail.all_reduce_mean(mean))
@@ -237,7 +246,7 @@ class _ReplicatedReducer:
 
 
 class _After:
-    """The ticket of an operation. After the operation, `wait` calls `finish` on the current stream."""
+    """A ticket whose `wait` also calls the function `finish`, once, after the operation."""
 
     def __init__(self, ticket: Ticket, finish: Callable[[], None]) -> None:
         self._ticket, self._finish = ticket, finish
@@ -249,12 +258,15 @@ class _After:
 
 
 def _then(stream: WorkStream | Immediate, first: Ticket, second: Callable[[], Ticket]) -> Ticket:
-    """Issue the operation `second`, to begin after the operation of `first` is complete, and return its ticket.
+    """Issue a second operation that begins when the first is complete, and return the ticket of the second.
 
-    It also begins after the work that is already queued on the current stream. (`first` may not have waited for this
-    work, because with one rank it does nothing.) On the CPU, which has no streams, the host waits for `first`.
+    The second operation also waits for the work that is already queued on the current stream, because the first may not
+    have done so (with one rank it does nothing). On the CPU, which has no streams, the host waits for the first.
 
-    stream: the work stream that puts the two operations in order.
+    Args:
+        stream: the stream that puts the two operations in order.
+        first: the ticket of the first operation.
+        second: a function that issues the second operation and returns its ticket.
     """
     issued: list[Ticket] = []
 

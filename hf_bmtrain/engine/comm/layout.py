@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT_BYTES = 128
-"""The alignment of every tensor and every shard, in bytes. Vector loads, cuBLAS and NCCL need at least 16."""
+"""The alignment, in bytes, of every tensor and every shard in a flat buffer. Vector loads, cuBLAS and NCCL need at
+least 16."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The elements of one tensor that are stored in one shard, possibly none.
+    """The range of elements of one tensor that one shard stores, possibly empty.
 
     Elements tensor_start:tensor_stop of the flattened tensor are stored in elements shard_start:shard_stop of the
     shard.
@@ -25,16 +26,16 @@ class Range:
 
     @property
     def length(self) -> int:
-        """The number of elements."""
+        """The number of elements in the range."""
         return self.tensor_stop - self.tensor_start
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions of tensors in a flat buffer, and the elements of them that each shard stores.
+    """The positions of tensors in a flat buffer that is divided into equal shards, one for each rank.
 
-    The ranges of all ranks together cover each tensor exactly once. Elements that belong to no tensor are padding.
-    Create a layout with `build`.
+    A shard stores a range of each tensor, possibly empty. The ranges of all shards together cover each tensor exactly
+    once. Elements of the buffer that belong to no tensor are padding. Create a layout with `build`.
 
     Attributes:
         numels: the number of elements of each tensor.
@@ -52,8 +53,9 @@ class Layout:
     def build(cls, numels: Sequence[int], world_size: int, grain: int, spread: tuple[int, int] = (0, 1)) -> Layout:
         """Lay out tensors one after another.
 
-        After each tensor there are fewer than `grain` elements of padding (apart from `spread`). At the end of the
-        buffer there are fewer than (world_size + 1) * grain, so the last ranks may store less than others, or nothing.
+        Without `spread`, there are fewer than `grain` elements of padding after each tensor, and fewer than
+        (world_size + 1) * grain at the end of the buffer. The last ranks may therefore store fewer elements of tensors
+        than others, or none.
 
         Args:
             numels: the number of elements of each tensor.
@@ -62,8 +64,9 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times). `times` as many elements as needed are reserved for the first n tensors together, all in
-                the first shard. The elements that are not needed are padding after these tensors.
+            spread: (n, times). The first n tensors together get `times` as many elements as they need, all in the first
+                shard. The rest is padding after them. A buffer that is sent with one byte per element, as in float8,
+                thus has room for n tensors of `times` bytes per element.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0
@@ -86,7 +89,7 @@ class Layout:
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
     def range_of(self, index: int, rank: int) -> Range:
-        """Return the range of tensor `index` that `rank` stores, possibly empty."""
+        """Return the range of tensor `index` that the shard of `rank` stores, possibly empty."""
         shard_begin = rank * self.shard_numel
         begin, end = self.offsets[index], self.offsets[index] + self.numels[index]
         start = min(max(begin, shard_begin), end)
@@ -95,7 +98,7 @@ class Layout:
         return Range(start - begin, stop - begin, shard_start, shard_start + stop - start)
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (start, stop) ranges of `rank`'s shard that contain a part, but not all, of a tensor."""
+        """Return the (start, stop) ranges of `rank`'s shard that belong to tensors split between ranks."""
         local_ranges = [(numel, self.range_of(index, rank)) for index, numel in enumerate(self.numels)]
         return [
             (local_range.shard_start, local_range.shard_stop)
@@ -105,11 +108,11 @@ class Layout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The sizes of gap, tensor, gap, …, tensor, gap in the flat buffer. A gap is padding, and often empty."""
+        """The sizes of gap, tensor, gap, …, tensor, gap in the flat buffer. A gap is padding, often of size 0."""
         return _alternating([(o, o + n) for o, n in zip(self.offsets, self.numels)], self.numel)
 
     def shard_sizes(self, rank: int) -> list[int]:
-        """Return the sizes of gap, range, gap, …, range, gap in `rank`'s shard, with one range for each tensor."""
+        """Return the sizes of gap, range, gap, …, range, gap in `rank`'s shard, with a range (maybe 0) per tensor."""
         local_ranges = [self.range_of(index, rank) for index in range(len(self.numels))]
         return _alternating(
             [(local_range.shard_start, local_range.shard_stop) for local_range in local_ranges], self.shard_numel

@@ -1,8 +1,8 @@
 """Collectives between GPUs, with NCCL through CuPy.
 
 Each communicator runs its operations on its own stream. With these rules, no other synchronization is needed:
-* The caller allocates operands on the compute stream. The current stream of the call is the compute stream, or a stream
-  that has waited for it (such as the stream that packs gradients; see reduce.py).
+* The caller allocates operands on the compute stream. It issues operations with the compute stream as the current
+  stream, or with a stream that has waited for it (such as the stream that packs gradients; see reduce.py).
 * The communicator's stream first waits for all work queued so far on the current stream. This includes the kernels that
   write the operands, and those that used their memory before.
 * `Ticket.wait` makes the current stream wait for this operation only. The caller frees operands afterwards. The
@@ -32,13 +32,13 @@ _ABORT_SECONDS = 10.0
 
 
 def _moved(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL type) for copying `tensor`. If NCCL lacks its dtype, such as bool, these are bytes."""
+    """Return the (count, NCCL dtype) for sending `tensor`. A dtype that NCCL lacks, such as bool, is sent as bytes."""
     known = _NCCL_TYPES.get(tensor.dtype)
     return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL type) for reducing `tensor`. A complex tensor is reduced as real and imaginary parts.
+    """Return the (count, NCCL dtype) for reducing `tensor`. A complex tensor is reduced as real and imaginary parts.
 
     Raises ValueError if NCCL cannot compute in the tensor's dtype.
     """
@@ -56,11 +56,21 @@ class _CudaTicket:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._operands[0].device).wait_event(self._event)
-        self._operands = self._operands[:1]  # keep one operand, because later calls of `wait` read its device
+        self._operands = self._operands[:1]  # one operand is kept, because later calls of `wait` read its device
 
 
 class NcclCommunicator:
-    """A communicator for tensors on one CUDA device, which uses CuPy's NCCL communicator on its own stream."""
+    """A communicator for CUDA tensors, with a CuPy NCCL communicator and its own stream.
+
+    Creating one is collective: every rank of the communicator must do it.
+
+    Args:
+        name: the communicator's name, for messages.
+        rank: this rank's number in the communicator.
+        size: the number of its ranks.
+        unique_id: NCCL's identifier of the communicator, which one rank creates and sends to the others.
+        device: this rank's device.
+    """
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
         nccl = import_nccl()
@@ -102,7 +112,7 @@ class NcclCommunicator:
         self, sent: int, received: int, itemsize: int, send_counts: Sequence[int], receive_counts: Sequence[int],
         stream: int,
     ) -> None:  # fmt: skip
-        """Send and receive the parts of an all-to-all as one operation. sent, received: their addresses."""
+        """Send and receive the parts of an all-to-all as one operation. sent, received: the tensors' addresses."""
         nccl, kind = import_nccl(), _NCCL_TYPES[torch.uint8]
         nccl.groupStart()
         for other, (outgoing, incoming) in enumerate(zip(send_counts, receive_counts)):
@@ -117,7 +127,7 @@ class NcclCommunicator:
         return self._last is not None and not self._last.query()
 
     def close(self, abort: bool) -> None:
-        with self._closing:  # the monitor's thread and the main thread may both abort the communicator
+        with self._closing:  # the main thread and the monitor's thread may abort the communicator at the same time
             if self._closed:
                 return
             if abort:
@@ -129,13 +139,14 @@ class NcclCommunicator:
     def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
         assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with explained_by(self.collective_log):  # if a rank has ended, NCCL may fail before the monitor reports it
+        with explained_by(self.collective_log):  # if another rank ended, NCCL may fail before the monitor reports it
             try:
                 call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
             except Exception as error:
                 raise RuntimeError(
-                    f"rank {self.rank}: {call.__name__} of {send.numel()} × {send.dtype} on communicator "
-                    f"'{self._name}' failed: {error}. Set NCCL_DEBUG=INFO to see more."
+                    f"rank {self.rank}: NCCL's {call.__name__} of {send.numel()} elements of {send.dtype} "
+                    f"(communicator '{self._name}') failed: {error}. Look for the first error in the logs of all "
+                    "ranks. If there is none, run with NCCL_DEBUG=INFO to see the cause."
                 ) from error
         event = self._last = torch.cuda.Event()
         event.record(self._stream)
@@ -145,8 +156,8 @@ class NcclCommunicator:
 def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SECONDS) -> bool:
     """Abort all communicators of a device at the same time, each in a thread.
 
-    Aborting them one after another would deadlock. In an abort, NCCL frees memory, for which CUDA waits until the
-    device is idle. But pending operations of a communicator that is not yet aborted do not end.
+    Aborting them one after another would deadlock: to free memory, each abort waits until the device is idle, but the
+    pending operations of the other communicators keep the device busy until these are aborted, too.
 
     Args:
         communicators: the communicators to abort.
@@ -165,7 +176,7 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
     try:
         for thread in threads:
             thread.start()
-    except RuntimeError:  # some versions of Python 3.12 cannot start threads in an exit handler
+    except RuntimeError:  # raised in an exit handler, in which some versions of Python 3.12 cannot start threads
         return False
     end = time.monotonic() + seconds
     for thread in threads:
@@ -176,7 +187,7 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
 def import_nccl() -> Any:
     """Import and return `cupy.cuda.nccl`, which uses the NCCL library that torch has loaded.
 
-    Raises RuntimeError if it cannot be imported (the message names the extra to install), or if two NCCL libraries are
+    Raises RuntimeError if it cannot be imported (the message gives the pip command), or if several NCCL libraries are
     loaded.
     """
     major = (torch.version.cuda or "13").split(".")[0]
@@ -185,15 +196,16 @@ def import_nccl() -> Any:
         nccl.get_version()
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"Training on several GPUs needs CuPy. Run pip install 'hf_bmtrain[cuda{major}]', which installs "
-            f"cupy-cuda{major}x, because this torch is built for CUDA {torch.version.cuda}. ({error})"
+            f"Training on several GPUs needs CuPy, which could not be imported ({error}). This torch is built for "
+            f"CUDA {torch.version.cuda}. Run pip install 'hf_bmtrain[cuda{major}]', which installs "
+            f"cupy-cuda{major}x."
         ) from error
     libraries = _loaded_libraries("libnccl.so")
     if len(libraries) > 1:
         raise RuntimeError(
-            f"Several NCCL libraries are loaded, which prevents all of them from working: "
-            f"{', '.join(sorted(libraries))}. Uninstall the nvidia-nccl wheel of any other CUDA version, keep "
-            f"nvidia-nccl-cu{major}, and clear LD_LIBRARY_PATH."
+            f"Several NCCL libraries are loaded in this process, so that none of them works: "
+            f"{', '.join(sorted(libraries))}. Keep the package nvidia-nccl-cu{major}, uninstall the nvidia-nccl "
+            "packages of other CUDA versions, and unset LD_LIBRARY_PATH."
         )
     return nccl
 

@@ -1,4 +1,4 @@
-"""Exchange Python objects between the ranks, with collectives of a separate gloo group, or through torch's store."""
+"""Exchange Python objects between the ranks, with collectives of a separate gloo group, and texts in torch's store."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ _LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this pack
 
 
 class ObjectComm:
-    """Collectives over picklable Python objects, and texts in a store that all ranks can read.
+    """Collectives over picklable Python objects, and texts in a key-value store that all ranks can read.
 
     `gather`, `broadcast_object`, `barrier`, `any` and `smallest` are collective; the other methods are not. With one
-    rank all of them return at once.
+    rank, all of them return at once.
 
     Attributes:
         size: the number of ranks.
         timeout: the number of seconds that a collective waits for the other ranks.
-        collective_log: the log of the collectives.
-        occasions: the purposes of the collectives, and the decisions, by the number that stands for each text in the
-            log.
+        collective_log: the log of the collectives, which is compared with other ranks' logs.
+        occasions: {number: text}, the purposes of the collectives, and the decisions. The log contains the numbers.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
-        """Create a gloo group of all ranks of torch's default process group, if there are several.
+        """Create a gloo group of all ranks, unless there is only one. Collective: every rank must call it.
 
-        Collective: every rank must call it.
+        Args:
+            size: the number of ranks. If there are several, torch's default process group must be initialized.
+            timeout: the time that a collective waits for the other ranks.
         """
         self.size, self.timeout = size, timeout.total_seconds()
         self.collective_log = CollectiveLog("control")
@@ -77,13 +78,13 @@ class ObjectComm:
             seconds: the time to wait; None uses the timeout.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or the monitor found a problem. Afterwards, this object
-                cannot be used for collectives.
+            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
+                rank. Afterwards, this object cannot be used for collectives.
         """
         self.any(False, occasion, seconds)
 
     def any(self, flag: bool, occasion: str, seconds: float | None = None) -> bool:
-        """Return whether any rank passes True. It needs one message, while `gather` needs several.
+        """Return whether any rank passes True. This takes one all-reduce, and so less time than `gather`.
 
         Collective: every rank must call it.
 
@@ -93,7 +94,7 @@ class ObjectComm:
             seconds: the time to wait for the other ranks; None uses the timeout.
 
         Raises:
-            RuntimeError: as for `barrier`.
+            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, as in `barrier`.
         """
         if self._group is None:
             return flag
@@ -103,11 +104,11 @@ class ObjectComm:
         """Return the smallest of the numbers that the ranks pass. Collective: every rank must call it.
 
         Args:
-            number: this rank's number, which fits in 64 bits.
-            entry: the entry in the log, from `collective_log.code`.
+            number: this rank's number, a signed integer of 64 bits.
+            entry: the entry to add to the collective log for this operation, from `collective_log.code`.
 
         Raises:
-            RuntimeError: as for `barrier`.
+            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, as in `barrier`.
         """
         return number if self._group is None else self._smallest(number, entry, None)
 
@@ -119,16 +120,17 @@ class ObjectComm:
         return int(least.item())
 
     def note_decision(self, text: str) -> None:
-        """Note a decision of this rank in the log, so that it is compared with the other ranks' decisions.
+        """Add a decision of this rank to the collective log, so that it is compared with the other ranks' decisions.
 
-        Every rank must call this at the same point, but it does not wait for the others. It takes about a microsecond.
+        This is for choices that all ranks must make alike, such as whether to save at this step. Every rank must call
+        it at the same point, but it does not wait for the others. It takes about a microsecond.
 
         Args:
             text: a description of the decision, which messages show. There should be few different texts.
 
         Raises:
-            RuntimeError: another rank of this host has made another decision, or the monitor has found a problem. If
-                this rank decides first, its next operation raises the error.
+            RuntimeError: another rank of this host has made a different decision, or a problem was found before. If
+                this rank is the first to decide, its next operation raises the error instead.
         """
         if self._group is not None:
             self.collective_log.note(code("decision for", self._number(text)))
@@ -142,12 +144,12 @@ class ObjectComm:
     # -- posts, which are not collective ------------------------------------------------------------------------
 
     def post(self, key: str, text: str) -> None:
-        """Append `text`, which must not contain ";", to the texts that ranks have posted under `key` in the store."""
+        """Add `text`, which must not contain ";", to the list of texts that ranks have posted under `key`."""
         if self._store is not None:
             self._store.append(key, f"{text};")
 
     def read_posts(self, key: str) -> list[str]:
-        """Return the texts that ranks have posted under `key`. Wait until there is one. With one rank, return []."""
+        """Wait until a text is posted under `key`, and return the list of those posted. With one rank, return []."""
         return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
 
     def delete_posts(self, key: str) -> None:
@@ -156,7 +158,7 @@ class ObjectComm:
             self._store.delete_key(key)
 
     def show(self, key: str, text: str) -> None:
-        """Set the text under `key` in the store, replacing any other."""
+        """Set the text that `look` returns for `key` on every rank, replacing the previous one."""
         if self._store is not None:
             self._store.set(key, text)
 
@@ -167,7 +169,7 @@ class ObjectComm:
         return self._store.get(key).decode()
 
     def close(self) -> None:
-        """Destroy the gloo group, unless its threads still wait for other ranks after a timeout."""
+        """Destroy the gloo group. If its threads still wait for other ranks after a timeout, keep it instead."""
         given_up = self._last is not None and not self._last.is_completed()
         self._last = None  # the operation refers to the group, whose threads end only when nothing refers to it
         if given_up:

@@ -1,4 +1,4 @@
-"""All-gather with peer copies: each rank copies the shards of the host's other ranks from their memory."""
+"""All-gather inside one host with peer copies: each rank reads the shards directly from the other ranks' memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from .streams import Ticket, work_stream
 
 @dataclass(eq=False)
 class _Shared:
-    """One shard of this rank, with the corresponding shards of the other ranks, whose memory this rank has mapped.
+    """The shards of one flat buffer: this rank's, and those of the other ranks, mapped into this process.
 
     Attributes:
         shard: this rank's shard.
         nbytes: the size of the shard.
-        sources: the mapped shards by rank, with None for this rank.
-        handle: the handle of this rank's memory.
+        sources: for each rank, its mapped shard; None for this rank.
+        handle: the handle with which the other ranks map this rank's shard.
         alive: a function that returns None once nothing refers to the memory of this rank's shard.
         wait_for_update: a function that makes the current stream wait for any asynchronous update that is still writing
             the shard.
-        published: the version of this rank's shard that other ranks may read.
-        meeting: the ticket of the all-reduce of an announced update, or None if no update was announced since the last
-            gather. When the all-reduce is complete, all ranks have made the update.
+        published: the version counter of this rank's shard when its values were last made readable for other ranks, or
+            -1.
+        meeting: the ticket of the all-reduce after which every rank has made the last announced update of its shard.
+            None if no update was announced since the last gather.
         read: whether this rank has gathered the shards since the last `wait_for_readers`.
     """
 
@@ -45,16 +46,16 @@ class _Shared:
 
 
 class PeerGather(Gather):
-    """Gathers shards by copying them from the memory of the other ranks. Small shards are gathered by collectives.
+    """All-gathers shards by copying them from the memory of the other ranks. Small shards are gathered by collectives.
 
-    A gather is not collective, so the ranks may gather different numbers of times between two changes of the weights. A
-    *meeting* is an all-reduce of one element. It completes on no rank before the streams of all ranks have reached it.
-    These rules ensure that every copy reads complete and current values:
+    A gather by copies is not collective: between two changes of the weights, ranks may gather different numbers of
+    times. A *meeting* is an all-reduce of one element. It completes on no rank before the streams of all ranks have
+    reached it. These rules ensure that every copy reads complete and current values:
 
     * `allocate` places a shard in memory that every rank maps. `gather` copies all ranks' shards into `full`, on
-      streams of the peer memory that first wait for the work queued on the current stream.
-    * Weights change at few points. The first gather after a change *publishes* the new values with a meeting. Each rank
-      enters the meeting after its own writes, and its later copies wait for the meeting, so they read the new values.
+      separate streams that first wait for the work queued on the current stream.
+    * The first gather after a change of the weights *publishes* the new values with a meeting. Each rank enters the
+      meeting after its own writes, and its later copies wait for the meeting, so they read the new values.
     * Asynchronous updates by an optimizer are not published in this way, because the first gather would then wait for
       the last update. Instead, `announce` publishes each update with a separate meeting, on a separate communicator and
       stream, which waits only for that update. Gathers of that shard wait for this meeting. All ranks announce the same
@@ -65,7 +66,7 @@ class PeerGather(Gather):
       only after its last gather of the shard in this backward. The update is not announced; the next gather publishes
       it.
     * `wait_for_readers` is a meeting that each rank enters after the copies that it has started. Weights may be written
-      after it. It is called at the end of every backward, and by explicit collectives.
+      after it. It is called at the end of every backward, and by functions such as `synchronize`.
     * If weights are written although they were gathered since the last `wait_for_readers`, a slower rank may have read
       them while they were being written. The next gather then raises RuntimeError.
     """
@@ -81,18 +82,18 @@ class PeerGather(Gather):
         open_meetings: Callable[[], Communicator],
         members: Sequence[int] | None = None,
     ) -> None:
-        """Create the gather of one world.
+        """Create a gather with peer copies.
 
         Args:
-            communicator: the communicator for the meetings, except those of announced updates.
+            communicator: the communicator whose all-reduces synchronize the copies with writes to the weights.
             collective: gathers the shards that are too small to be copied.
             memory: allocates, maps and copies the shards.
-            exchange: all-gathers a Python object.
+            exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
             smallest: the smallest size in bytes of a shard that is copied.
             device: this rank's device.
-            open_meetings: a collective function that opens the communicator for the meetings of announced updates. It
-                is called for the first announced update.
-            members: the ranks of `communicator`, in its order, as ranks of `exchange`. None if they are the same.
+            open_meetings: a collective function that opens a separate communicator, with which the ranks announce
+                asynchronous updates of weights. It is called for the first such update.
+            members: for each rank of `communicator`, its index in the result of `exchange`. None if both are equal.
         """
         self.communicator, self.collective = communicator, collective
         self._memory, self._exchange, self._smallest = memory, exchange, smallest
@@ -102,7 +103,7 @@ class PeerGather(Gather):
         self._made = 0
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._update_stream.follow()  # the current stream initializes the token that the update stream uses
+        self._update_stream.follow()  # because the current stream initializes the token that the update stream uses
         self._meetings = functools.cache(open_meetings)
         self._members = range(self._size) if members is None else members
 
@@ -173,7 +174,7 @@ class PeerGather(Gather):
         self._publish()
 
     def _publish(self) -> None:
-        """Make the copies that follow wait until every rank has completed its writes to shards.
+        """Make later copies wait until every rank has completed its writes to shards.
 
         Collective: every rank must call it.
         """
@@ -189,15 +190,16 @@ class PeerGather(Gather):
     def _check_unread(self, changed: list[_Shared]) -> None:
         if any(shared.read and shared.published >= 0 for shared in changed):
             raise RuntimeError(
-                f"rank {self._rank}: weights were written after a forward without a backward, so a slower rank may "
-                "have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, or use "
+                f"rank {self._rank}: weights were changed after a forward that was not followed by a backward. A "
+                "slower rank may still have been reading them for its forward, and have read them half written. Call "
+                "hf_bmtrain.synchronize() between the forward and the change, or use "
                 "init_distributed(gather='collective')."
             )
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return  # gathered with a collective, which each rank issues after it has waited for its own update
+            return  # this shard is gathered with a collective, which each rank enters only after its own update
         self._check_unread([shared])
         meetings = self._meetings()
 

@@ -1,4 +1,4 @@
-"""Memory that the processes of one host share, and copies from and to it."""
+"""Memory that the processes of one host share, and copies between it and a process's own tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class PeerMemory(Protocol):
         ...
 
     def map(self, handle: Any, nbytes: int) -> Any:
-        """Map memory of another process, so that `copy` can read and write it.
+        """Map memory of another process into this one, so that `copy` can read and write it.
 
         Args:
-            handle: from `allocate` in the other process.
+            handle: the handle that `allocate` returned in the other process.
             nbytes: the size of the memory.
         """
         ...
@@ -41,24 +41,24 @@ class PeerMemory(Protocol):
         ...
 
     def unlink(self, handle: Any) -> None:
-        """Remove the memory's file, if there is one, so that the memory is freed when its processes end.
+        """Delete the file through which the memory is shared, if there is one, after every process has mapped it.
 
-        Call this after every process has mapped the memory.
+        The memory itself is freed when no process maps it any longer.
         """
 
     def unmap(self, source: Any) -> None:
-        """Undo `map`. source: the value that `map` returned."""
+        """Unmap memory of another process. source: the value that `map` returned."""
 
     def free(self, handle: Any) -> None:
-        """Free memory that `allocate` made in this process, after every other process has unmapped it."""
+        """Free memory that this process allocated. Every other process must have unmapped it before."""
 
     def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
         """Start to copy each source to its target, after the work queued on the current stream so far.
 
         Args:
-            pairs: sequences of (target, source) pairs of equal size in bytes. The pairs of one sequence are copied one
-                after another, and the sequences in parallel. Targets and sources are contiguous tensors (n,) of this
-                process or mapped memory. At least one of each pair must be a tensor.
+            pairs: sequences of (target, source) pairs. The pairs of one sequence are copied one after another, and the
+                sequences in parallel. A target or source is a contiguous tensor (n,) of this process, or mapped memory.
+                Both have the same size in bytes, and at least one of the two must be a tensor.
         """
         ...
 
@@ -67,11 +67,11 @@ class PeerMemory(Protocol):
 
 
 class HostMemory:
-    """Files in shared memory, for processes that train on the CPU. Copies are synchronous."""
+    """Shared memory between processes that train on the CPU, through files in /dev/shm. Copies are synchronous."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
         nbytes = numel * dtype.itemsize
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None stands for the folder of temporary files
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the default folder for temporary files
         descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=folder)
         os.truncate(descriptor, nbytes)
         os.close(descriptor)
@@ -127,7 +127,7 @@ class _EventsTicket:
 class CudaMemory:
     """Memory from cudaMalloc, shared through CUDA IPC and copied by the GPU's copy engines.
 
-    Memory of torch's allocator is not used, because an IPC handle refers to a whole segment of the allocator's pool.
+    Memory of torch's allocator is not used, because an IPC handle shares a whole segment of it, with other tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -152,9 +152,9 @@ class CudaMemory:
                 torch.cuda.empty_cache()  # torch's allocator may have reserved memory that no tensor uses
                 address = self._runtime.malloc(nbytes)
             handle = bytes(self._runtime.ipcGetMemHandle(address))
-        slab = _Slab(address, nbytes)  # lives as long as any view of the tensor below
+        slab = _Slab(address, nbytes)  # the tensor below and its views keep it alive
         memory = torch.as_tensor(slab, device=self._device).zero_()
-        torch.cuda.current_stream(self._device).synchronize()  # other processes may write there as soon as this returns
+        torch.cuda.current_stream(self._device).synchronize()  # zeros must not overwrite what others write later
         return memory.view(dtype), (handle, address), weakref.ref(slab)
 
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:

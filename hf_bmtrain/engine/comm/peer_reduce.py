@@ -1,4 +1,4 @@
-"""Average gradients with peer copies within one host: every rank sends each other rank that rank's part."""
+"""Average gradients inside one host with peer copies: each rank writes directly to the memory of the other ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from .reduce import CollectingReducer, CollectiveReduction, PendingReduce, Reduc
 from .streams import DONE, Ticket, work_stream
 
 MAILBOXES = 2
-"""The number of mailboxes per rank: the other ranks fill one while this rank reads the other."""
+"""The number of mailboxes (memory that receives gradients) per rank. The other ranks fill one while this rank reads the
+other."""
 
 
 @dataclass(eq=False)
 class Mailbox:
-    """Memory of this rank to which the other ranks copy their values of one buffer's gradients.
+    """Memory of this rank into which the other ranks copy their gradients for this rank's shard of a flat buffer.
 
     Attributes:
         memory: (nbytes,) uint8.
-        number: its position among the mailboxes. Ranks use mailboxes with the same number for the same gradients.
-        free: a ticket for which the next copies into mailboxes with this number wait. When it is complete, no rank
-            reads its mailbox with this number any longer.
+        number: its index among this rank's mailboxes. All ranks use mailboxes with the same index for a reduction.
+        free: a ticket that completes when no rank reads its mailbox with this index any longer. The next copies into
+            these mailboxes wait for it.
     """
 
     memory: torch.Tensor
@@ -38,14 +39,18 @@ class Mailbox:
 
 
 class Mailboxes:
-    """This rank's MAILBOXES mailboxes of equal size, and the mapped mailboxes of the other ranks.
+    """The mailboxes of this rank, all of one size, and those of the other ranks, mapped into this process.
 
-    A mailbox has one row for each other rank, in rank order. The memory is outside torch's allocator. It stays
-    allocated until `free`, or until a gradient needs larger mailboxes.
+    A mailbox is memory into which the other ranks copy gradients. It has one row for each other rank, in rank order.
+    The memory is outside torch's allocator. It stays allocated until `free`, or until larger mailboxes are needed.
+
+    Args:
+        memory: allocates and maps the mailboxes.
+        exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
+        rank: this rank's number.
     """
 
     def __init__(self, memory: PeerMemory, exchange: Callable[[Any], list[Any]], rank: int) -> None:
-        """memory: allocates, maps and copies the mailboxes. exchange: all-gathers a Python object."""
         self._memory, self._exchange, self._rank = memory, exchange, rank
         self._handle: Any = None
         self._mapped: list[Any] = []
@@ -54,7 +59,7 @@ class Mailboxes:
         self.nbytes = 0
 
     def free(self) -> None:
-        """Free the mailboxes. This rank's last copy to or from one must be complete.
+        """Free the mailboxes. This rank's copies into other ranks' mailboxes, and its reads of its own, must be over.
 
         Collective: every rank must call it.
         """
@@ -68,7 +73,10 @@ class Mailboxes:
         self.boxes, self._mapped, self._handle, self.nbytes = [], [], None, 0
 
     def make(self, nbytes: int) -> None:
-        """Allocate mailboxes of `nbytes` bytes each. None may exist yet. Collective: every rank must call it."""
+        """Allocate this rank's mailboxes, of `nbytes` bytes each, and map those of the other ranks.
+
+        Collective: every rank must call it. If mailboxes already exist, call `free` first.
+        """
         full, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
         for rank, handle in enumerate(self._exchange(self._handle)):
             self._mapped.append(None if rank == self._rank else self._memory.map(handle, MAILBOXES * nbytes))
@@ -78,30 +86,31 @@ class Mailboxes:
         self._taken, self.nbytes = 0, nbytes
 
     def take(self) -> Mailbox:
-        """Return the next mailbox. The mailboxes are used in turn."""
+        """Return this rank's next mailbox. The mailboxes are used in turn."""
         self._taken += 1
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return the mailbox whose turn precedes that of `box`, which the previous reduction used."""
+        """Return this rank's mailbox that is used just before `box`, that is, by the previous reduction."""
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
-        """Return bytes start:stop of the mailbox of `rank` with the same number as `box`, as a target for copies."""
+        """Return bytes start:stop of the mailbox of `rank` with the same index as `box`, as a target for copies."""
         begin = box.number * self.nbytes
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
 
 
 class PeerReduction(Reduction):
-    """Reduces the gradients of blocks with peer copies.
+    """Averages the gradients of blocks with peer copies: each rank writes directly to the memory of the other ranks.
 
-    Small shards and unsupported dtypes are reduced with collectives.
+    For small shards and unsupported dtypes, collectives are used instead.
 
-    Nothing is packed. Each rank copies the elements of every other rank's shard, directly from autograd's tensors, into
-    that rank's mailbox, where they are laid out as in the shard. Then each rank sums the values in its mailbox and its
-    own values. A *meeting* is an all-reduce of one element. It completes on no rank before the streams of all ranks
-    have reached it. All ranks reduce the same flat buffers in the same order. Reduction k uses mailbox k mod S, with S
-    >= 2. Besides the streams of the peer memory, on which the copies run, a rank uses two streams:
+    Nothing is packed. Each rank copies the gradient elements of every other rank's shard, directly from autograd's
+    tensors, into that rank's mailbox, where they are laid out as in the shard. Then each rank sums the values in its
+    mailbox and its own values. A *meeting* is an all-reduce of one element. It completes on no rank before the streams
+    of all ranks have reached it. All ranks reduce the same flat buffers in the same order. Each rank has S mailboxes,
+    with S >= 2, and reduction k uses mailbox k mod S. The copies run on separate streams. Besides, a rank uses two
+    streams:
 
     * `pushing` starts the copies of reduction k. It first waits for the work that was queued on the current stream when
       `send` was called, which computes the gradients. It also waits for meeting k-S+1, after which the mailboxes are
@@ -129,13 +138,14 @@ class PeerReduction(Reduction):
         smallest: int,
         device: torch.device,
     ) -> None:
-        """Create the reduction of one world.
+        """Create a reduction with peer copies.
 
         Args:
-            collective: reduces small shards and unsupported dtypes. Its communicator is also used for the meetings.
-            memory: allocates, maps and copies the mailboxes.
-            exchange: all-gathers a Python object.
-            smallest: the smallest size in bytes of a shard whose gradients are reduced with copies.
+            collective: reduces small shards and unsupported dtypes. Its communicator also serves to wait until all
+                ranks have made their copies.
+            memory: allocates and maps the memory that receives gradients, and copies into it.
+            exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
+            smallest: the smallest size in bytes of a shard whose gradients are reduced with peer copies.
             device: this rank's device.
         """
         self.collective, self._communicator, self._smallest = collective, collective.communicator, smallest
@@ -155,9 +165,9 @@ class PeerReduction(Reduction):
         return _PeerReducer(self, layout, like.dtype, poison)
 
     def take(self, nbytes: int) -> Mailbox:
-        """Return the next mailbox, of at least `nbytes` bytes. Collective: every rank must call it.
+        """Return this rank's next mailbox, of at least `nbytes` bytes. Collective: every rank must call it.
 
-        If the mailboxes are too small, the host waits until all reductions are complete, and new ones are allocated.
+        If the mailboxes are too small, the host waits until all reductions are complete, and allocates larger ones.
         """
         if nbytes > self.boxes.nbytes:
             self.free()
@@ -169,12 +179,12 @@ class PeerReduction(Reduction):
         self.boxes.free()
 
     def carry(self, box: Mailbox, pushed: Sequence[tuple[Any, torch.Tensor]], add: Callable[[], object]) -> Ticket:
-        """Start the copies to other ranks' mailboxes, then the meeting, and then the sum of the received values.
+        """Queue the copies into other ranks' mailboxes, a wait for all ranks' copies, and the sum of what was received.
 
         Args:
             box: the mailbox that `take` returned last.
             pushed: (part of another rank's mailbox, tensor to copy there) pairs, copied one after another.
-            add: a function that queues the work which reads `box`.
+            add: a function that queues the sum, which reads `box`.
 
         Returns:
             A ticket that completes with the work queued by `add`.
@@ -183,19 +193,20 @@ class PeerReduction(Reduction):
         self._pushing.after(box.free)
         self._pushing.run(lambda: self._memory.copy([pushed]).wait())
         self._adding.after(self._pushing.record_event())
-        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting k (see PeerReduction)
+        # This all-reduce, meeting k in PeerReduction's description, completes when every rank has made its copies.
+        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())
         self.boxes.before(box).free = self._adding.record_event()
         self._adding.run(add)
         return self._adding.record_event()
 
 
 class _PeerReducer(CollectingReducer):
-    """Reduces the gradients of one flat buffer through the mailboxes.
+    """Averages the gradients of one flat buffer through the mailboxes.
 
     Attributes:
-        _local_ranges: (rank, its ranges) for each other rank, in the order of copying. A range is (index of a tensor,
-            range that the rank's shard stores). Empty ranges are left out.
-        _own: the ranges of this rank.
+        _local_ranges: for each other rank, in the order of copying: (rank, list of (index of a tensor, the range of the
+            tensor that the rank stores)). Empty ranges are left out.
+        _own: the same list for this rank.
     """
 
     def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
@@ -235,13 +246,18 @@ class _PeerReducer(CollectingReducer):
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
     def _target(self, box: Mailbox, other: int, local_range: Range) -> Any:
-        """Return the place in rank `other`'s mailbox for this rank's values of `local_range` of that rank's shard."""
-        row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # a mailbox has no row for its own rank
+        """Return the part of rank `other`'s mailbox for this rank's gradients of a range that rank `other` stores."""
+        row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # a mailbox has no row for its owner
         start = (row * self._layout.shard_numel + local_range.shard_start) * itemsize
         return self._peers.boxes.part(box, other, start, start + local_range.length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
-        """Write the mean to `shard` or add it to `total`, write the sums of squares, and zero the padding of both."""
+        """Write this rank's part of the mean to `shard`, or add it to `total` and write the sum to `shard`.
+
+        Also write the sums of squares to `squares`, and zero the padding of `shard` and `total`.
+
+        rows: (ranks - 1, n), the gradients that the other ranks have copied here. sources: this rank's gradients.
+        """
         parts = [squares.new_empty(0)] * len(sources)
         for index, local_range in self._own:
             there = slice(local_range.shard_start, local_range.shard_stop)

@@ -1,17 +1,17 @@
 """Average the gradients of a flat buffer over the ranks, and write this rank's part of the mean to its shard.
 
-This file contains the interface, the implementation with collectives, and that for one process. Gradients are packed
+This file contains the interface, an implementation with collectives, and one for a single process. Gradients are packed
 into one flat tensor on a separate stream, while the next block computes its backward. These waits ensure the order:
 
 * The packing stream first waits for the work that was queued on the current stream when `send` was called, which
   includes the computation of the gradients.
-* The collective waits for the packing, and the current stream waits for the collective in `PendingReduce.wait`. After
-  `send`, `wait` or `cancel` must be called before the same buffer is sent again.
+* The collective waits for the packing, and `PendingReduce.wait` makes the current stream wait for the collective. After
+  `send`, `wait` or `cancel` must be called before the gradients of the same flat buffer are sent again.
 * The gradients are referenced until `wait` or `cancel`. Otherwise the allocator, which reuses memory in the order of
   the current stream, would reuse their memory while the packing stream still reads it.
 
-Besides the shards, memory contains at most two blocks' gradients from autograd (`Schedule` ensures this), and two
-blocks' packed gradients. With one process, gradients are packed on the current stream.
+At any time, memory contains at most two blocks' gradients from autograd (`Schedule` ensures this) and two blocks'
+packed gradients, besides the shards. With one process, gradients are packed on the current stream.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .streams import DONE, Ticket, work_stream
 
 @dataclass(eq=False)
 class PendingReduce:
-    """A reduction that has been started and not yet waited for.
+    """A reduction of gradients that has been started and not yet waited for.
 
     Attributes:
-        arrived: the ticket of the result.
+        arrived: a ticket that completes when the result has arrived.
         gradients: the gradients that are being reduced, referenced until `wait` so that they are not freed.
         memory: the memory into which they are packed, which `wait` frees, or None if they are not packed.
-        added: (mean, running sum, shard) if `wait` must add the mean to the running sum and write the sum to the shard,
-            or None.
-        squares: (k,) float64. For each of the k gradients, the sum of squares of its elements in this rank's shard.
-            Read it after `wait`. None if this reduction does not compute it.
+        added: (mean, running sum, shard) if gradients are accumulated over several backwards: `wait` adds the mean to
+            the running sum and writes the sum to the shard. None if `wait` has nothing to add.
+        squares: (k,) float64, for gradient norms. For each of the k gradients, the sum of squares of the elements that
+            the reduction writes to this rank's shard. Read it after `wait`. None if the reduction does not compute it.
     """
 
     arrived: Ticket
@@ -51,9 +51,9 @@ class PendingReduce:
     squares: torch.Tensor | None = None
 
     def wait(self) -> None:
-        """Make the current stream wait for the result in the shard, and in the running sum if there is one.
+        """Make the current stream wait until the shard, and the running sum if there is one, contain the result.
 
-        Drops the references to autograd's gradients.
+        Also drop the references to autograd's gradients, and free the packed gradients.
         """
         self.arrived.wait()
         self.gradients = ()
@@ -68,26 +68,26 @@ class PendingReduce:
     def cancel(self) -> None:
         """Make the current stream wait until the reduction has ended, and discard its result.
 
-        Afterwards the contents of the shard are undefined. With peer copies, those of the running sum are undefined
-        too. With collectives or one rank, neither is written if there is a running sum.
+        Without a running sum, the contents of the shard are then undefined. A running sum and its shard are unchanged
+        with collectives or one rank, and undefined with peer copies.
         """
         self.added = None
         self.wait()
 
 
 Destination = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-"""A function that returns (shard, running sum or None), the destination of a backward's gradients. The first call in a
-backward allocates them."""
+"""A function that returns the tensors into which a backward's gradients are reduced: (shard, running sum or None). Its
+first call in a backward allocates them."""
 
 
 class Reducer(Protocol):
     """Averages the gradients of one flat buffer over the ranks, once per backward."""
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
-        """Accept the full gradient of one tensor ahead of `send`. Several gradients of one tensor are added up.
+        """Accept the full gradient of one tensor before `send`. Several gradients of one tensor are added up.
 
         Args:
-            index: the index of its tensor in the layout.
+            index: the index of the tensor in the layout.
             gradient: the gradient, in the tensor's full shape. The reducer may keep a reference and write to it.
             destination: returns the shard and the running sum that will be passed to `send`.
         """
@@ -98,12 +98,12 @@ class Reducer(Protocol):
         """Start to average the gradients over ranks. Collective: every rank must call it.
 
         Args:
-            gradients: the full gradients of the layout's tensors, in order. A gradient that is None and was not
-                collected counts as zero.
-            shard: (n,), written with this rank's part of the mean or, if there is a running sum, with the new sum,
-                rounded once.
-            total: (n,) in float32 or wider, a running sum to which the mean is added, or None. It may be `shard`
-                itself.
+            gradients: the full gradients of the layout's tensors, in order. None stands for a gradient that was passed
+                to `collect`, or else for zero.
+            shard: (n,), written with this rank's part of the mean. With a running sum, it is written with the new sum
+                instead, rounded to the shard's dtype.
+            total: (n,) in float32 or wider, the running sum of gradient accumulation, to which this rank's part of the
+                mean is added, or None. It may be `shard` itself.
         """
         ...
 
@@ -122,7 +122,7 @@ class Reduction(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of memory outside torch's allocator, and so not in its statistics. 0 by default."""
+        """The bytes that this reduction has allocated outside torch's allocator, not counted in torch's statistics."""
         return 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
@@ -137,7 +137,7 @@ class Reduction(Protocol):
         ...
 
     def free(self) -> None:
-        """Free memory that stays allocated between reductions, if there is any. Collective: every rank must call it."""
+        """Free memory that is kept from one reduction to the next, if any. Collective: every rank must call it."""
 
 
 class Packing:
@@ -150,11 +150,11 @@ class Packing:
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
         zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
-        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # one launch then copies gradients and zeros
+        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # so that one kernel copies gradients and zeros
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy the gradient of tensor `index` to its place, or add it to one that `add` has copied there before."""
+        """Copy the gradient of tensor `index` to its place. A second gradient of a tensor is added to the first."""
         if index in self._packed:
             self._views[index].add_(gradient)
         else:
@@ -164,7 +164,7 @@ class Packing:
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Copy the remaining gradients, zero the padding and missing gradients, and return `flat`.
 
-        gradients: one for each tensor, or None. A gradient is added if `add` has already copied one for its tensor.
+        gradients: for each tensor, its gradient or None. Where `add` has already copied a gradient, this one is added.
         """
         views, sources, missing = self._views, [gradient for gradient in gradients if gradient is not None], []
         if self._packed or len(sources) < len(views):
@@ -186,7 +186,7 @@ class Packing:
 class CollectingReducer:
     """Keeps references to the gradients that are collected before `send`, without copying or packing them.
 
-    A second gradient for the same index is added in place to the first.
+    A second gradient of the same tensor is added to the first in place.
     """
 
     def __init__(self) -> None:
@@ -219,9 +219,9 @@ class CollectiveReduction(Reduction):
     Args:
         communicator: the communicator of the ranks.
         device: this rank's device.
-        summed: the factor by which the mean over all ranks is multiplied. The size of a group of ranks that compute one
-            loss together gives sums over each group, and means over the groups. The mean is multiplied, and not the
-            gradients, which could overflow in half precision.
+        summed: a factor by which the mean over all ranks is multiplied. If groups of ranks compute one loss together
+            (tensor parallelism), pass the size of a group: gradients are then summed in each group, and averaged over
+            the groups. The mean is multiplied, because the gradients themselves could overflow in half precision.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device, summed: int = 1) -> None:
@@ -232,7 +232,7 @@ class CollectiveReduction(Reduction):
 
 
 class _CollectiveReducer(CollectingReducer):
-    """Packs gradients and reduces them. A gradient that makes up the whole flat buffer is reduced without packing."""
+    """Packs the gradients of a flat buffer and reduces them. A gradient that fills the buffer alone is not packed."""
 
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class _CollectiveReducer(CollectingReducer):
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
-        """Memory for the packed gradients, which is freed between reductions, and the Packing that fills it."""
+        """(memory for the packed gradients, the Packing that fills it). The memory is freed between reductions."""
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
@@ -266,14 +266,14 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        # With one rank, the communicator copied on this stream. Replicas on other hosts must wait for the copy.
+        # With one rank per host, the communicator only copies, on this stream. The mean over hosts waits for the copy.
         arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
         if self._owner.summed != 1:
             arrived = _Multiplied(arrived, arriving, self._owner.summed)
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether the first gradient makes up the whole buffer, in the form that packing would produce."""
+        """Return whether packing is unnecessary: the only gradient fills the buffer, contiguously and in its dtype."""
         first = gradients[0]
         if first is None or not self._single:
             return False
@@ -282,7 +282,7 @@ class _CollectiveReducer(CollectingReducer):
 
 
 class _Multiplied:
-    """The ticket of a result that `wait` multiplies by `factor`, on the current stream."""
+    """A ticket whose `wait` also multiplies the operation's result by `factor`, on the current stream."""
 
     def __init__(self, ticket: Ticket, result: torch.Tensor, factor: int) -> None:
         self._ticket, self._result, self._factor = ticket, result, factor
@@ -293,7 +293,7 @@ class _Multiplied:
 
 
 class LocalReduction(Reduction):
-    """The reduction of a world of one rank: gradients are packed into the shard, and nothing is sent."""
+    """The reduction for a single process: gradients are packed into the shard, and nothing is sent."""
 
     ahead = 0
 
@@ -302,10 +302,10 @@ class LocalReduction(Reduction):
 
 
 class _LocalReducer:
-    """Packs gradients into the shard itself, or into new memory if they are then added to a running sum.
+    """Packs gradients into the shard itself or, under gradient accumulation, into new memory to be added to the sum.
 
-    The gradients of a block are all there in `send`, and are concatenated. A collected gradient is packed at once, so
-    that its memory can be freed before the backward ends.
+    `send` concatenates the gradients if it gets all of them at once, as from a block. `collect` packs a gradient at
+    once, so that its memory can be freed before the backward ends.
     """
 
     def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
@@ -335,7 +335,7 @@ class _LocalReducer:
         self._open = None
 
     def _packing(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
-        """Return the packing of the current backward, creating it in the first call."""
+        """Return the Packing of the current backward. The first call in a backward creates it."""
         if self._open is None:
             self._open = Packing(self._memory(shard, total), self._layout, self._shapes)
         return self._open

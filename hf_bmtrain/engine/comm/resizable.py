@@ -6,15 +6,21 @@ import torch
 
 
 class ResizableStorage:
-    """A storage that is resized between 0 and `numel` elements.
+    """A flat tensor whose memory can be freed and allocated again, while views of it stay usable.
 
-    Views of `tensor`, including views that autograd saved, stay valid across `free` and `allocate`. So a block's full
-    parameters can be freed between its forward and its backward without recomputing the forward. Reading a view while
-    the storage is empty is undefined; on the CPU it crashes. The memory is allocated at first, because views can be
-    made only of allocated memory.
+    Views of `tensor`, including views that autograd has saved, refer to the new memory after `free` and `allocate`. A
+    block's full parameters can therefore be freed between its forward and its backward without recomputing the forward.
+    Reading a view while the memory is freed is undefined; on the CPU it crashes. The memory is allocated at first,
+    because views can be made only of allocated memory.
+
+    Args:
+        numel: the number of elements.
+        dtype: their dtype.
+        device: the device of the memory.
+        poison: whether to fill the memory with NaN before it is freed and when it is allocated again, for debugging.
 
     Attributes:
-        tensor: (numel,), the tensor over the whole storage.
+        tensor: (numel,), the tensor over the whole memory.
         allocated: whether the memory is allocated.
     """
 
@@ -23,12 +29,12 @@ class ResizableStorage:
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         numbers = dtype.is_floating_point or dtype.is_complex
-        # A uint8 storage contains packed floats. 0xFF bytes are NaN in float8_e4m3fn and in all wider floats.
+        # A uint8 tensor contains the bytes of floats. Bytes of 0xFF are NaN in float8_e4m3fn and in all wider floats.
         self._poison = (float("nan") if numbers else 0xFF) if poison else None
         self.allocated = True
 
     def allocate(self) -> torch.Tensor:
-        """Allocate the storage. Its contents are undefined, or NaN with `poison`."""
+        """Allocate the memory unless it is allocated, and return `tensor`. New contents are undefined."""
         if not self.allocated:
             self._storage.resize_(self._nbytes)
             self.allocated = True
@@ -37,7 +43,7 @@ class ResizableStorage:
         return self.tensor
 
     def free(self) -> None:
-        """Free the memory for reuse by work that is queued later on the current stream. Views stay valid."""
+        """Free the memory. Work queued on the current stream later may reuse it. Views are usable after `allocate`."""
         if self.allocated and self._nbytes:
             if self._poison is not None:
                 self.tensor.fill_(self._poison)
@@ -45,21 +51,21 @@ class ResizableStorage:
             self.allocated = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of this storage."""
+        """Return whether `tensor` is in this memory."""
         return shares_storage(tensor, self.tensor)
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
         """Return a view of `shape` that starts at element `start` and has its own version counter.
 
-        It is made from `.data`. With a shared counter, autograd would take each refill of the storage for an in-place
-        write to the views that it has saved, and backward would raise an error.
+        With a shared counter, autograd would take each later write to the memory for an in-place write to the views
+        that it has saved, and backward would raise an error. A view of `.data` has its own.
         """
         assert self.allocated
         return self.tensor.data[start : start + shape.numel()].view(shape)
 
 
 def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the elements of `tensor`, which may be sparse, are in the storage of the dense tensor `other`."""
+    """Return whether two tensors share one storage. If `tensor` is sparse, the storage of its values is compared."""
     try:
         return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
     except NotImplementedError:  # sparse tensors, and tensors inside vmap, have no storage

@@ -1,4 +1,4 @@
-"""Queues of work that runs concurrently with the computation: CUDA streams, or immediate execution without CUDA."""
+"""Run work concurrently with the computation, on separate CUDA streams. On the CPU, the work runs at once instead."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Ticket(Protocol):
     """A handle of an asynchronous operation. Call `wait` once before using the operation's result."""
 
     def wait(self) -> None:
-        """Make the current stream wait for the operation, or the host if the operation is not on a GPU."""
+        """Make the current CUDA stream wait for the operation. If the operation is not on a GPU, block the host."""
 
 
 class Event(Ticket, Protocol):
-    """A point in the queue of a work stream. `wait` makes the current stream wait until the queue has reached it."""
+    """A point in a queue of work, like a CUDA event. `wait` makes the current stream wait for the work before it."""
 
     def synchronize(self) -> None:
-        """Make the host wait until the queue has reached this point."""
+        """Make the host wait until the work before this point is complete."""
 
 
 class _Done:
@@ -39,14 +39,14 @@ class WorkStream:
 
     Args:
         device: the CUDA device.
-        priority: the stream's priority: -1 runs before the computation if both are ready; 0 is equal priority.
+        priority: the stream's priority: -1 to run before the computation when both are ready, 0 for equal priority.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device, priority=priority)
 
     def run(self, function: Callable[[], object]) -> None:
-        """Call `function` with the CUDA stream of this queue as the current stream."""
+        """Call `function` with this queue's CUDA stream as the current stream, on which it queues its kernels."""
         with torch.cuda.stream(self._stream):
             function()
 
@@ -59,14 +59,14 @@ class WorkStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def record_event(self) -> Event:
-        """Return an event that completes with all work queued so far."""
+        """Return an event that is reached when all work queued so far is complete."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
 
 class Immediate:
-    """The queue of a device without streams. When `run` returns, the work of its function is complete."""
+    """A queue for the CPU, which has no streams: `run` calls its function at once, so that nothing has to wait."""
 
     def run(self, function: Callable[[], object]) -> None:
         function()
@@ -88,10 +88,13 @@ def finish(device: torch.device) -> None:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether `device` has memory separate from the host's. The meta device, which stands for a GPU, does."""
+    """Return whether `device` has memory separate from the host's. True for the meta device, which stands for a GPU."""
     return device.type != "cpu"
 
 
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
-    """Return a queue of work that runs concurrently with the computation on `device`; see `WorkStream`."""
+    """Return a new queue for work that runs concurrently with the computation, if `device` is a CUDA device.
+
+    On another device, work runs at once. priority: the CUDA stream's priority; -1 is higher than the computation's.
+    """
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()

@@ -1,5 +1,6 @@
-"""This process as one of the ranks: its rank and device, the communicators, the world and the monitor.
+"""Find this process's rank and device, and connect it to the other ranks.
 
-The world, the only global variable of the library, is here. It refers to the schedule of forward and backward, which is
-in `blocks`. Nothing here depends on flat buffers, modules, parameters or optimizers.
+`world.World` holds the result: the rank, the device, and the communicators. The world of a process is the only global
+variable of the package. `monitor` is the interface of the code that watches the other ranks for failures. Nothing here
+depends on flat buffers, modules, parameters or optimizers.
 """

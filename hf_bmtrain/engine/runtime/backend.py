@@ -1,4 +1,4 @@
-"""Open the communicators of a world: for one process, with gloo on the CPU, or with NCCL and peer copies on CUDA."""
+"""Open the communicators between all ranks: with gloo on the CPU; with NCCL, and copies between GPUs, on GPUs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# This import must come before a default process group exists, because the imported functions get that group as the
-# default value of an argument. If an optimizer imported it later, this reference would keep the group's threads running
-# until the interpreter ends, even after the group is destroyed.
+# Import this before a default process group exists, because it stores the present group in default arguments. If an
+# optimizer imported it later, that reference would keep the group's threads running until the interpreter ends, even
+# after the group is destroyed.
 import torch.distributed.nn.functional
 
 from ..comm.agreement import agree
@@ -45,17 +45,17 @@ _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer", "two-level")
 SHARD_OVER = ("world", "host", "host+world", "auto")
 SLOW_LINK = 0.5
-"""With `shard_over="auto"`, every host keeps all weights if the bandwidth between hosts is less than this fraction of
-that inside a host."""
+"""With `shard_over="auto"`, every host keeps a copy of all weights if the bandwidth between hosts is less than this
+fraction of the bandwidth inside a host."""
 _TRACE_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-MEASURED = 4 << 20  # bytes that each rank sends to measure a bandwidth
+MEASURED = 4 << 20  # size in bytes of each rank's shard in the all-gathers that measure a bandwidth
 SMALLEST_PULLED = 16 << 20
-"""The smallest size in bytes of a shard that is gathered with peer copies, which are then faster than NCCL between
-H200s. Smaller shards are gathered with peer copies only if `gather="peer"`."""
+"""The smallest size in bytes of a shard that is gathered with peer copies by default. From this size on, they are
+faster than NCCL between H200s. With `gather="peer"`, smaller shards are gathered with peer copies, too."""
 
 
 class Backend(NamedTuple):
-    """The objects through which the ranks of a world communicate.
+    """The communicators of this rank, and the objects built on them.
 
     Attributes:
         gather: the communicator of all ranks for all-gathers.
@@ -65,11 +65,12 @@ class Backend(NamedTuple):
         saves_shards: whether this rank writes its shard to checkpoints. If every host stores all shards, only the ranks
             of the first host do.
         blocks: averages the gradients of blocks.
-        outside: averages the gradients of root parameters.
+        outside: averages the gradients of root parameters, which are outside blocks or shared by several.
         control: exchanges Python objects.
         opened: all communicators that have been opened.
-        open_group: a collective function that divides the ranks into groups (see `group_of`), and returns the
-            communicator of this rank's group. Called with the same arguments again, it returns the same communicator.
+        open_group: a collective function `(size, stride=1)` that divides all ranks into groups of `size` ranks at
+            distances of `stride`, and returns the communicator of this rank's group. The same arguments give the same
+            communicator again.
     """
 
     gather: Communicator
@@ -88,10 +89,10 @@ class _Division(NamedTuple):
     """How the shards are divided between ranks.
 
     Attributes:
-        gather: the communicator of the ranks that store different shards, for all-gathers.
-        reduce: the communicator of these ranks for reductions of gradients.
-        sums: the communicator of these ranks for sums over shards.
-        members: these ranks. If they are on one host, the order is that of their shards.
+        gather: the communicator for all-gathers between the ranks that store different shards.
+        reduce: the communicator of the same ranks for reductions of gradients.
+        sums: the communicator of the same ranks for sums over shards.
+        members: the numbers of these ranks. If they are on one host, they are in the order of their shards.
         rail: the communicator of the ranks that store the same shard, or None if each shard is stored once.
     """
 
@@ -103,13 +104,19 @@ class _Division(NamedTuple):
 
 
 def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
-    """Raise ValueError unless these arguments of `open_backend` have valid values."""
+    """Raise ValueError unless these arguments of `init_distributed` are valid and can be combined."""
     if not isinstance(shard_over, str) or shard_over not in SHARD_OVER:
         raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
     if gather == "two-level" and shard_over == "host":
-        raise ValueError("gather='two-level' does not work with shard_over='host', which gathers nothing between hosts")
+        raise ValueError(
+            "gather='two-level' does not work with shard_over='host', with which nothing is all-gathered between "
+            "hosts. Use gather='auto'."
+        )
     if gather == "collective" and shard_over == "host+world":
-        raise ValueError("shard_over='host+world' gathers in two levels. Use gather='auto' or 'two-level'.")
+        raise ValueError(
+            "gather='collective' does not work with shard_over='host+world', with which parameters are all-gathered "
+            "first between hosts and then inside each host. Use gather='auto' or 'two-level'."
+        )
     if not isinstance(gather, str) or gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if not isinstance(init_method, str) or "://" not in init_method:
@@ -127,7 +134,7 @@ def open_backend(
     facts: Mapping[str, Any],
     monitor: Monitor,
 ) -> Backend:
-    """Initialize torch's process group, unless it is initialized, and open the communicators of a world.
+    """Initialize torch's default process group, unless it is initialized, and open the communicators between all ranks.
 
     Collective: every rank must call it.
 
@@ -139,14 +146,14 @@ def open_backend(
         gather: how shards are all-gathered, one of GATHERS.
         shard_over: the ranks over which parameters are sharded, one of SHARD_OVER.
         init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
-        facts: other values that must be equal on all ranks.
-        monitor: watches the communicators. This function opens it.
+        facts: {name: value}, further values that must be equal on all ranks.
+        monitor: watches the other ranks and the communicators. This function starts it.
 
     Returns:
         The communicators, and the objects built on them.
 
     Raises:
-        RuntimeError: a package is missing, the ranks did not meet in time, the arguments, versions or `facts` differ
+        RuntimeError: a package is missing, not all ranks called this in time, the arguments, versions or `facts` differ
             between ranks, or `gather` or `shard_over` is not possible on these hosts.
     """
     if size == 1:
@@ -157,7 +164,7 @@ def open_backend(
             single, single, shards, single, True, local, local, control, [], lambda group_size, stride=1: single
         )
     if device.type == "cuda":
-        import_nccl()  # report a missing CuPy before anything waits for other ranks
+        import_nccl()  # so that a missing CuPy is reported before this rank waits for others
     _join(rank, size, device, timeout, init_method, monitor)
     control = ObjectComm(size, timeout)
     own = {"device": device.type, "gather": gather, "shard_over": shard_over, "timeout": timeout.total_seconds()}
@@ -165,14 +172,17 @@ def open_backend(
     opened: list[Communicator] = []
 
     def interrupt() -> None:
-        if device.type == "cuda":  # on the CPU, waiting operations check for a problem themselves
+        if device.type == "cuda":  # on the CPU, operations that wait check for problems themselves
             abort_all(opened)
 
     def busy() -> bool:
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
     def open_communicator(name: str, groups: Groups = (range(size),)) -> Communicator:
-        """Open a communicator of this rank's group. All groups must have the same size."""
+        """Open the communicator of this rank's group. All groups must have the same size.
+
+        Collective: every rank must call it.
+        """
         members = next(group for group in groups if rank in group)
         if len(members) == 1:
             return SingleProcess()
@@ -215,11 +225,11 @@ def open_backend(
     if smallest is None:
         return found
     members = divided.members
-    # There are two objects, so that gathers and reductions copy on separate streams.
+    # Two objects, each with its own streams, so that gathers and reductions do not wait for each other's copies.
     pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device) for _ in range(2))
 
     def exchange(value: Any) -> list[Any]:
-        """Return the values of `members`. Collective: all ranks of the world must call it."""
+        """Return the values that the ranks `members` pass. Collective: every rank must call it, also the others."""
         values = control.gather(value)
         return [values[member] for member in members]
 
@@ -246,12 +256,16 @@ def _divide(
     Collective: every rank must call it.
 
     Args:
-        rank, device, gather, shard_over: as for `open_backend`.
+        rank: this process's rank.
+        device: this rank's device.
+        gather: how shards are all-gathered, one of GATHERS.
+        shard_over: the ranks over which parameters are sharded, one of SHARD_OVER except "auto".
         hosts: the ranks of each host.
         gathering: the communicator of all ranks for all-gathers.
         reducing: the communicator of all ranks for reductions.
-        open_inside: a collective function that opens a communicator inside each host, given its name.
-        open_rail: a collective function that opens a communicator between hosts for each rail, given its name.
+        open_inside: a collective function that takes a name, and returns a communicator between the ranks of this host.
+        open_rail: a collective function that takes a name, and returns a communicator between the ranks that have this
+            rank's index on their hosts, one of each host.
 
     Raises:
         RuntimeError: `gather` or `shard_over` is not possible on these hosts.
@@ -268,7 +282,11 @@ def _divide(
             )
         members = next(host for host in hosts if rank in host)
         inside, rail = [open_inside(name) for name in ("gather", "reduce")], open_rail("reduce")
-        _log.info("rank %d: %s: every host stores all shards, and gradients are averaged between hosts", rank, numbers)
+        _log.info(
+            "rank %d: %s: parameters are sharded over the ranks of each host, and gradients are also averaged between "
+            "hosts",
+            rank, numbers,
+        )  # fmt: skip
         return _Division(
             ShardGroup(inside[0], gathering, hosts[0]),
             ShardGroup(inside[1], reducing, hosts[0]),
@@ -281,23 +299,33 @@ def _divide(
     elif several and counts == {1}:
         reason = "each host has one rank"
     if gather == "two-level" and reason is not None:
-        raise RuntimeError(f"init_distributed(gather='two-level'): {reason} ({numbers}). Use gather='auto'.")
+        raise RuntimeError(
+            "init_distributed(gather='two-level') needs several hosts with equally many ranks, at least two on each, "
+            f"but {reason} ({numbers}). Use gather='auto'."
+        )
     if shard_over == "host+world" and several and reason is not None:
-        raise RuntimeError(f"init_distributed(shard_over='host+world'): {reason} ({numbers}). Use shard_over='world'.")
+        raise RuntimeError(
+            "init_distributed(shard_over='host+world') needs hosts with equally many ranks, at least two on each, but "
+            f"{reason} ({numbers}). Use shard_over='world'."
+        )
     if not several or gather == "peer":
         return flat
     if gather == "collective" or reason is not None:
         why = reason or "gather='collective'"
-        _log.info("rank %d: %s: shards are exchanged directly between all ranks, because %s", rank, numbers, why)
+        _log.info(
+            "rank %d: %s: parameters are all-gathered between all ranks at once, not first between hosts, because %s",
+            rank, numbers, why,
+        )  # fmt: skip
         return flat
     order = [number for rail in zip(*hosts) for number in rail]
     two = [
         TwoLevels(open_inside(name), open_rail(name), all_ranks, order, device)
         for name, all_ranks in (("gather", gathering), ("reduce", reducing))
     ]
-    once = "once per step" if shard_over == "host+world" else "once"
+    once = "once per training step" if shard_over == "host+world" else "once per all-gather"
     _log.info(
-        "rank %d: %s: shards are exchanged first between hosts, so that each enters a host %s, then inside it by %s",
+        "rank %d: %s: parameters are all-gathered first between hosts, which sends each shard to a host only %s, and "
+        "then inside each host with %s",
         rank, numbers, once, "gloo" if device.type == "cpu" else "NCCL",
     )  # fmt: skip
     return flat._replace(gather=two[0], reduce=two[1], sums=two[1])
@@ -312,37 +340,45 @@ def _choose_ranks(
     open_rail: Callable[[str], Communicator],
     exchange: Callable[[Any], list[Any]],
 ) -> str:
-    """Return the value of `shard_over` that "auto" stands for, the same on all ranks, and log the reason.
+    """Return the value of `shard_over` that "auto" selects, the same on all ranks, and log the reason.
 
-    Collective: every rank must call it. The model is not known yet. "host+world" is therefore preferred to "host": it
-    sends as much between hosts, and needs little more memory than "world".
+    Collective: every rank must call it. Whether the optimizer states fit on one host is not known yet, because there is
+    no model. "host+world" is therefore preferred to "host": it sends as much between hosts, and needs little more
+    memory than "world".
 
     Args:
-        rank, device, gather, hosts, open_inside, open_rail: as for `_divide`.
-        exchange: all-gathers a Python object.
+        rank: this process's rank.
+        device: this rank's device.
+        gather: how shards are all-gathered, one of GATHERS.
+        hosts: the ranks of each host.
+        open_inside: a collective function that takes a name, and returns a communicator between the ranks of this host.
+        open_rail: a collective function that takes a name, and returns a communicator between the ranks that have this
+            rank's index on their hosts, one of each host.
+        exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
     """
     if len(hosts) == 1:
-        _log.info("rank %d: shard_over='auto': 'world', because there is one host", rank)
+        _log.info("rank %d: shard_over='auto' selects 'world', because there is one host", rank)
         return "world"
     if {len(host) for host in hosts} != {len(hosts[0])} or len(hosts[0]) == 1:
-        _log.info("rank %d: shard_over='auto': 'world', because there are %s", rank, _describe(hosts))
+        _log.info("rank %d: shard_over='auto' selects 'world', because there are %s", rank, _describe(hosts))
         return "world"
     if gather == "peer":
-        _log.info("rank %d: shard_over='auto': 'host', because gather='peer' copies only inside a host", rank)
+        _log.info("rank %d: shard_over='auto' selects 'host', because gather='peer' works only inside a host", rank)
         return "host"
     mine = [_bytes_a_second(each, device) for each in (open_inside("gather"), open_rail("reduce"))]
     inside, between = (min(values) for values in zip(*exchange(mine)))
     kept = "host" if gather == "collective" else "host+world"
     chosen = kept if between < SLOW_LINK * inside else "world"
     _log.info(
-        "rank %d: shard_over='auto': '%s', because a rank receives %.2f GB/s from other hosts, %.2f inside its host",
+        "rank %d: shard_over='auto' selects '%s', because a rank receives %.2f GB/s from other hosts, %.2f GB/s from "
+        "its own host",
         rank, chosen, between / 1e9, inside / 1e9,
     )  # fmt: skip
     return chosen
 
 
 def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
-    """Return the bytes per second that a rank receives in an all-gather, the fastest of three.
+    """Measure the bytes per second that this rank receives in an all-gather, and return the highest of three results.
 
     Collective: every rank must call it.
     """
@@ -365,7 +401,7 @@ def _describe(hosts: Groups) -> str:
 
 
 def _hosts(names: Sequence[Any]) -> list[list[int]]:
-    """Return the ranks of each host, in ascending order, the host of rank 0 first. names: the host of each rank."""
+    """Return a list of ranks for each host, beginning with the host of rank 0. names: the host of each rank."""
     found: dict[Any, list[int]] = {}
     for rank, name in enumerate(names):
         found.setdefault(name, []).append(rank)
@@ -373,7 +409,7 @@ def _hosts(names: Sequence[Any]) -> list[list[int]]:
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_method: str, monitor: Monitor) -> None:
-    """Initialize torch's default process group if it is not initialized."""
+    """Initialize torch's default process group, unless it is initialized. Collective: every rank must call it."""
     if dist.is_initialized():
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -393,14 +429,15 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
         dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {rank}: the {size} ranks did not meet in init_distributed within {timeout.total_seconds():.0f} s. "
-            "Another rank raised an error or ended earlier (look for the first error in the logs of all ranks), hangs, "
-            f"was not started, or was given another address. ({str(error).strip().splitlines()[0]})"
+            f"rank {rank}: not all {size} ranks found each other in init_distributed within "
+            f"{timeout.total_seconds():.0f} s. Another rank raised an error or ended earlier (look for the first error "
+            "in the logs of all ranks), hangs, was not started, or was given another address. "
+            f"({str(error).strip().splitlines()[0]})"
         ) from None
     finally:
         if not chosen:
             del os.environ[_TRACE_ON_TIMEOUT]
-    del met  # `met` kept the store open until the process group had connected to it
+    del met  # it kept the store open, in which the ranks find each other, until the process group was connected
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
@@ -416,7 +453,7 @@ def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
-    """Return {package: version} for versions that must be equal on all ranks, as results may depend on them."""
+    """Return {package: version} for the packages whose versions must be equal on all ranks."""
     package: Any = sys.modules[__name__.split(".")[0]]
     found = {
         "Python": ".".join(map(str, sys.version_info[:2])),
@@ -432,32 +469,42 @@ def _versions(device: torch.device) -> dict[str, Any]:
 def _smallest_copied(
     rank: int, device: torch.device, gather: str, members: Sequence[int], hosts: Groups, exchange
 ) -> int | None:
-    """Return the smallest size in bytes of a shard that is gathered and reduced with peer copies.
+    """Return the smallest size in bytes of a shard that is exchanged with peer copies, or None if none is.
 
-    Collective: every rank must call it. Returns None if collectives are used for all shards: if the user chose them, if
-    the ranks `members`, which store different shards, cannot access each other's memory, or by default on the CPU,
-    where peer copies are slower.
+    Collective: every rank must call it. No shard is exchanged with peer copies if the user chose collectives, if the
+    ranks `members`, which store different shards, cannot access each other's memory, or by default on the CPU, where
+    peer copies are slower.
     """
     if gather in ("collective", "two-level") or len(members) == 1:
         return None
     reason = _hindrance(device, members, hosts, exchange)
     if reason is not None and gather == "peer":
-        raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
+        raise RuntimeError(
+            f"init_distributed(gather='peer') needs ranks that can access each other's memory, but {reason}. Use "
+            "gather='auto' or 'collective'."
+        )
     if reason is not None:
-        _log.info("rank %d: shards are gathered and reduced with collectives, because %s", rank, reason)
+        _log.info(
+            "rank %d: ranks exchange parameters and gradients with collectives, not by copying between their memories, "
+            "because %s",
+            rank, reason,
+        )  # fmt: skip
         return None
     if gather == "auto" and device.type == "cpu":
         return None
     smallest = 0 if gather == "peer" else SMALLEST_PULLED
-    _log.info("rank %d: shards of at least %d MiB are gathered and reduced with peer copies", rank, smallest >> 20)
+    _log.info(
+        "rank %d: ranks exchange parameters and gradients by copying between their memories if a shard has at least "
+        "%d MiB, and with collectives otherwise",
+        rank, smallest >> 20,
+    )  # fmt: skip
     return smallest
 
 
 def _hindrance(device: torch.device, members: Sequence[int], hosts: Groups, exchange) -> str | None:
     """Return why the ranks `members` cannot access each other's memory, or None if they can.
 
-    Collective: every rank must call it.
-    The result is equal on all ranks.
+    Collective: every rank must call it. The result is equal on all ranks.
     """
     if not any(set(members) <= set(host) for host in hosts):
         return f"the ranks are on {len(hosts)} hosts"
@@ -468,7 +515,7 @@ def _hindrance(device: torch.device, members: Sequence[int], hosts: Groups, exch
     others = [index for _, index in mine if index != device.index]
     blocked = [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
     if len({visible for visible, _ in mine}) > 1:
-        report = "the ranks see different CUDA devices (CUDA_VISIBLE_DEVICES)"
+        report = "CUDA_VISIBLE_DEVICES differs between the ranks"
     elif blocked:
-        report = f"cuda:{device.index} cannot access GPUs {blocked}"
+        report = f"cuda:{device.index} cannot access the memory of GPUs {blocked}"
     return next((found for found in exchange(report) if found), None)

@@ -47,10 +47,10 @@ def find_place() -> tuple[int, int, int]:
 
 
 def find_host() -> tuple[str, str]:
-    """Return (name, boot identifier) of this process's host, which together identify it.
+    """Return (host name, boot identifier), which together identify the host of this process.
 
-    The kernel's boot identifier distinguishes hosts of the same name. It is "" if it cannot be read. For tests, the
-    environment variable HF_BMTRAIN_HOST replaces both, so that processes on one host can stand for several hosts.
+    The Linux kernel's boot identifier distinguishes hosts of the same name. It is "" if it cannot be read. For tests,
+    the environment variable HF_BMTRAIN_HOST replaces both, so that processes on one host can stand for several hosts.
     """
     pretended = os.environ.get("HF_BMTRAIN_HOST")
     if pretended:
@@ -63,12 +63,12 @@ def find_host() -> tuple[str, str]:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Return this rank's GPU, after making it torch's current device.
+    """Make this rank's GPU torch's current device, and return it.
 
     Returns the CPU if there is no GPU, or if the environment variable ACCELERATE_USE_CPU is set to true.
 
     Args:
-        local_rank: this rank's number on its host, which is the number of its GPU.
+        local_rank: this rank's number on its host. It is also the number of its GPU.
 
     Raises:
         RuntimeError: the host has GPUs, but none with this number.

@@ -1,7 +1,4 @@
-"""The interface between the engine and a monitor, which finds out what is wrong on other ranks.
-
-The implementation is in `hf_bmtrain.faults`.
-"""
+"""The interface of the monitor, which watches the other ranks for failures. `hf_bmtrain.faults` implements it."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from ..comm.communicator import Communicator
 from ..comm.object_comm import ObjectComm
 
 EXIT = "the end of the program"
-"""The occasion of the barrier at which ranks wait for each other before their processes end."""
+"""The name, in messages, of the barrier at which ranks wait for each other before their processes end."""
 
 
 class Monitor:
-    """Watches the other ranks, to find out which of them failed, is missing, or issued other collectives.
+    """Watches the other ranks, to find out whether one has failed, is missing, or has issued other collectives.
 
-    It then stops this rank, which would otherwise wait for them. This base class does nothing; it serves a single
-    process and a simulation.
+    If so, it stops this rank, which would otherwise wait for that rank. This base class does nothing, which suits a
+    single process and a simulation.
 
     Attributes:
         names: {number of a flat buffer: its name in messages}.
@@ -31,11 +28,11 @@ class Monitor:
 
     @property
     def problem(self) -> str | None:
-        """Why every rank must stop, such as an error of another rank, or None."""
+        """The reason for which every rank must stop, such as an error of another rank, or None."""
         return None
 
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
-        """Wait until all ranks have called this, before torch's process group is initialized.
+        """Wait until all ranks have called this. It is called before torch's process group is initialized.
 
         Collective: every rank must call it.
 
@@ -60,35 +57,35 @@ class Monitor:
         Args:
             control: exchanges objects between the ranks.
             rank: this process's rank.
-            interrupt: a function to call when a problem is found. It ends this rank's GPU operations that wait for
-                other ranks.
+            interrupt: a function that the monitor calls when it finds a problem. It ends those GPU operations of this
+                rank that wait for other ranks.
             busy: a function that returns whether this rank's device has unfinished work. Any thread may call it.
         """
 
     def add(self, communicator: Communicator) -> None:
-        """Watch the collectives of a new communicator. Every rank adds its communicators in the same order."""
+        """Watch the collectives of a new communicator. All ranks must add their communicators in the same order."""
 
     def excerpts(self) -> list[Excerpt]:
-        """Return the last entries of each communicator's collective log, for `compare` on another rank."""
+        """Return, for each communicator, the last collectives of this rank, for `compare` on another rank."""
         return []
 
     def compare(self, rank: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Compare this rank's collective logs with those of another rank.
+        """Find out whether another rank has issued other collectives than this rank.
 
         Args:
             rank: the other rank.
             theirs: the result of `excerpts` on that rank.
 
         Returns:
-            A description of the first difference, or None.
+            A description of the first difference, or None if there is none.
         """
 
     def missing(self) -> str:
-        """Describe the ranks for which this rank waits, their places in their programs, and the likely cause."""
+        """Describe the ranks for which this rank waits, the lines of code at which they are, and the likely cause."""
         return ""
 
     def end(self, how: str) -> None:
-        """Tell the other ranks how this rank's program ended. Only the first call has an effect."""
+        """Tell the other ranks how this rank's program ended, in the words of `how`. Later calls have no effect."""
 
     def stop(self) -> None:
         """Stop watching the other ranks."""

@@ -1,4 +1,4 @@
-"""The world, which is the set of processes that train together. It is the only global state of the library."""
+"""The world: the ranks that train together, as seen from this process. It is the only global state of the package."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..comm.communicator import Communicator, Gather, OpenGroup
 from ..comm.object_comm import ObjectComm
 from .monitor import Monitor
 
-if TYPE_CHECKING:  # `blocks` may import this folder, so this folder may not import `blocks` at run time
+if TYPE_CHECKING:  # at run time, these folders import this one, so importing them here would be circular
     from ..blocks.recompute import LayerFeatures
     from ..blocks.schedule import ForwardDepth, Schedule
     from ..sharding.storage import StorageKind
 
 
 class BufferCount:
-    """Counts the flat buffers of a world, which gives each a number. The count is the same on every rank.
+    """Counts flat buffers as they are made, to number them. A buffer has the same number on every rank.
 
     Attributes:
         made: the number of flat buffers made so far.
@@ -35,11 +35,11 @@ class BufferCount:
 
 
 class SavedState(NamedTuple):
-    """Two collective functions with which a feature saves an object in checkpoints and loads it again.
+    """Two collective functions with which a feature saves its own object in checkpoints and loads it again.
 
     Attributes:
-        save: takes the world and a model, and returns an object to store in the checkpoint.
-        load: takes the world, a model, and the stored object, or None if the checkpoint has none.
+        save: takes the world and a model, and returns the object to store in the checkpoint.
+        load: takes the world, a model, and the stored object, or None if the checkpoint contains no such object.
     """
 
     save: Callable[[World, torch.nn.Module], Any]
@@ -48,7 +48,7 @@ class SavedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """The tensor-parallel groups: groups of `size` consecutive ranks into which all ranks are divided.
+    """The tensor-parallel groups. All ranks are divided into groups of `size` consecutive ranks.
 
     Attributes:
         size: the number of ranks of a group.
@@ -56,7 +56,7 @@ class Grid:
         groups: the number of groups.
         group: the index of this rank's group.
         together: the communicator of this rank's group.
-        across: the communicator of one rank of each group: those whose index in their group is `place`.
+        across: the communicator of the ranks that have the same index in their group as this rank, one of each group.
     """
 
     size: int
@@ -84,28 +84,27 @@ class World:
             and may differ from those of the world. Its broadcasts reach all ranks of the world.
         control: exchanges Python objects.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
-        inside: the present depth of nested calls of sharded modules.
-        schedule: the blocks that are unsharded, and the reductions that are pending, in the current forward or
-            backward.
-        layer_features: creates the parts of a new block that decide when and how its forward is recomputed.
-        zero_level: the default for `auto_wrap`.
-        loss_scale_factor: the default for OptimManager.
-        loss_scale_steps: the default for OptimManager.
-        open_group: a collective function that divides the ranks into groups (see `group_of`), and returns the
-            communicator of this rank's group.
+        inside: counts how deeply forwards of layers and models are nested at present.
+        schedule: decides in forward and backward when blocks are unsharded and resharded, and gradients reduced.
+        layer_features: creates the objects that decide when and how the forward of a new block is recomputed.
+        zero_level: the default of the argument `zero_level` of `auto_wrap`.
+        loss_scale_factor: the default of OptimManager's argument with this name.
+        loss_scale_steps: the default of OptimManager's argument with this name.
+        open_group: a collective function `(size, stride=1)` that divides all ranks into groups of `size` ranks at
+            distances of `stride`, and returns the communicator of this rank's group.
         saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, only
             one does.
         norms: the communicator for norms and for the search for inf and nan, if it has more ranks than `shard_group`.
             None uses `shard_group`.
         grid: the tensor-parallel groups, or None without tensor parallelism.
-        split_kind: a function that returns the storage kind of a parameter which is split on the given dimension over a
-            tensor-parallel group, or is not split (-1). None without tensor parallelism.
+        split_kind: a function that takes the dimension on which a parameter is split over a tensor-parallel group (-1
+            if it is not split), and returns how such parameters are stored. None without tensor parallelism.
         poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
         buffers: counts the flat buffers.
         kept: {folder: the object that saves checkpoints to it}.
         copying: an event for each checkpoint whose values are being copied. Optimizers wait for all these events before
             they write weights.
-        saved_states: the functions with which features save objects in checkpoints, by the objects' keys.
+        saved_states: {key in the checkpoint: the functions with which a feature saves and loads its object}.
         device_memory: memory statistics of the device, or None on the CPU.
     """
 
@@ -147,8 +146,8 @@ class World:
             seconds: the time to wait; None uses the timeout of `init_distributed`.
 
         Raises:
-            RuntimeError: a rank did not call this in time, or called it with another occasion, or the ranks had issued
-                different operations, so that their results are wrong. The message names the rank.
+            RuntimeError: a rank did not call this in time, called it with another occasion, or has issued other
+                operations than this rank, so that results are wrong. The message names the rank.
         """
         try:
             self.control.barrier(occasion, seconds)
@@ -175,8 +174,8 @@ class World:
     ) -> None:
         """Check that all ranks pass the same facts in the same order. Collective: every rank must call it.
 
-        Strings are compared directly, other values by their `repr`. If all facts are equal, each rank only sends one
-        digest.
+        Strings are compared directly, other values by their `repr`. If all facts are equal, each rank sends only one
+        hash.
 
         Args:
             occasion: the operation that the ranks are about to start, for the message.
@@ -190,17 +189,17 @@ class World:
         agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
-        """Check the argument `comm` of a function of BMTrain's interface.
+        """Check the argument `comm`, which BMTrain's functions have and this package supports only for all ranks.
 
         Args:
-            comm: None or this world, both of which mean all ranks.
+            comm: None or this world, which both stand for all ranks.
 
         Raises:
             NotImplementedError: `comm` is anything else.
         """
         if comm is not None and comm is not self:
             raise NotImplementedError(
-                f"comm={comm!r} is not supported: leave comm out for all ranks, or pass bmt.config['comm']. With "
+                f"comm={comm!r} is not supported. To use all ranks, leave comm out or pass bmt.config['comm']. With "
                 "tp_size, some functions also accept bmt.config['tp_comm'] and bmt.config['tp_zero_comm']."
             )
 
@@ -210,8 +209,8 @@ class World:
         Collective: every rank must call it.
 
         Args:
-            what: the beginning of the message.
-            problem: a description of this rank's problem, or None.
+            what: the beginning of the message, such as the operation that failed.
+            problem: a description of this rank's problem, or None if it has none.
 
         Raises:
             RuntimeError: at least one rank has a problem. The message names these ranks and their problems.
@@ -226,7 +225,7 @@ _world: World | None = None
 
 
 def current_world() -> World:
-    """Return the world of this process.
+    """Return the world of this process: the ranks that train together, with this rank's device and communicators.
 
     Raises:
         RuntimeError: `init_distributed` has not been called.
@@ -237,14 +236,14 @@ def current_world() -> World:
 
 
 def enter_world(world: World) -> None:
-    """Make `world` the world of this process. Raises RuntimeError if the process already has one."""
+    """Set the world of this process, which `current_world` returns. Raises RuntimeError if it is already set."""
     global _world
     check_no_world()
     _world = world
 
 
 def check_no_world() -> None:
-    """Raise RuntimeError if this process already has a world."""
+    """Raise RuntimeError if `init_distributed` has already been called in this process."""
     if _world is not None:
         raise RuntimeError(
             f"init_distributed has already been called; this is rank {_world.rank} of {_world.size}. Call it once, at "
@@ -254,7 +253,7 @@ def check_no_world() -> None:
 
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Replace the world of this process within a `with` statement, for a simulation on the meta device."""
+    """Make `world` the world of this process within a `with` statement, for a simulation on the meta device."""
     global _world
     present, _world = _world, world
     try:
@@ -289,7 +288,7 @@ def print_rank(*values, rank: int = 0, **options) -> None:
 def synchronize() -> None:
     """Wait until every rank has called this and this rank's device has completed all queued work.
 
-    Collective: every rank must call it. This also frees the shards of models to which no rank refers any longer.
+    Collective: every rank must call it. This also frees the shards of models that no longer exist on any rank.
     """
     world = current_world()
     world.schedule.wait_for_readers()
@@ -317,7 +316,10 @@ def check_zero_level(zero_level: int) -> None:
 
 
 def refuse_parallelism(what: str) -> NoReturn:
-    """Raise NotImplementedError for `what`, an option of BMTrain for pipeline parallelism."""
+    """Raise NotImplementedError for an option of BMTrain that asks for pipeline parallelism.
+
+    what: the option, as the user wrote it, for the message.
+    """
     raise NotImplementedError(
         f"{what} is not offered: hf_bmtrain shards weights, gradients and optimizer state over all ranks (ZeRO-2/3), "
         "and each rank computes all layers. Leave pipe_size at 1; PipelineTransformerBlockList then runs all its "

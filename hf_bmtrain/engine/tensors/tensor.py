@@ -701,8 +701,8 @@ class Address:
 
     def _refuse(self, *args: object) -> NoReturn:
         raise RuntimeError(
-            f"data_ptr() of a sharded tensor of {self._told} of its elements. For element-wise kernels, use "
-            "`tensor.part`, a plain tensor of these elements."
+            f"data_ptr() of a sharded tensor of {self._told} of its elements. Pass `tensor.part`, a plain "
+            "tensor of these elements, to element-wise kernels."
         )
 
     __index__ = __int__ = __float__ = __add__ = __radd__ = __sub__ = __rsub__ = __mod__ = __and__ = __lt__ = _refuse

@@ -30,8 +30,8 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
         return
     _register(plan)
     _log.info(
-        "rank %d: the ranks may enter different parts of %s in the same step, because %s. So before each collective of "
-        "its forward and backward, the ranks agree on which one is next.",
+        "rank %d: the ranks may enter different parts of %s in the same step, because %s. They therefore agree, before "
+        "each collective of forward and backward, on which one is next.",
         plan.world.rank, type(plan.model).__name__, reason,
     )  # fmt: skip
 

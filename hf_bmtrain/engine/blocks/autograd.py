@@ -160,7 +160,8 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> Any:
     """Return `outputs` with their floating-point tensors replaced by ones whose backward only calls `before(token)`.
 
-    This is for outputs that do not require a gradient, whose backward would raise an error.
+    It lets a rank take part in a backward although none of its outputs requires a gradient. Without it, torch would
+    raise an error.
     """
     found = [
         leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

@@ -66,7 +66,7 @@ class BlockState:
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
     _entered: bool = field(default=False, init=False)  # backward entered the block and has not reduced its gradients
-    _recomputed: bool = field(default=True, init=False)  # whether the last training forward is recomputed
+    _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
 
     @property
     def keeps_no_cache(self) -> bool:

@@ -125,7 +125,7 @@ class DistributedModule(ShardedModule):
     # -- weights in and out -------------------------------------------------------------------------------------
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        self._schedule.discard_failed_backward()  # an error in backward may have left full parameters
+        self._schedule.discard_failed_backward()  # if it failed, modules may still have full parameters
         return super().named_parameters(*args, **kwargs)
 
     def _slots(self) -> list[Slot]:

@@ -45,7 +45,7 @@ class _Requests(NamedTuple):
 
 
 class Negotiation:
-    """Lets ranks that may enter different blocks agree, before each collective of a forward or backward, on the next.
+    """Lets ranks that may enter different blocks agree on each next collective of a forward or backward.
 
     Each operation has a number. A rank requests the number of the operation that it needs, and the smallest requested
     number is granted. The ranks that requested it continue with the operation. The other ranks take part in it, and

@@ -1,4 +1,4 @@
-"""Interfaces for recomputation: which forwards of a block backward repeats, how, and where their inputs are kept."""
+"""Interfaces for recomputation: which forwards of a block are recomputed, how, and where their inputs are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Recompute:
-    """Decides which training forwards of a block backward recomputes: all of them, unless a subclass decides otherwise.
+    """Decides which training forwards of a block are recomputed in backward. This base class recomputes all of them.
 
     Attributes:
         fills_cache: whether training forwards may fill a key-value cache. It must be False if any forward may be
@@ -28,8 +28,8 @@ class Recompute:
         """Return whether backward will recompute the training forward that is about to start.
 
         Called before the block's all-gather. The result may differ between ranks, because it does not change which
-        collectives they issue. Only if layers issue collectives themselves (see `Schedule.collective_layers`), all
-        ranks must return the same result.
+        collectives they issue. But if layers issue collectives themselves (see `Schedule.collective_layers`), all ranks
+        must return the same result.
         Inside a checkpoint around the block, the result must be the same in every call, because this checkpoint repeats
         all calls of the block in the way that the last result determined.
 

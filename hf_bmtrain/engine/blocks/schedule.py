@@ -1,4 +1,4 @@
-"""Schedule: which blocks are unsharded and which reductions are pending, in the current forward and backward."""
+"""Schedule, which tracks the unsharded blocks and the pending reductions of the current forward and backward."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class ForwardPass:
     block. A call of any other block is a new forward, which has its own backward.
 
     Attributes:
-        readers: a dict from the OnDemandGather of each buffer of root parameters that the forward read, to whether the
-            buffer must stay unsharded for the whole backward. The values are valid after `end`.
+        readers: {OnDemandGather: unwatched} for each buffer of root parameters that the forward read. `unwatched` is
+            whether the buffer must stay unsharded for the whole backward. It is valid after `end`.
         blocks: the blocks of which an output requires a gradient in this forward.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         entry: the entry of the collective log that these agreements write.
@@ -87,7 +87,7 @@ class ForwardPass:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a root parameter that this forward has read.
 
-        Parameters in buffers that were read only inside `on_demand.watch`, by modules without children, do not count.
+        Parameters in buffers that were read only inside `on_demand.watch` (by modules without children) do not count.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
@@ -156,8 +156,8 @@ class Schedule:
         self.backwards = 0
         self._pass: ForwardPass | None = None
         self._calibrates = False
-        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # per backward (autograd graph task)
-        self._passes: dict[int, list[ForwardPass]] = {}  # per backward: the forward passes that it has reached
+        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by autograd graph task, one per backward
+        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task: those that its backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # a weak reference, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
@@ -191,7 +191,7 @@ class Schedule:
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def explain_shortage(self, error: BaseException) -> None:
-        """If `error` is a torch.OutOfMemoryError, add the lines of the observers' `out_of_memory` to its text."""
+        """If `error` is a torch.OutOfMemoryError, add the texts to it that observers' `out_of_memory` return."""
         if not isinstance(error, torch.OutOfMemoryError):
             return
         lines = [text for observer in self.observers.out_of_memory if (text := observer.out_of_memory()) is not None]
@@ -285,7 +285,7 @@ class Schedule:
     def gather(self, buffer: ShardedBuffer) -> None:
         """Start the all-gather of `buffer`, unless it is unsharded. Collective: every rank must call it.
 
-        If the ranks negotiate the collectives of this forward or backward, they may call this for different buffers.
+        If the ranks negotiate the collectives of this forward or backward, they may pass different buffers.
         """
         entry = self.negotiated
         if entry is None:
@@ -357,7 +357,7 @@ class Schedule:
         return any(block in each.blocks for each in passes) if passes else None
 
     def is_member(self, member: BackwardParticipant) -> bool:
-        """Return whether `member` takes part in a backward that has not ended and is not ending now."""
+        """Return whether `member` takes part in a running backward, other than one that is just ending."""
         return any(member in members for members in self._members.values())
 
     @torch.no_grad()
@@ -424,9 +424,9 @@ class Schedule:
     def send(self, gradients: list[GradientBuffer]) -> None:
         """Start to average the gradients of one block or one root buffer over the ranks.
 
-        Collective: every rank must call it. First waits for earlier reductions, like `make_room`. Later calls wait for
-        all of `gradients` or for none of them. If the ranks must agree on each collective, this rank first takes part
-        in operations of other ranks.
+        Collective: every rank must call it. First waits for earlier reductions, like `make_room`. The reductions that
+        one call starts are also waited for together. If the ranks must agree on each collective, this rank first takes
+        part in operations of other ranks.
         """
         if self.negotiated is not None:
             self.negotiation.before_reduction(gradients)

@@ -40,7 +40,7 @@ class ShardedModule(torch.nn.Module):
     does, `_ddp_params_and_buffers_to_ignore` makes it raise RuntimeError.
     """
 
-    _extends: ClassVar[Any]  # set on a generated subclass to the user's class that it extends
+    _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
     _is_accelerate_prepared = True
     _ddp_params_and_buffers_to_ignore = RefuseDataParallel()
 
@@ -124,7 +124,7 @@ class OnlyWhileSharded(torch.nn.Module):
     original class, too.
     """
 
-    _extends: ClassVar[Any]  # set on a generated subclass to the user's class that it extends
+    _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
 
     def __reduce_ex__(self, protocol):
         return object.__new__, (own_class(self),), _own_attributes(self)
@@ -143,8 +143,8 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     """Return a subclass of `base` and `cls` with `methods`, and with the name, module and docstring of `cls`.
 
     The caller should create one class for each `cls`, not for each module, because torch.compile compiles once per
-    class. In deep copies of a sharded model, modules keep the returned class, except if `base` is a subclass of
-    ShardedModule or OnlyWhileSharded. They then have their original class.
+    class. In deep copies of a sharded model, modules have their original class if `base` is a subclass of ShardedModule
+    or OnlyWhileSharded. Otherwise they keep the returned class.
     """
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass = type(cls)

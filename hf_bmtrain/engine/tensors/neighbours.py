@@ -19,7 +19,7 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     first = tensors[0]
     size, dtype = first.element_size(), first.dtype
     if len(tensors) < 2 or first.data_ptr() + first.numel() * size != tensors[1].data_ptr():
-        return tensors  # usually optimizer state, whose tensors are allocated one by one
+        return tensors  # usual for optimizer state, whose tensors are allocated one by one
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         return tensors
     joined: list[torch.Tensor] = []

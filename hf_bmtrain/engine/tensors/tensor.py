@@ -137,7 +137,7 @@ class ShardBase:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.is_complex and cls.is_parameter and args:
-            return args[0].full.dtype.is_complex  # 40 % faster: optimizers ask it for each parameter
+            return args[0].full.dtype.is_complex  # a faster path: optimizers call this for every parameter
         kwargs = kwargs or {}
         if func in METADATA:
             with WithoutTorchFunction():
@@ -173,7 +173,7 @@ class ShardBase:
 
     @staticmethod
     def reads_elements(func: Callable) -> bool:
-        """Return whether a function of torch may read or write elements, that is, is not in METADATA or SHAPES."""
+        """Return whether a function of torch may read or write elements. Those in METADATA and SHAPES do not."""
         return func not in METADATA and name_of(func) not in SHAPES
 
 
@@ -256,7 +256,9 @@ class WholeCopy(torch.Tensor):
             result = func(*args, **kwargs)
             written = [each for each, version in zip(copies, versions) if each._version != version]
             if written:
-                problem = "autograd records" if any(each.source is None for each in written) else None
+                problem = (
+                    "autograd recorded how the view was made" if any(each.source is None for each in written) else None
+                )
                 if problem is None:
                     target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes the tensor by keyword
                     overwrites = name_of(func) in _OVERWRITES and isinstance(target, WholeCopy)
@@ -293,7 +295,7 @@ class CopySource:
     def pass_on(self, view: torch.Tensor | None) -> str | None:
         """Write this rank's elements of the copy to the sharded tensor. Return the reason if this fails, or None.
 
-        It fails if the sharded tensor has changed since the copy was made, except if `view` is given.
+        It fails if the sharded tensor has changed since the copy was made, unless `view` is given.
 
         view: the view of the copy that was written, if all of its elements were overwritten without being read. Then
             only these elements are written to the sharded tensor. Otherwise None.
@@ -432,7 +434,10 @@ class _Call:
             return first
 
     def _element_wise(self) -> Any:
-        """Apply an element-wise function to this rank's elements, or to full tensors if the operands' shapes differ."""
+        """Apply an element-wise function to this rank's elements, or to full tensors if an operand does not fit.
+
+        An operand fits if `_operand` finds its elements at the positions that this rank stores.
+        """
         with WithoutTorchFunction():
             like = self.slices[0]
             operands = {id(each): _operand(each, like) for each in self.tensors}
@@ -488,8 +493,8 @@ class _Call:
     def _on_many(self) -> Any:
         """Apply a function of lists of tensors, such as `torch._foreach_add_`, to this rank's elements.
 
-        The function acts on full tensors instead if it is not element-wise, or if the shapes of the operands at some
-        position of the lists differ.
+        The function acts on full tensors instead if it is not element-wise, or if operands at some position of the
+        lists do not fit (see `_element_wise`).
         """
         if self.full and not self.in_place:
             return self._on_full()
@@ -646,7 +651,7 @@ class _Call:
         with WithoutTorchFunction():
             if self.full and target.requires_grad:
                 raise RuntimeError(
-                    f"{self.name} writes to a sharded parameter that requires grad, in place, while autograd records. "
+                    f"{self.name} writes in place to a sharded parameter that requires grad, while autograd records. "
                     "Use torch.no_grad()."
                 )
             if full.shape != target.full_shape or full.dtype != target.dtype:

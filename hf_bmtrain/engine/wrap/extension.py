@@ -63,7 +63,7 @@ class Extension:
         """Change modules and parameters before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
-        """Return ids of blocks' parameters that are not to share a flat buffer with parameters of other ids."""
+        """Return the ids of blocks' parameters that are put into flat buffers apart from all other parameters."""
         return set()
 
     def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:

@@ -15,8 +15,8 @@ def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """Return the outermost ModuleLists whose items have parameters. For a list of ModuleLists, return the inner lists.
 
     Lists that contain None (an optional module between layers) or embeddings are skipped. Some models, such as SAM and
-    models with tied heads, read the weights of these embeddings without calling the module. If it were a block, nothing
-    would all-gather the weights then.
+    models with tied heads, read the weights of these embeddings without calling the module. A block would not
+    all-gather its weights then.
     """
     if isinstance(model, torch.nn.ModuleList) and all(_may_be_block(item) for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]

@@ -78,7 +78,7 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
     that drop layers at random do not get the attribute, because transformers would then call all of their layers.
     Continuous batching cannot keep the ranks together, so it raises an error if there are several ranks.
     """
-    # Modules in blocks and compiled modules do not get it, because torch.compile would treat them as modules of FSDP.
+    # Leave out compiled modules and modules in blocks, which torch.compile would treat as modules of FSDP.
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     unmarked = {module for each in (*blocks, *compiled) for module in each.modules()}
     for module in model.modules():

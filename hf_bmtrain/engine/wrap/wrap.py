@@ -75,7 +75,7 @@ def wrap(
     for each in extensions:
         each.connect(plan)
     if not late:
-        _report(plan, f"{len(layers)} blocks in {len(chains)} lists, {len(root)} modules outside", zero_level)
+        _report(plan, f"{len(layers)} blocks in {len(chains)} lists, {len(root)} modules outside blocks", zero_level)
 
 
 def _choose_chains(
@@ -121,7 +121,7 @@ def _choose_chains(
 
 
 def _refuse_together(world: World, check: Callable[[], object]) -> None:
-    """Call `check`. If it raises a ValueError, raise it on all ranks, or a RuntimeError if only some ranks got it.
+    """Call `check`. Raise its ValueError if it raises the same one on all ranks, or RuntimeError if the ranks differ.
 
     Collective: every rank must call it.
     """

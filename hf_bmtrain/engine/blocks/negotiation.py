@@ -113,7 +113,7 @@ class Negotiation:
         here, owner = weakref.ref(buffer), None if block is None else weakref.ref(block)
 
         def serve_gather() -> None:
-            with torch.enable_grad():  # the log contains the grad mode, and `Schedule.gather` enables gradients, too
+            with torch.enable_grad():  # as in `Schedule.gather`: the collective log contains the grad mode
                 _alive(here).take_part()
 
         def serve_reduction() -> None:

@@ -292,7 +292,7 @@ class Schedule:
             buffer.gather()
             return
         self.negotiation.before_gather(buffer, entry)
-        with torch.enable_grad():  # the log contains the grad mode, and ranks may differ in it inside a pass
+        with torch.enable_grad():  # the collective log contains the grad mode, in which ranks may differ now
             buffer.gather()
 
     @property

@@ -119,7 +119,7 @@ def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _non_finite_check(pieces, found_inf, inv_scale):
     amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
-    torch.autograd.graph.increment_version(pieces)  # torch does not count this function's writes
+    torch.autograd.graph.increment_version(pieces)  # torch does not do this for the function's writes
     slices = [piece for piece in pieces if _is_local(piece)]
     slices[0].placement.norms.all_reduce(found_inf, maximum=True).wait()
 

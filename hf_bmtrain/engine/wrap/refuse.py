@@ -17,9 +17,9 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def admit(model: torch.nn.Module) -> None:
-    """Raise ValueError, with the reason, if `model` cannot be wrapped because of what it is.
+    """Raise ValueError, with the reason, if `model` or one of its modules cannot be wrapped.
 
-    The parameters are checked by `admit_parameters`.
+    `admit_parameters` checks the parameters.
     """
     kind = type(model).__name__
     if next(model.parameters(), None) is None:

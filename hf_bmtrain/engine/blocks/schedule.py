@@ -131,7 +131,7 @@ class ForwardDepth:
 
 
 class Schedule:
-    """Decides when blocks are resharded and when to wait for reductions. All models of a process share one schedule.
+    """Decides when blocks are resharded and when to wait for reductions. All models of a world share one schedule.
 
     Attributes:
         shards: allocates and gathers shards.

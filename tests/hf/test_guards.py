@@ -255,7 +255,7 @@ def local_sgd():
     try:
         model = accelerator.prepare(bmt.auto_wrap(Tower()))
         assert not hasattr(model, "no_sync")
-        with pytest.raises(AttributeError, match="LocalSGD needs all weights on each rank: leave it out"):
+        with pytest.raises(AttributeError, match="LocalSGD calls it too, and needs all weights on each rank"):
             LocalSGD(accelerator, model, local_sgd_steps=2).__enter__()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -64,7 +64,8 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 class Containers:
     """The mutable containers (lists, dicts, objects) among a layer's arguments, to which the layer may add tensors.
 
-    During the forward, their tensors are replaced by the outputs of the identity function of `leave_backward`.
+    During the layer's forward, they contain the outputs of the identity function of `leave_backward` instead of the
+    original tensors.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
@@ -72,7 +73,7 @@ class Containers:
 
         Args:
             values: the layer's arguments.
-            inputs: the differentiable tensors found in them.
+            inputs: the tensors in `values` that require a gradient.
             guarded: the tensors that replace `inputs`, in the same order.
         """
         self._values, self._inputs = values, {id(tensor) for tensor in inputs}
@@ -80,13 +81,18 @@ class Containers:
         self._guarded = guarded  # keeps the tensors alive, so that their ids stay unique
 
     def restore(self) -> None:
-        """Put the original tensors back into the containers, at the end of the forward."""
+        """Put the original tensors back into the containers. Call this at the end of the forward."""
         seen: set[int] = set()
         for value in self._values:
             exchange(value, self._originals, seen)
 
     def added(self, seen: set[int], strange: list[Any]) -> list[torch.Tensor]:
-        """Return the differentiable tensors that the layer put into the containers, as `tensors_in` does."""
+        """Return the tensors requiring a gradient that the layer put into the containers.
+
+        Args:
+            seen: ids of containers to skip. The id of each container that is searched is added.
+            strange: a list to which objects that cannot be searched are appended.
+        """
         return [t for t in tensors_in(self._values, seen, strange) if id(t) not in self._inputs]
 
     def exchange(self, table: dict[int, torch.Tensor], seen: set[int]) -> None:
@@ -97,9 +103,9 @@ class Containers:
 def enter_backward(
     before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None = None
 ) -> tuple[Any, bool]:
-    """Pass the differentiable tensors in `outputs` through an identity function whose backward calls `before`.
+    """Pass the tensors in `outputs` that require a gradient through an identity function whose backward calls `before`.
 
-    In lists, dicts and objects, these tensors are replaced in place.
+    In lists, dicts and objects, the tensors are replaced in place.
 
     Args:
         before: called before the layer's backward.
@@ -109,10 +115,10 @@ def enter_backward(
             these containers are treated as outputs.
 
     Returns:
-        The outputs with these tensors replaced, and whether there are any.
+        The outputs with these tensors replaced, and whether there are any such tensors.
 
     Raises:
-        RuntimeError: an object with `__slots__`, whose tensors cannot be replaced, has differentiable tensors.
+        RuntimeError: a tensor that requires a gradient is in an object with `__slots__`, where it cannot be replaced.
     """
     found: list[torch.Tensor] = []
     opened: list[Any] = []
@@ -125,12 +131,15 @@ def enter_backward(
 
 
 def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
-    """Do the same as `enter_backward`, but register hooks on the tensors in `outputs` instead of replacing them.
+    """Call `before(token)` before the backward of a model, by hooks on its outputs.
 
-    The hooks call `before(token)` once, when backward computes the first gradient of any of these tensors. The model
-    thus returns the same tensors that its layers passed on, so that a user's hook or `retain_grad()` on a hidden state
-    sees the complete gradient. `enter_backward` is called instead while torch.compile traces the model, if an object
-    cannot be searched for tensors, or if an output is a leaf, on which the hook would stay registered.
+    The hooks call it once, when backward computes the first gradient of an output. Unlike `enter_backward`, this does
+    not replace the outputs. So a user's hook or `retain_grad()` on a hidden state that the model returns sees the
+    complete gradient. `enter_backward` is called instead while torch.compile traces the model, if an object cannot be
+    searched for tensors, or if an output is a leaf, on which the hook would stay registered.
+
+    Returns:
+        The outputs, and whether any tensor in them requires a gradient.
     """
     if torch.compiler.is_compiling():
         return enter_backward(before, token, outputs)
@@ -151,7 +160,8 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> Any:
     """Return `outputs` with their floating-point tensors replaced by ones whose backward only calls `before(token)`.
 
-    This is needed if no output depends on a parameter that requires a gradient. Their backward would raise an error.
+    It lets a rank take part in a backward although none of its outputs requires a gradient. Without it, torch would
+    raise an error.
     """
     found = [
         leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -167,7 +177,7 @@ def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> 
 def _enter_containers(
     before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None
 ) -> tuple[Any, bool]:
-    """Do the work of `enter_backward` for outputs and arguments with mutable containers."""
+    """Do the work of `enter_backward` if the outputs or the layer's arguments include mutable containers."""
     seen: set[int] = set()
     strange: list[Any] = []
     found = [] if filled is None else filled.added(seen, [])
@@ -176,9 +186,9 @@ def _enter_containers(
         names = [name for cls in type(leaf).__mro__ for name in getattr(cls, "__slots__", ())]
         if any(getattr(getattr(leaf, name, None), "requires_grad", False) for name in names):
             raise RuntimeError(
-                f"The forward of a sharded layer or model returned a {type(leaf).__name__}. Its tensors cannot be "
-                "replaced, because it has __slots__. Return tensors, tuples, dicts, dataclasses without slots, or a "
-                "transformers ModelOutput."
+                f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
+                "replaced by ones that all-gather the weights in backward, because the class has __slots__. Return "
+                "tensors, tuples, dicts, dataclasses without slots, or a transformers ModelOutput."
             )
     if not found:
         return outputs, False
@@ -193,9 +203,10 @@ def _enter_containers(
 def leave_backward(
     after: Callable[[], None], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers | None]:
-    """Pass the differentiable tensors in the arguments through an identity function whose backward calls `after`.
+    """Pass the arguments that require a gradient through an identity function whose backward calls `after`.
 
-    Containers are not copied. Their tensors are replaced in place until `Containers.restore` puts the originals back.
+    Tensors inside the arguments are included. In lists, dicts and objects they are replaced in place, until
+    `Containers.restore` puts the originals back.
 
     Args:
         after: called when the gradients of all these tensors exist. It is never called if there are no such tensors.
@@ -227,7 +238,7 @@ def leave_backward(
 def _leave_containers(
     after: Callable[[], None], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers]:
-    """Do the work of `leave_backward` for arguments with mutable containers."""
+    """Do the work of `leave_backward` if the arguments include mutable containers."""
     values = (*args, *kwargs.values())
     found = list(dict.fromkeys(tensors_in(values, set(), [])))
     guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if found else ()
@@ -238,10 +249,10 @@ def _leave_containers(
 
 
 def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -> None:
-    """Append the differentiable tensors in `values` and in nested plain tuples to `found`, in the order of `_replace`.
+    """Append the tensors that require a gradient, in `values` and in nested plain tuples, to `found`.
 
     Objects of other types that may contain tensors (lists, dicts, named tuples) are not searched, but appended to
-    `opened`. If there are any, the caller searches all containers with another function.
+    `opened`. If there are any, the caller uses `tensors_in` instead, which is slower.
     """
     for value in values:
         kind = type(value)
@@ -255,7 +266,7 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -
 
 
 def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
-    """Return a copy of `value` in which each tensor that `_find` finds is replaced by the next one of `guarded`."""
+    """Return a copy of `value` in which the tensors that `_find` finds are replaced by those of `guarded`, in order."""
     if isinstance(value, torch.Tensor):
         return next(guarded) if value.requires_grad else value
     if type(value) is tuple:
@@ -264,9 +275,9 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
 
 
 def uncached_autocast() -> AbstractContextManager | None:
-    """Return a context with the current autocast settings but without the cache of casts; None if autocast is off.
+    """Return a context with the current autocast settings but without autocast's cache; None if autocast is off.
 
-    The cache has one entry for each parameter object, and a full parameter is the same object at every step. If one
+    The cache keeps one cast for each parameter object, and a full parameter is the same object at every step. If one
     autocast context enclosed several steps, a block would therefore compute with casts of old weights. Also, the casts
     of all blocks would stay in memory until the end of the context.
     """

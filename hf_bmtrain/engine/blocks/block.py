@@ -25,7 +25,7 @@ from .sharded_module import ShardedModule, extend_class
 
 
 class CheckpointBlock(ShardedModule):
-    """A transformer layer whose parameters are sharded, and full only while its forward or backward runs.
+    """A transformer layer whose parameters are sharded, and are all-gathered for its forward and for its backward.
 
     `CheckpointBlock(layer)` shards `layer` in place and returns it. Its new class is a subclass of CheckpointBlock and
     of its old class, so names, `isinstance` checks, hooks, attributes and `state_dict` keys remain valid. A list that
@@ -34,8 +34,8 @@ class CheckpointBlock(ShardedModule):
 
     Args:
         layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
-        use_checkpoint: whether to recompute the forward in backward instead of keeping its activations. "attention" and
-            "auto" are described in `auto_wrap`.
+        use_checkpoint: whether to recompute the forward in backward instead of keeping its activations. "attention"
+            keeps only the outputs of attention, and "auto" recomputes as much as memory requires (see `auto_wrap`).
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them. None uses the value
             given to `init_distributed`.
         mode: for compatibility with BMTrain's pipelines; ignored.
@@ -66,7 +66,7 @@ class CheckpointBlock(ShardedModule):
         return layer
 
     def __init__(self, *args, **kwargs) -> None:
-        """Do nothing. Python calls this method on the layer that `__new__` returned, which is initialized already."""
+        """Do nothing, because `__new__` returns a layer that is initialized already."""
 
     def _slots(self) -> list[Slot]:
         return self._bmt.slots
@@ -74,9 +74,9 @@ class CheckpointBlock(ShardedModule):
     def compile(self, *args, **kwargs) -> None:
         """Compile the layer's own forward with torch.compile, without the all-gathers and reductions around it.
 
-        The function in the class is compiled, not the bound method. Parameters are then inputs of the compiled graph,
-        and layers that differ only in their parameters share one graph. A forward that was set on the instance is
-        compiled for this layer alone.
+        Layers of the same class that differ only in their parameters share one graph: the class's function is compiled,
+        not the bound method, so parameters are inputs of the graph. A forward that was set on the instance is compiled
+        for this layer alone.
 
         Args:
             *args: passed to torch.compile.
@@ -118,10 +118,11 @@ def extend(
 
     Args:
         layer: the layer.
-        sharded: the result of `shard_places` for the layer's parameters.
+        sharded: the flat buffers of the layer's parameters, and the slots (entries of modules' `_parameters`) of these
+            parameters, as returned by `shard_places`.
         world: the ranks that share the parameters.
-        use_checkpoint: as in CheckpointBlock.
-        zero_level: 2 or 3.
+        use_checkpoint: whether to recompute the forward in backward, as in CheckpointBlock.
+        zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
     """
     buffers, slots = sharded
     state = BlockState(world.schedule, buffers, slots, world.layer_features.replay(layer), zero_level)
@@ -135,9 +136,9 @@ def extend(
 
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
-    """Add the flat buffers and slots of parameters that were added to `block` after it was sharded.
+    """Make `block` all-gather and reduce parameters that were added to it after it was sharded.
 
-    sharded: the result of `shard_places` for the new parameters.
+    sharded: the flat buffers and slots of the new parameters, as returned by `shard_places`.
     """
     buffers, slots = sharded
     block._bmt.buffers += buffers
@@ -148,7 +149,7 @@ def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slo
 
 @functools.cache
 def _extended_class(cls: Any) -> type[torch.nn.Module]:
-    """Return the class of all blocks made from layers of class `cls`."""
+    """Return the subclass of CheckpointBlock and `cls` that a layer of class `cls` gets when it becomes a block."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args, **kwargs):
@@ -161,8 +162,8 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 def weak_method(method: Callable) -> Callable:
     """Return a function that calls a bound method without keeping its object alive. Return other callables unchanged.
 
-    This is for an object that stores one of its own methods. The reference cycle would keep a deleted model in memory
-    until the next garbage collection.
+    Use it if a module stores one of its own methods. The bound method would form a reference cycle, which keeps a
+    deleted model in memory until the next garbage collection.
     """
     if not inspect.ismethod(method):
         return method
@@ -172,7 +173,9 @@ def weak_method(method: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         alive = owner()
         if alive is None:
-            raise RuntimeError(f"The model of this {function.__name__}() was deleted. Keep a reference to the model.")
+            raise RuntimeError(
+                f"{function.__name__}() was called after its model was deleted. Keep a reference to the model."
+            )
         return function(alive, *args, **kwargs)
 
     call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]
@@ -192,8 +195,8 @@ class TransformerBlockList(torch.nn.ModuleList):
 
     Args:
         modules: the layers, in execution order.
-        num_hidden: the number of hidden states. They are the first arguments of each block, and it must return their
-            new values (as a tuple if there are several), which are passed to the next block.
+        num_hidden: the number of hidden states that are passed from block to block. Each block gets them as its first
+            arguments and must return their new values, as a tuple if there are several.
     """
 
     num_hidden: int = 1  # a class attribute, because `wrap` turns ModuleLists into this class without __init__
@@ -210,7 +213,7 @@ class TransformerBlockList(torch.nn.ModuleList):
         self.link()
 
     def link(self) -> None:
-        """Set `next` and `previous` of every block in the list, for prefetching."""
+        """Tell every block which block precedes it and which follows it, so that it can prefetch them."""
         blocks: list[Any] = list(dict.fromkeys(self))
         for block, following in zip(blocks, blocks[1:]):
             block._bmt.next, following._bmt.previous = weakref.ref(following._bmt), weakref.ref(block._bmt)
@@ -220,20 +223,21 @@ class TransformerBlockList(torch.nn.ModuleList):
 
         Args:
             *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
-            return_hidden_states: whether to also return the inputs of all blocks: for each hidden state, one tensor of
-                shape (blocks, ...).
+            return_hidden_states: whether to also return the inputs of all blocks, stacked: one tensor of shape
+                (number of blocks, ...) for each hidden state.
             **kwargs: passed to every block.
 
         Returns:
-            The last block's hidden state, or a tuple if there are several or if `return_hidden_states` is set.
+            The hidden state after the last block. If there are several, or if `return_hidden_states` is set, a tuple:
+            all hidden states after the last block, followed by the stacked inputs.
 
         Raises:
-            ValueError: `args` has fewer than `num_hidden` elements, or a block does not return `num_hidden` values.
+            ValueError: `args` has fewer than `num_hidden` elements, or a block returns another number of values.
         """
         if len(args) < self.num_hidden:
             raise ValueError(
                 f"This TransformerBlockList passes on {self.num_hidden} hidden states, but got {len(args)} positional "
-                "arguments. Pass every hidden state by position, or set num_hidden."
+                "arguments. Pass every hidden state by position, or create the list with a smaller num_hidden."
             )
         hidden, rest = args[: self.num_hidden], args[self.num_hidden :]
         entered: list[tuple] = []
@@ -261,7 +265,7 @@ class TransformerBlockList(torch.nn.ModuleList):
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
-    """A TransformerBlockList under the name of BMTrain's class for pipeline parallelism. It has only one stage.
+    """A TransformerBlockList with the name of BMTrain's class for pipeline parallelism. It does not use pipelines.
 
     Args:
         modules: the layers, in execution order.

@@ -1,4 +1,4 @@
-"""BlockState: all-gather, compute, reshard and reduce around the forward and backward of one block."""
+"""BlockState: the all-gathers, reshards and reductions around the forward and backward of one block."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class BlockState:
         replay: restores, for a recomputation, the state in which the first forward ran.
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
-        inputs: the store that keeps the inputs of recomputed forwards until backward. None leaves them on the device.
+        inputs: stores the inputs of recomputed forwards in host memory until backward. None leaves them on the device.
         previous: the block before this one in the block list.
         next: the block after this one in the block list.
         own_forward: called instead of the class's forward if not None. It is either a forward that was set on the
             instance, or a compiled one.
         compiled: whether the forward is compiled.
-        eager_forward: `own_forward` before it was compiled.
+        eager_forward: the value of `own_forward` before the forward was compiled.
         lists_as_tuples: whether a list that the layer returns is converted to a tuple.
         pending: the number of forwards whose backward has not run. If a block is called several times, its gradients
             are reduced once, when `pending` is 0 again.
@@ -64,13 +64,13 @@ class BlockState:
     eager_forward: Callable | None = None
     lists_as_tuples: bool = False
     pending: int = field(default=0, init=False)
-    _open: bool = field(default=False, init=False)  # the slots are set to full parameters
-    _entered: bool = field(default=False, init=False)  # backward is in the block and has not reduced its gradients
-    _recomputed: bool = field(default=True, init=False)  # whether the last training forward is recomputed
+    _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
+    _entered: bool = field(default=False, init=False)  # backward entered the block and has not reduced its gradients
+    _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
 
     @property
     def keeps_no_cache(self) -> bool:
-        """True if training forwards must not fill a key-value cache."""
+        """True if training forwards must not fill a key-value cache, because they may be recomputed or are compiled."""
         return not self.recompute.fills_cache or self.compiled
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class BlockState:
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         """Run the layer's forward, and make autograd call `before_backward` and `after_backward` around its backward.
 
-        Returns the outputs, and whether at least one of them is differentiable.
+        Returns the outputs, and whether at least one of them requires a gradient.
         """
         args, kwargs, inputs, filled = leave_backward(self.after_backward, args, kwargs)
         versions = [tensor._version for tensor in inputs]
@@ -126,8 +126,8 @@ class BlockState:
                 filled.restore()
         if versions != [tensor._version for tensor in inputs]:
             raise RuntimeError(
-                "The layer modified one of its inputs in place. A sharded block does not support this, because "
-                "backward would not see the change. Write `x = x + y` instead of `x += y` in the layer's forward."
+                "The forward of a block modified one of its inputs in place. A sharded block does not support this, "
+                "because the gradients would be wrong. Write `x = x + y` instead of `x += y` in the layer's forward."
             )
         shown = [buffer.version for buffer in self.buffers]
         outputs, differentiable = enter_backward(self.before_backward, shown, outputs, filled)
@@ -150,9 +150,9 @@ class BlockState:
                     return self._inside(layer_forward, *args, **kwargs)
             if not self._open:
                 raise RuntimeError(
-                    "Backward entered a sharded block without passing its outputs, because the loss uses an activation "
-                    "from inside the block (taken by a hook, or stored in an attribute). Return that activation from "
-                    "the block's forward."
+                    "The loss uses an activation from inside a sharded block (taken by a hook, or stored in an "
+                    "attribute). Backward therefore reached the inside of the block before the block's outputs, when "
+                    "the weights were not yet all-gathered. Return that activation from the block's forward."
                 )
             self.recompute.backward_begins(recomputed=True)
             with self.replay.restore(snapshot), around_again:
@@ -181,10 +181,10 @@ class BlockState:
     # -- recompute by a checkpoint around the block -------------------------------------------------------------
 
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Recompute this block for a checkpoint around it, possibly before the block's own backward has started.
+        """Run the forward again, because a checkpoint around this block recomputes it.
 
-        Autograd must save the same tensors as in the first forward. So if the first forward ran under torch's
-        checkpoint, this one does, too.
+        The block's own backward may not have started yet. Autograd must save the same tensors as in the first forward,
+        so if the first forward ran under torch's checkpoint, this one does, too.
         """
         closed = not self._open
         if closed:
@@ -201,10 +201,12 @@ class BlockState:
     # -- full and local parameters ------------------------------------------------------------------------------
 
     def unshard(self, neighbour: BlockState | None) -> None:
-        """All-gather the block, prefetch `neighbour`, and set the slots to the full parameters.
+        """All-gather the block, prefetch `neighbour`, and make the layer's modules show the full parameters.
 
         Collective: every rank must call it. The current stream waits only for the block's own all-gathers, which are
         issued before the neighbour's.
+
+        neighbour: the block to prefetch, or None.
         """
         self.schedule.open_block(self, neighbour)
         for buffer in self.buffers:
@@ -218,9 +220,9 @@ class BlockState:
             shown = parameters[name] if name in parameters else None
             if shown is not local and shown is not full:
                 raise RuntimeError(
-                    f"'{name}' of a block was replaced by a {type(shown).__name__} after it was sharded (by "
-                    "torch.func.functional_call or an assignment), but the block would still use its own parameter. "
-                    "Use a copy of the model made before auto_wrap, or write the new values inside `with "
+                    f"The parameter '{name}' of a block was replaced by a {type(shown).__name__} after the model was "
+                    "sharded (by torch.func.functional_call or an assignment). The block would not use the "
+                    "replacement. Use a copy of the model made before auto_wrap, or write the new values inside `with "
                     "bmt.gathered(model, modify=True):`."
                 )
             parameters[name] = full
@@ -241,7 +243,9 @@ class BlockState:
     def before_backward(self, token: list[int]) -> None:
         """Unshard the block for its backward. Collective: every rank must call it.
 
-        token: the versions of the buffers in forward. Raises RuntimeError if a version has changed since.
+        Raises RuntimeError if the weights were written since the forward.
+
+        token: the version counters of the block's flat buffers at the end of the forward.
         """
         self.schedule.join_backward(self)
         self.recompute.backward_begins(recomputed=False)
@@ -256,9 +260,9 @@ class BlockState:
         self.schedule.make_room()
 
     def after_backward(self) -> None:
-        """Set the slots back to local parameters after the backward of one forward.
+        """Make the layer's modules show the local parameters again, after the backward of one forward.
 
-        If all forwards of the block have had their backward, also start to reduce the gradients, and reshard the block.
+        After the backward of the block's last forward, also start to reduce the gradients, and reshard the block.
         """
         self.show_local()
         if self.pending > 0:
@@ -272,8 +276,8 @@ class BlockState:
     def finish_backward(self) -> None:
         """Reduce and reshard the block at the end of the whole backward, unless `after_backward` has done so.
 
-        Autograd does not call `after_backward` if no input of the block required a gradient. It also does not reduce if
-        the backward did not go through all of the block's forwards.
+        Autograd does not call `after_backward` if no input of the block requires a gradient. If it calls it, but not
+        for all forwards of the block, `after_backward` does not reduce.
         """
         if self._open:
             self.show_local()
@@ -287,9 +291,9 @@ class BlockState:
             for full in buffer.full_params:
                 if full.grad is not None:
                     raise RuntimeError(
-                        "A block's parameter got a gradient after the block's backward was over, because the parameter "
-                        "is used outside the block's forward. Pass shared tensors through the block's inputs and "
-                        "outputs."
+                        "A parameter of a block got a gradient after the block's backward had ended, because it is "
+                        "also used outside the block's forward. This gradient would be lost. Use the parameter only in "
+                        "the block's forward, and return from there what other modules need."
                     )
 
     def abandon_backward(self) -> None:

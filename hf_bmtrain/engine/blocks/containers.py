@@ -1,4 +1,4 @@
-"""Tensors in mutable containers (lists, dicts, objects): find them, and replace them in place."""
+"""Find tensors in nested lists, dicts, tuples and objects, and replace them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _has_attributes(cls: type) -> bool:
 
 
 def containers_of(value: Any) -> list[Any]:
-    """Return the mutable containers of `value`: the value itself if it is one, and its `__dict__`.
+    """Return the mutable containers in which `value` stores its items and attributes.
 
-    Lists, dicts, sets and deques are containers. The `__dict__` of tensors, modules, functions, classes and objects of
-    the packages in `_STATELESS` is not returned.
+    These are `value` itself, if it is a list, dict, set or deque, and its `__dict__`, if it has one. The `__dict__` of
+    tensors, modules, functions and classes is left out, and so is that of objects of the packages in `_STATELESS`.
     """
     own = [value] if isinstance(value, (list, dict, set, deque)) else []
     if not isinstance(value, torch.Tensor) and _has_attributes(type(value)):
@@ -56,12 +56,12 @@ def _nodes(value: Any) -> list[Any] | None:
 
 
 def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Iterator[torch.Tensor]:
-    """Yield the differentiable tensors in `values` at any depth.
+    """Yield the tensors in `values`, at any depth, that require a gradient.
 
     Args:
         values: the values to search.
         seen: ids of containers to skip. The id of each container that is searched is added.
-        strange: objects that cannot be searched are appended to this list.
+        strange: a list to which objects that cannot be searched are appended.
     """
     for value in values:
         if type(value) in ATOMS:
@@ -90,8 +90,8 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
 
     Args:
         value: the value to search.
-        table: the new tensors, by the id of the tensor that each of them replaces.
-        seen: as in `tensors_in`.
+        table: the replacements, as {id(old tensor): new tensor}.
+        seen: ids of containers to skip. The id of each container that is searched is added.
     """
     if type(value) in ATOMS:
         return value

@@ -36,14 +36,14 @@ def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
 
 
 class DistributedModule(ShardedModule):
-    """A module whose DistributedParameters are full parameters when they are read inside a forward.
+    """A module whose sharded parameters are all-gathered when they are read inside a forward.
 
     A read is inside a forward while this module, or a DistributedModule that contains it, is being called or
     recomputed. After `auto_wrap`, calls of the methods `forward_...` and `get_..._features`, and of `generate` if the
-    model defines it, also count as forwards. The first read in a forward pass all-gathers the parameter's buffer, so
-    every rank must read it. The full buffer is freed when backward no longer needs it, or after the forward if no
-    output requires a gradient. A read anywhere else returns the DistributedParameter itself, without communication. To
-    get the full values there, call `parameter.gather()` on all ranks.
+    model defines it, also count as forwards. The first read in a forward pass all-gathers the flat buffer that contains
+    the parameter, so every rank must read it. The full buffer is freed when backward no longer needs it, or after the
+    forward if no output requires a gradient. A read anywhere else returns the sharded parameter (DistributedParameter),
+    without communication. To get the full values there, call `parameter.gather()` on all ranks.
 
     Args:
         *args: passed to the next base class, usually torch.nn.Module.
@@ -58,7 +58,7 @@ class DistributedModule(ShardedModule):
         world = current_world()
         self.__dict__["_schedule"] = world.schedule
         if world.size > 1:
-            self.__dict__["_is_fsdp_managed_module"] = True  # transformers reads this, see `keep_ranks_together`
+            self.__dict__["_is_fsdp_managed_module"] = True  # generate() in transformers then waits for all ranks
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -66,8 +66,9 @@ class DistributedModule(ShardedModule):
         except AttributeError as error:
             if name == "no_sync":  # of DistributedDataParallel; Accelerate's LocalSGD calls it
                 raise AttributeError(
-                    f"{error}. A sharded model reduces gradients in every backward, also while they accumulate, so "
-                    "loops work without no_sync. LocalSGD needs all weights on each rank: leave it out"
+                    f"{error}. A sharded model reduces gradients in every backward, also during accumulation, so "
+                    "remove the call of no_sync. Accelerate's LocalSGD calls it too, and needs all weights on each "
+                    "rank, so it cannot be used"
                 ) from None
             raise
         if type(value) is DistributedParameter:
@@ -79,7 +80,7 @@ class DistributedModule(ShardedModule):
         return self._run(super().__call__, args, kwargs)
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call `function`, the forward of this module or a part of it, so that reading a parameter all-gathers it."""
+        """Call `function`, the forward of this module or a part of it. Parameters that it reads are all-gathered."""
         schedule = self._schedule
         if schedule.in_forward:
             with self._watch_own():
@@ -109,11 +110,11 @@ class DistributedModule(ShardedModule):
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
-        """Return `on_demand.watch` of the buffers of this module's own parameters. A null context if this module has
-        children.
+        """Return a context that lets this module's parameters be resharded as soon as backward no longer needs them.
 
-        Inside `watch`, no other module may read these buffers. A module without children calls no other module, so this
-        is guaranteed. The context is also null if gradients are disabled, because autograd then saves nothing.
+        It is `on_demand.watch` of the flat buffers of these parameters. No other module may read the buffers inside the
+        context. This is certain only if the module has no children that it might call, so for a module with children
+        the context does nothing. It also does nothing if gradients are disabled, because autograd then saves nothing.
         """
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
@@ -124,14 +125,14 @@ class DistributedModule(ShardedModule):
     # -- weights in and out -------------------------------------------------------------------------------------
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        self._schedule.discard_failed_backward()  # a backward that raised an error may have left full parameters in it
+        self._schedule.discard_failed_backward()  # if it failed, modules may still have full parameters
         return super().named_parameters(*args, **kwargs)
 
     def _slots(self) -> list[Slot]:
         return find_slots([self])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
-        # Registered here, so that it runs after the user's hooks, which may rename keys.
+        # Register the hook only now, so that it runs after the user's hooks, which may rename keys.
         slicing = self.register_load_state_dict_pre_hook(shard_on_load)
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
@@ -165,7 +166,7 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """An `init_method` for DistributedParameter that calls a function with the tensor and the given arguments.
+    """An `init_method` for DistributedParameter, which calls `function(tensor, *args, **kwargs)` to fill the tensor.
 
     Args:
         function: a function that fills a tensor in place, such as torch.nn.init.normal_.
@@ -208,7 +209,7 @@ def init_parameters(model: torch.nn.Module) -> None:
 
 
 def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """Yield the parameters of a model by their attribute `group`, for an optimizer's parameter groups.
+    """Yield the parameters of a model in groups of equal `parameter.group`, for an optimizer's parameter groups.
 
     `DistributedParameter(group=)` sets it. For another parameter, set `parameter.group` before `auto_wrap`.
 
@@ -216,8 +217,8 @@ def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, lis
         model: the model, sharded or not.
 
     Returns:
-        An iterator over (group, parameters), in the order in which the groups first occur. The group is None for
-        parameters that have none. Each parameter occurs once.
+        An iterator over (group, parameters), in the order in which the groups first occur. The group of parameters
+        without the attribute is None. Each parameter occurs once.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Negotiation: ranks that may enter different blocks of a model agree on the next collective."""
+"""Negotiation: lets ranks that may enter different blocks of a model agree on the next collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 FORWARD, EVALUATION, BACKWARD = (
     code(f"next operation of a {kind}", 0) for kind in ("forward", "forward without gradients", "backward")
 )
-"""The entries of requests in the collective log. They differ, so that ranks in different passes are noticed."""
+"""Entries of the collective log for the requests of a forward, a forward without gradients, and a backward.
+
+The ranks compare their logs. Because the entries differ, they notice if one is in a forward and another in a backward.
+"""
 _UNITS = 1 << 30  # greater than the number of blocks and root buffers of a world
 _STRIDE = 1 << 20  # greater than the number of buffers of a block
 _SPACE = _UNITS * _STRIDE
@@ -28,7 +31,13 @@ _END = 6 * _SPACE
 
 
 class _Requests(NamedTuple):
-    """The numbers of the requests for one buffer: its all-gathers in a forward and in a backward, and its reduction."""
+    """The numbers by which ranks request operations of one flat buffer. The smallest requested number is granted first.
+
+    Attributes:
+        forward: the all-gather in a forward.
+        backward: the all-gather in a backward.
+        reduction: the reduction of the gradient.
+    """
 
     forward: int
     backward: int
@@ -36,30 +45,31 @@ class _Requests(NamedTuple):
 
 
 class Negotiation:
-    """Ranks that enter different blocks agree, before each collective of a forward or backward, which one is next.
+    """Lets ranks that may enter different blocks agree on each next collective of a forward or backward.
 
-    A rank requests the operation that it needs. The smallest request of all ranks is granted. The ranks that made this
-    request continue with the operation. The other ranks take part in it and then repeat their own request. In an
-    all-gather, they do not use the result. In a reduction, they send the gradients that they have, which are zeros if
-    they have not entered the block. A rank at the end of its forward or backward takes part until all ranks are there.
+    Each operation has a number. A rank requests the number of the operation that it needs, and the smallest requested
+    number is granted. The ranks that requested it continue with the operation. The other ranks take part in it, and
+    then repeat their own request. In an all-gather, they discard the result. In a reduction, they send the gradients
+    that they have computed so far, or zeros if they have not entered the block. A rank that has reached the end of its
+    forward or backward takes part until all ranks have reached it.
 
-    The order of the requests does not change the results: each rank's operations are granted in its own order, and if a
-    buffer is reduced twice, the second mean is added to the first. The order only decides how often a buffer is
-    gathered or reduced twice because ranks need it at different times.
+    The numbers do not change the results: the operations that a rank requests are granted in the order of its requests,
+    and if a buffer is reduced twice, the second mean is added to the first. The numbers only determine how often a
+    buffer is gathered or reduced twice because ranks need it at different times.
 
-    In a forward, the order is that of the model's modules, except that the longest list of blocks comes last. Modules
-    that only some ranks enter (such as an image tower) usually precede this list. In a backward, the all-gathers of
-    root buffers come first. The blocks follow in the opposite order. A block's all-gather, which may be a prefetch,
-    precedes its own reduction and also the reduction of the block before it in the backward. The reductions of root
-    buffers come last.
+    In a forward, the numbers follow the order of the model's modules, except that the longest list of blocks comes
+    last, because modules that only some ranks enter (such as an image tower) usually run before this list. In a
+    backward, the all-gathers of root buffers (of parameters outside blocks) come first. The blocks follow in reverse
+    order. A block's all-gather, which may be a prefetch, comes before its own reduction and before the reduction of the
+    block that precedes it in backward. The reductions of root buffers come last.
     """
 
     def __init__(self, control: ObjectComm, reduce: Callable[[list[GradientBuffer]], None]) -> None:
-        """Create the negotiation of one world.
+        """Create the negotiation between the ranks of a world.
 
         Args:
             control: exchanges the requests.
-            reduce: starts the reduction of gradients of one block, or of one root buffer. It is collective.
+            reduce: starts the reduction of gradients that belong to one block or one root buffer. It is collective.
         """
         self._control, self._reduce = control, reduce
         self._units = 0
@@ -69,12 +79,14 @@ class Negotiation:
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]
     ) -> None:
-        """Register a model, or update it after buffers were added to it. Every rank passes the same buffers.
+        """Number the operations of a model's flat buffers. Call it again after buffers were added to the model.
+
+        Every rank must pass the same buffers.
 
         Args:
             buffers: the model's flat buffers, in the order of its modules.
-            blocks: the states of its blocks.
-            last: the states of the blocks that come last in a forward.
+            blocks: the BlockStates of its blocks.
+            last: the BlockStates of its longest list of blocks, whose all-gathers are granted last in a forward.
         """
         owners = {buffer: block for block in blocks for buffer in block.buffers}
         units: dict[object, list[ShardedBuffer]] = {}
@@ -86,8 +98,9 @@ class Negotiation:
             self._units += 1
 
     def _add(self, buffer: ShardedBuffer, block: BlockState | None, index: int) -> None:
-        """Add one buffer.
+        """Number the operations of one buffer, and store functions with which this rank takes part in them.
 
+        block: the block of the buffer, or None for a root buffer.
         index: the position of the buffer among the buffers of its block.
         """
         place = self._units * _STRIDE + index
@@ -100,7 +113,7 @@ class Negotiation:
         here, owner = weakref.ref(buffer), None if block is None else weakref.ref(block)
 
         def serve_gather() -> None:
-            with torch.enable_grad():  # for the log: the rank that needs the buffer uses this grad mode, too
+            with torch.enable_grad():  # as in `Schedule.gather`: the collective log contains the grad mode
                 _alive(here).take_part()
 
         def serve_reduction() -> None:
@@ -111,42 +124,43 @@ class Negotiation:
         self._served[requests.reduction] = serve_reduction
 
     def covers(self, buffer: ShardedBuffer) -> bool:
-        """Return whether the model of `buffer` was registered. A backward may then reduce the buffer more than once."""
+        """Return whether collectives of `buffer` are negotiated. A backward may then reduce it more than once."""
         return buffer.number in self._requests
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
-        """Wait until the ranks agree on the all-gather of `buffer`. The caller must then issue it.
+        """Wait until the ranks agree that the all-gather of `buffer` is next. The caller must then issue it.
 
-        Collective: every rank must call it. Does nothing if no collective is needed, or if the buffer's model was not
-        registered.
+        Collective: every rank must call it, or `before_reduction` or `finish`. Does nothing if the buffer needs no
+        collective now (for example, because it is unsharded), or if its collectives are not negotiated.
 
         Args:
             buffer: the buffer.
-            entry: the pass that needs it: FORWARD, EVALUATION or BACKWARD.
+            entry: the kind of pass in which the buffer is needed: FORWARD, EVALUATION or BACKWARD.
         """
         requests = self._requests.get(buffer.number)
         if requests is not None and buffer.needs_collective:
             self._agree(requests.backward if entry == BACKWARD else requests.forward, entry)
 
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
-        """Wait until the ranks agree on the reduction of `gradients`. The caller must then start it.
+        """Wait until the ranks agree that the reduction of `gradients` is next. The caller must then start it.
 
-        Collective: every rank must call it. Does nothing if `gradients` is empty, or if their model was not registered.
+        Collective: every rank must call it, or `before_gather` or `finish`. Does nothing if `gradients` is empty, or if
+        their collectives are not negotiated.
         """
         if gradients and (requests := self._requests.get(gradients[0].number)) is not None:
             self._agree(requests.reduction, BACKWARD)
 
     def reduction_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return the position of a participant in the order in which a backward finishes them at its end.
+        """Return a sort key for the order in which the blocks and root buffers of a backward are finished at its end.
 
-        buffers: the participant's buffers.
+        buffers: the flat buffers of one block, or one root buffer.
         """
         return min((found.reduction for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def gather_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return the position of root buffers in the order in which a backward gathers them when it begins."""
+        """Return a sort key for the order in which a backward gathers root buffers when it begins."""
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def finish(self, entry: int) -> None:
@@ -154,7 +168,7 @@ class Negotiation:
 
         Collective: every rank must call it.
 
-        entry: the pass that ends: FORWARD, EVALUATION or BACKWARD.
+        entry: the kind of pass that ends: FORWARD, EVALUATION or BACKWARD.
         """
         self._agree(_END, entry)
 
@@ -171,6 +185,6 @@ def _alive(reference: weakref.ref[Owned]) -> Owned:
     found = reference()
     if found is None:
         raise RuntimeError(
-            "Another rank is running a part of a model that this rank has deleted. Keep the model on every rank."
+            "Another rank is running a model that this rank has deleted. Keep a reference to the model on every rank."
         )
     return found

@@ -1,4 +1,4 @@
-"""Observers: objects that are called at certain events of a world's training steps, and do not change the steps."""
+"""Observers: objects that are called at events of training (forward, backward, step), and do not change training."""
 
 from __future__ import annotations
 
@@ -15,33 +15,39 @@ if TYPE_CHECKING:  # at run time, this folder must not import engine/optim
 
 
 class Observer:
-    """Base class of observers of the forwards, backwards and steps of a world. Subclasses override some methods.
+    """Base class of observers, which are called on each rank at events of its forwards, backwards and steps.
 
-    `Schedule.observe` adds an observer to a world.
+    Each method is an event. Subclasses override the methods of the events that they need. `Schedule.observe` adds an
+    observer.
 
     Attributes:
-        position: at each event, observers are called in ascending order of `position`.
+        position: determines the order of observers. At each event, those with a lower position are called first.
     """
 
     position = 50
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before each forward of a wrapped model, except in recomputations and rehearsals (trial forwards)."""
+        """Called before each forward of a wrapped model, except in recomputations and rehearsals (trial forwards).
+
+        args, kwargs: the arguments of the forward.
+        """
 
     def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
-        """Called before a gradient is averaged over the ranks.
+        """Called before the gradient of one parameter is averaged over the ranks.
+
+        If several modules outside the blocks share a parameter, this is called for the gradient from each of them.
 
         Args:
-            gradient: the GradientBuffer of the flat buffer that contains the parameter.
+            gradient: the GradientBuffer, which averages the gradients of all parameters of one flat buffer.
             index: the index of the parameter in the flat buffer.
             values: this rank's gradient of the full parameter, before averaging.
         """
 
     def end_backward(self) -> None:
-        """Called at the end of a backward, after every `.grad` is set."""
+        """Called at the end of a backward, after the `.grad` of every parameter has been set."""
 
     def end_step(self, manager: OptimManager) -> None:
-        """Called at the end of `manager.step()`. On a GPU, the host does not yet know if the step was skipped."""
+        """Called at the end of `manager.step()`. On a GPU, it is not known yet whether the step was skipped."""
 
     def explain_skip(
         self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor
@@ -58,10 +64,10 @@ class Observer:
         """
 
     def out_of_memory(self) -> str | None:
-        """Return lines to be added to a torch.OutOfMemoryError, or None."""
+        """Return text to add to a torch.OutOfMemoryError of a forward, backward or step; None if there is none."""
 
     def record(self, tensor: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
-        """Called by `record_tensor` with its arguments, except in recomputations and rehearsals."""
+        """Called for each call of `record_tensor`, with its arguments, except in recomputations and trial forwards."""
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_") and name != "position")
@@ -69,7 +75,10 @@ Kind = TypeVar("Kind", bound=Observer)
 
 
 class Observers:
-    """The observers of a world. For each event, an attribute lists the observers that override the event's method."""
+    """The observers of a world, in the order of their positions.
+
+    For each method of `Observer`, the attribute of the same name lists the observers that override it.
+    """
 
     before_forward: tuple[Observer, ...]
     before_reduce: tuple[Observer, ...]
@@ -105,16 +114,16 @@ class Observers:
 
 
 class ObserverHandle:
-    """Removes an observer that `Schedule.observe` has added."""
+    """The handle that `Schedule.observe` returns, for removing the observer."""
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
-        self._observers, self._observer = observers, weakref.ref(observer)  # weak, as an observer may own its handle
+        self._observers, self._observer = observers, weakref.ref(observer)  # weak: an observer may own its handle
         self._freed = None if owner is None else weakref.finalize(owner, observers.remove, observer)
         if self._freed is not None:
             self._freed.atexit = False
 
     def remove(self) -> None:
-        """Remove the observer. A second call does nothing."""
+        """Remove the observer. Does nothing if it was removed already."""
         if self._freed is not None:
             self._freed.detach()
         observer = self._observer()

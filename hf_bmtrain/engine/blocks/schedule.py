@@ -1,4 +1,4 @@
-"""Schedule: which blocks are unsharded and which reductions are pending, in the current forward and backward."""
+"""Schedule, which tracks the unsharded blocks and the pending reductions of the current forward and backward."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class BackwardParticipant(Protocol):
-    """A block, or a buffer of root parameters, that takes part in a backward and is called at its end.
+    """A block, or a flat buffer of root parameters, that takes part in a backward and is called at its end.
 
     The schedule calls the participants of a backward in the same order on every rank.
 
     Attributes:
-        buffers: the buffers whose gradients it may reduce.
+        buffers: the flat buffers whose gradients the participant reduces.
     """
 
     @property
@@ -53,11 +53,11 @@ class ForwardPass:
     block. A call of any other block is a new forward, which has its own backward.
 
     Attributes:
-        readers: a dict whose keys are the OnDemandGathers of the buffers of root parameters that the forward read. The
-            values are True during the forward. `end` replaces each by the `unwatched` of its OnDemandGather.
-        blocks: the blocks with a differentiable output in this forward.
+        readers: {OnDemandGather: unwatched} for each buffer of root parameters that the forward read. `unwatched` is
+            whether the buffer must stay unsharded for the whole backward. It is valid after `end`.
+        blocks: the blocks of which an output requires a gradient in this forward.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
-        entry: the entry of these agreements in the collective log.
+        entry: the entry of the collective log that these agreements write.
     """
 
     def __init__(self, enter: Callable[[ForwardPass], None], negotiation: Negotiation | None) -> None:
@@ -65,7 +65,7 @@ class ForwardPass:
 
         Args:
             enter: called with this forward pass when a backward reaches the outputs of the forward.
-            negotiation: as in the attribute.
+            negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         """
         self._enter, self.negotiation = enter, negotiation
         self.entry = FORWARD if torch.is_grad_enabled() else EVALUATION
@@ -75,7 +75,7 @@ class ForwardPass:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def end(self) -> list[int]:
-        """End the forward, and return the versions of the buffers in `readers`, which `before_backward` takes."""
+        """End the forward, and return the version counters of the buffers in `readers`, for `before_backward`."""
         self.readers = {reader: reader.unwatched for reader in self.readers}
         return [reader.version for reader in self.readers]
 
@@ -85,11 +85,14 @@ class ForwardPass:
             reader.check_unwritten()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a root parameter that this forward read outside `on_demand.watch`."""
+        """Return whether `tensor` is a view of a root parameter that this forward has read.
+
+        Parameters in buffers that were read only inside `on_demand.watch` (by modules without children) do not count.
+        """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
     def reshard(self) -> None:
-        """Reshard the buffers that the forward read. Call it if no backward will follow."""
+        """Reshard the buffers that the forward read. Called if no backward will follow."""
         for reader in self.readers:
             reader.reshard()
 
@@ -98,7 +101,9 @@ class ForwardPass:
     def before_backward(self, token: list[int]) -> None:
         """Start the all-gathers of root parameters that backward needs. Collective: every rank must call it.
 
-        token: the result of `end`. Raises RuntimeError if a version has changed since.
+        Raises RuntimeError if these parameters were written since the forward.
+
+        token: the result of `end`.
         """
         if token != [reader.version for reader in self.readers]:
             raise RuntimeError(
@@ -114,7 +119,7 @@ class ForwardPass:
 
 
 class ForwardDepth:
-    """A context that the forward of every layer and model enters. `depth` is the number of nested forwards now."""
+    """A context that every forward of a layer or model enters. `depth` is the current number of nested forwards."""
 
     depth = 0
 
@@ -126,18 +131,18 @@ class ForwardDepth:
 
 
 class Schedule:
-    """Decides when blocks are resharded and when to wait for reductions. All blocks of a world share one schedule.
+    """Decides when blocks are resharded and when to wait for reductions. All models of a world share one schedule.
 
     Attributes:
         shards: allocates and gathers shards.
-        blocks: the reduction of the gradients of blocks.
-        outside: the reduction of the gradients of root parameters, which are outside the blocks.
-        inside: the context of a layer's own forward, which may be the first one or a recomputation.
+        blocks: averages the gradients of blocks over the ranks.
+        outside: averages the gradients of root parameters, which are outside the blocks, over the ranks.
+        inside: the context in which forwards of layers and models run, also when they are recomputed.
         observers: the observers of this world.
-        negotiation: makes the ranks agree on each collective of models whose blocks not all ranks enter.
+        negotiation: makes the ranks agree on each collective of models in which they may enter different blocks.
         backwards: the number of backwards that have ended.
-        collective_layers: whether layers of a model in this world issue collectives in their own forwards, which a
-            recomputation repeats. All ranks must then recompute the same forwards.
+        collective_layers: whether layers of any model issue collectives in their own forwards. A recomputation repeats
+            these collectives, so all ranks must then recompute the same forwards.
     """
 
     collective_layers = False
@@ -151,8 +156,8 @@ class Schedule:
         self.backwards = 0
         self._pass: ForwardPass | None = None
         self._calibrates = False
-        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # participants, by graph task of autograd
-        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task: the forward passes that its backward reached
+        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by autograd graph task, one per backward
+        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task: those that its backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # a weak reference, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
@@ -161,9 +166,9 @@ class Schedule:
     # -- observers ----------------------------------------------------------------------------------------------
 
     def observe(self, observer: Observer, owner: object | None = None) -> ObserverHandle:
-        """Add `observer` to this world. It is removed by the returned handle, or when `owner` is freed.
+        """Add `observer`, and return a handle for removing it.
 
-        owner: an object to which the observer belongs, such as a model.
+        owner: an object to which the observer belongs, such as a model. When it is freed, the observer is removed.
         """
         self.observers.add(observer)
         return ObserverHandle(self.observers, observer, owner)
@@ -173,7 +178,7 @@ class Schedule:
         return next((observer for observer in self.observers if isinstance(observer, kind)), None)
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Call the observers' `before_forward`, except in recomputations and rehearsals."""
+        """Call the observers' `before_forward`, except in recomputations and rehearsals (trial forwards)."""
         if not self.repeats:
             for observer in self.observers.before_forward:
                 observer.before_forward(model, args, kwargs)
@@ -182,11 +187,11 @@ class Schedule:
 
     @property
     def mapped_bytes(self) -> int:
-        """Number of bytes of shards and gradient receive buffers that torch's memory statistics do not include."""
+        """Bytes of shards and received gradients that are allocated outside torch, so torch's statistics omit them."""
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def explain_shortage(self, error: BaseException) -> None:
-        """If `error` is a torch.OutOfMemoryError, add the lines of the observers' `out_of_memory` to its text."""
+        """If `error` is a torch.OutOfMemoryError, add the texts to it that observers' `out_of_memory` return."""
         if not isinstance(error, torch.OutOfMemoryError):
             return
         lines = [text for observer in self.observers.out_of_memory if (text := observer.out_of_memory()) is not None]
@@ -208,7 +213,7 @@ class Schedule:
             self.blocks.free()
 
     def wait_for_readers(self) -> None:
-        """Make the current stream wait until no rank reads shards, so that they may be written.
+        """Make the current stream wait until all ranks have finished reading shards, so that they may be written.
 
         Collective: every rank must call it.
         """
@@ -218,7 +223,7 @@ class Schedule:
 
     @property
     def in_forward(self) -> bool:
-        """True inside a forward. Reading a root parameter there all-gathers it."""
+        """True inside a forward, where reading a root parameter all-gathers it."""
         return self.inside.depth > 0
 
     @property
@@ -233,9 +238,10 @@ class Schedule:
 
     @contextmanager
     def forward(self, uneven: bool) -> Iterator[ForwardPass]:
-        """Run the outermost forward of a model inside this context, which yields its ForwardPass.
+        """Return a context for the outermost forward of a model. It yields the ForwardPass of this forward.
 
-        uneven: whether the ranks may enter different blocks of the model. If so, they all leave the context together.
+        uneven: whether the ranks may enter different blocks of the model. If so, the context ends on all ranks at the
+            same time, and is collective.
         """
         self.discard_failed_backward()
         if uneven:
@@ -252,7 +258,7 @@ class Schedule:
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
-        """Run a rehearsal inside this context, that is, a forward without a backward, before the real forward.
+        """Return a context for a rehearsal, that is, a trial forward without a backward, before the real forward.
 
         At the end of the context, the buffers of root parameters that only the rehearsal has read are resharded.
         """
@@ -272,35 +278,36 @@ class Schedule:
             self._pass.readers[reader] = True
 
     def record(self, block: BackwardParticipant) -> None:
-        """Register that `block` has a differentiable output in the running forward pass."""
+        """Register that an output of `block` requires a gradient in the running forward pass."""
         if self._pass is not None:
             self._pass.blocks.add(block)
 
     def gather(self, buffer: ShardedBuffer) -> None:
         """Start the all-gather of `buffer`, unless it is unsharded. Collective: every rank must call it.
 
-        If the ranks negotiate the collectives of this forward or backward, they may call this for different buffers.
+        If the ranks negotiate the collectives of this forward or backward, they may pass different buffers.
         """
         entry = self.negotiated
         if entry is None:
             buffer.gather()
             return
         self.negotiation.before_gather(buffer, entry)
-        with torch.enable_grad():  # the log contains the grad mode, and ranks may differ in it inside a pass
+        with torch.enable_grad():  # the collective log contains the grad mode, in which ranks may differ now
             buffer.gather()
 
     @property
     def negotiated(self) -> int | None:
-        """The log entry of agreements, if each collective is negotiated now; otherwise None."""
+        """The collective-log entry for agreements, if ranks must now agree before each collective; otherwise None."""
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
             return BACKWARD if uneven else None
         return None if self._pass is None or self._pass.negotiation is None else self._pass.entry
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
-        """Reshard all unsharded blocks, except `block`, which starts now, and `prefetched`.
+        """Reshard the blocks that were left unsharded or prefetched, except `block` and `prefetched`.
 
-        prefetched: the neighbour that is gathered next. It is remembered, so that a later call reshards it.
+        block: the block whose forward or backward starts now, or None.
+        prefetched: the neighbour that is gathered next, or None. A later call reshards it.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -319,7 +326,7 @@ class Schedule:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def join_backward(self, member: BackwardParticipant) -> None:
-        """Add a participant to the running backward. The first call queues the callback `_end_backward`.
+        """Add a participant to the running backward, so that it is called at the end of this backward.
 
         Participants are stored by autograd's graph task, because a backward that runs inside another one (for a
         reentrant checkpoint) ends before the outer one.
@@ -341,16 +348,16 @@ class Schedule:
         return members
 
     def was_recorded(self, block: BackwardParticipant) -> bool | None:
-        """Return whether `block` was recorded in a forward pass whose outputs a running backward has reached.
+        """Return whether the running backward has reached the outputs of a forward pass that called `block`.
 
-        Returns None if there is no such forward pass. This happens if the block was called outside a model, or if
-        backward started from an activation inside the model.
+        Returns None if it has not reached the outputs of any forward pass. This happens if the block was called outside
+        a model, or if backward started from an activation inside the model.
         """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None
 
     def is_member(self, member: BackwardParticipant) -> bool:
-        """Return whether `member` takes part in a backward that has not ended and is not ending now."""
+        """Return whether `member` takes part in a running backward, other than one that is just ending."""
         return any(member in members for members in self._members.values())
 
     @torch.no_grad()
@@ -403,10 +410,10 @@ class Schedule:
     # -- pending reductions -------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Wait for earlier reductions until those of at most one block (with one rank, of none) are pending.
+        """Wait until the reductions of at most one block are pending (of none, if there is only one rank).
 
-        Call this before a block's backward creates gradients. Issue the all-gathers that should overlap with that
-        backward before this call; otherwise the wait delays them.
+        This limits the memory for gradients. Call it before a block's backward creates gradients, and after issuing the
+        all-gathers that should overlap with this backward; otherwise the wait delays them.
         """
         self._receive(self.blocks.ahead)
 
@@ -415,17 +422,19 @@ class Schedule:
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
-        """Start to average `gradients`, which belong to one block, over the ranks. Collective: every rank must call it.
+        """Start to average the gradients of one block or one root buffer over the ranks.
 
-        First waits for earlier reductions, like `make_room`. Later calls wait for all of `gradients` or for none of
-        them. If collectives are negotiated, this rank first takes part in the operations of other ranks.
+        Collective: every rank must call it. First waits for earlier reductions, like `make_room`. The reductions that
+        one call starts are also waited for together. If the ranks must agree on each collective, this rank first takes
+        part in operations of other ranks.
         """
         if self.negotiated is not None:
             self.negotiation.before_reduction(gradients)
         self._start(gradients)
 
     def _start(self, gradients: list[GradientBuffer]) -> None:
-        # Gradient hooks may be collective. If negotiated, wait here, because not all ranks call `make_room`.
+        # `_receive` calls gradient hooks, which may be collective. If collectives are negotiated, not all ranks call
+        # `make_room` at the same point, so wait for all reductions here.
         self._receive(self.blocks.ahead if self.negotiated is None else 0)
         for gradient in gradients:
             if gradient.is_pending:
@@ -446,7 +455,7 @@ class Schedule:
             self._pending.popleft()
 
     def _decide(self) -> None:
-        """Set the `.grad` of parameters that this rank did not use but another rank did. `receive` did not set it."""
+        """Set the `.grad` of parameters that this rank did not use but another rank did, which `receive` left out."""
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:
             gradient.decide()

@@ -1,4 +1,4 @@
-"""ShardedModule: the base class of modules with sharded parameters. Also extends a module's class in place."""
+"""ShardedModule, the base class of modules with sharded parameters, and functions to extend a module's class."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from ..tensors.tensor import barrier_outside
 
 
 class RefuseDataParallel:
-    """The value of `ShardedModule._ddp_params_and_buffers_to_ignore`.
+    """Raises RuntimeError if DistributedDataParallel is applied to a sharded module.
 
-    DistributedDataParallel iterates over it, which raises RuntimeError. Reading the attribute has no effect.
+    It is the value of the attribute `_ddp_params_and_buffers_to_ignore`. The constructor of DistributedDataParallel
+    iterates over the value, which raises the error.
     """
 
     def __iter__(self) -> Iterator[NoReturn]:
@@ -35,11 +36,11 @@ class RefuseDataParallel:
 class ShardedModule(torch.nn.Module):
     """A module with sharded parameters, whose gradients are reduced without DistributedDataParallel.
 
-    `_is_accelerate_prepared` prevents Accelerate from adding DistributedDataParallel. If it is added nevertheless, its
-    constructor iterates over `_ddp_params_and_buffers_to_ignore`, which raises RuntimeError.
+    `_is_accelerate_prepared` prevents Accelerate from wrapping the module in DistributedDataParallel. If anything else
+    does, `_ddp_params_and_buffers_to_ignore` makes it raise RuntimeError.
     """
 
-    _extends: ClassVar[Any]  # set on a generated subclass to the user's class that it extends
+    _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
     _is_accelerate_prepared = True
     _ddp_params_and_buffers_to_ignore = RefuseDataParallel()
 
@@ -54,11 +55,11 @@ class ShardedModule(torch.nn.Module):
         super().register_parameter(name, param)
 
     def _slots(self) -> Sequence[Slot]:
-        """Return the slots of the sharded parameters that this module is responsible for."""
+        """Return the slots (entries of modules' `_parameters`) of the sharded parameters that this module manages."""
         raise NotImplementedError
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
-        """Return full tensors on the CPU under the module's usual keys. Tied weights stay tied.
+        """Return the state dict with full tensors on the CPU and the module's usual keys. Tied weights stay tied.
 
         Collective: every rank must call it.
 
@@ -78,7 +79,7 @@ class ShardedModule(torch.nn.Module):
         return destination.plain() if outermost else destination
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Load full tensors. Each rank copies only its own elements. Collective: every rank must call it.
+        """Load full tensors, of which each rank copies only its own elements. Collective: every rank must call it.
 
         Args:
             state_dict: the full tensors, the same on every rank.
@@ -86,7 +87,7 @@ class ShardedModule(torch.nn.Module):
             **kwargs: as in torch.nn.Module.
 
         Raises:
-            RuntimeError: the ranks pass different parameters (then nothing is changed), or as in torch.nn.Module.
+            RuntimeError: the ranks pass different parameters (then nothing is loaded), or as in torch.nn.Module.
         """
         check_full_tensors(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)
@@ -117,22 +118,23 @@ class ShardedModule(torch.nn.Module):
 
 
 class OnlyWhileSharded(torch.nn.Module):
-    """The base of a class that an extension gives to a module in place, and that only the sharded model needs.
+    """The base of classes that features give to modules in place, and that only a sharded model needs.
 
-    Deep copies and pickles have the module's own class, and so has the plain step of `check_parity`.
+    Deep copies and pickles of such a module have its original class. `check_parity` computes its plain step with the
+    original class, too.
     """
 
-    _extends: ClassVar[Any]  # set on a generated subclass to the user's class that it extends
+    _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
 
     def __reduce_ex__(self, protocol):
         return object.__new__, (own_class(self),), _own_attributes(self)
 
 
 def moved(name: str, module: torch.nn.Module) -> RuntimeError:
-    """Return the error for a sharded parameter that `module` registers under the new name `name`."""
+    """Return the error to raise if a sharded parameter of `module` is registered under the new name `name`."""
     return RuntimeError(
-        f"'{name}' in {type(module).__name__} is a sharded weight under a new name. torch.nn.utils.prune and "
-        "spectral_norm rename the weights that they change, and would then read only this rank's elements. Prune and "
+        f"'{name}' in {type(module).__name__} is a sharded weight under a new name. Functions that rename weights, "
+        "such as torch.nn.utils.prune and spectral_norm, would compute with this rank's elements only. Prune and "
         "parametrize the model before auto_wrap."
     )
 
@@ -141,13 +143,14 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     """Return a subclass of `base` and `cls` with `methods`, and with the name, module and docstring of `cls`.
 
     The caller should create one class for each `cls`, not for each module, because torch.compile compiles once per
-    class. Deep copies of a sharded model keep the returned class, unless `base` is a ShardedModule or OnlyWhileSharded.
+    class. In deep copies of a sharded model, modules have their original class if `base` is a subclass of ShardedModule
+    or OnlyWhileSharded. Otherwise they keep the returned class.
     """
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass = type(cls)
     if _begins_without_dict(cls):
         # Python allows assigning `__class__` only if the object layout comes from `cls`, so `cls` must be the first
-        # base. The method resolution order remains that of the usual bases (base, cls).
+        # base. `mro` is overridden, so that methods are looked up as with the usual bases (base, cls).
         order = metaclass(cls.__name__, (base, cls), dict(names)).__mro__[1:]
         ordered: Any = type(metaclass.__name__, (metaclass,), {"mro": lambda extended: [extended, *order]})
         return ordered(cls.__name__, (cls, base), {**names, **methods})
@@ -155,7 +158,10 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
 
 
 def _begins_without_dict(cls: Any) -> bool:
-    """Return whether `cls` gets its object layout from a base without `__dict__`, as in `class C(ABC, nn.Module)`."""
+    """Return whether Python gives `cls` the object layout of a base without `__dict__`.
+
+    An example is `class C(ABC, nn.Module)`, which has the layout of ABC.
+    """
     while cls.__base__.__dictoffset__:
         cls = cls.__base__
     return cls.__base__ is not object
@@ -166,9 +172,12 @@ def _begins_without_dict(cls: Any) -> bool:
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
 STAYS = "stays_in_copies"
-"""An attribute of hooks of this package without which a deep copy of their module would compute something else."""
+"""Name of an attribute that marks the hooks of this package that deep copies of a module keep.
+
+Without these hooks, a copy would compute something else.
+"""
 _ADDED = ("_schedule", "_bmt", "_bmt_name", "_uneven", "_is_fsdp_managed_module")
-"""Attributes that sharding adds to instances, besides hooks and methods."""
+"""Attributes that sharding adds to modules, besides hooks and methods. Deep copies do not have them."""
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
@@ -205,14 +214,14 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # The class that a feature gives a layer also has `_extends`, but is neither of these two: it is kept.
+    # A class that a feature gives to a layer also has `_extends`. It is kept, unless it is an OnlyWhileSharded.
     while "_extends" in vars(cls) and issubclass(cls, (ShardedModule, OnlyWhileSharded)):
         cls = cls._extends
     return cls
 
 
 def _is_copied_here(module: torch.nn.Module) -> bool:
-    """Return whether the class that `module` had before it was sharded defines no `__deepcopy__`."""
+    """Return whether `_plain_copy` must copy `module`, because its original class defines no `__deepcopy__`."""
     copies = ShardedModule.__deepcopy__
     return getattr(own_class(module), "__deepcopy__", copies) is copies
 
@@ -237,9 +246,9 @@ def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
-    """Return whether `value` is a callable (such as a method or hook) that is defined in one of our Python modules.
+    """Return whether `value` is a function or another callable (such as a hook) that this package defines.
 
-    modules: the prefixes of the names of these Python modules.
+    modules: prefixes of names of Python modules. Only callables that are defined in these modules count.
     """
     if isinstance(value, functools.partial):
         return _is_ours(value.func, modules)
@@ -252,7 +261,10 @@ def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
 
 
 def _replaced_by(method: Any) -> Any:
-    """Return the value that our `method` replaced on the instance, or None if the class's own method was used."""
+    """Return the instance attribute that `method`, which this package set, has replaced.
+
+    Returns None if there was no such attribute, because the instance used the method of its class.
+    """
     before = getattr(method, "__wrapped__", None)
     owner = getattr(method, "owner", None)
     if owner is None or before is None:

@@ -31,11 +31,11 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
 
 
 def refuse_grad(*args: Any, **kwargs: Any) -> None:
-    """Raise RuntimeError, instead of running `torch.autograd.grad`, which would find no gradient."""
+    """Raise RuntimeError in place of `torch.autograd.grad`, which finds no gradients of sharded parameters."""
     raise RuntimeError(
-        "torch.autograd.grad with respect to parameters of a sharded model would find no gradient, since gradients are "
-        "averaged over the ranks before they are stored in `.grad`. Call loss.backward(inputs=parameters) on every "
-        "rank, and read parameter.grad (this rank's elements) or parameter.gather_gradient() (the full gradient)."
+        "torch.autograd.grad would find no gradient for parameters of a sharded model, because their gradients are "
+        "averaged over the ranks and then stored in `.grad`. Call loss.backward(inputs=parameters) on every rank, and "
+        "read parameter.grad (this rank's elements) or parameter.gather_gradient() (the full gradient)."
     )
 
 
@@ -48,7 +48,10 @@ def double_backward() -> RuntimeError:
 
 
 def _ask_inputs(backward: Callable[..., None]) -> Callable[..., None]:
-    """Return `backward` (`torch.autograd.backward`) with support for sharded parameters as `inputs`."""
+    """Return a version of `torch.autograd.backward` that accepts sharded parameters as `inputs`.
+
+    backward: the function `torch.autograd.backward`.
+    """
 
     @wraps(backward)
     def backward_with_local(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Make functions of torch.distributed call `__torch_function__` of sharded tensors, as they do in torch 2.12."""
+"""Make functions of torch.distributed call `__torch_function__` of sharded tensors, as torch does from 2.12 on."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _NAMES = (
     "all_gather_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single",
     "all_to_all", "send", "recv",
 )  # fmt: skip
-"""The functions to replace. `isend` and `irecv` are left out, because `P2POp` accepts only torch's own functions, which
-a script may already have imported."""
+"""The functions to replace. `isend` and `irecv` are left out: `P2POp` compares its argument with these two functions,
+which a script may have imported before they are replaced."""
 
 
 def override_collectives(kinds: tuple[type, ...]) -> None:
     """Make each function of `_NAMES` call `__torch_function__` when it is given tensors of the classes `kinds`.
 
-    Otherwise it would communicate the memory of a sharded tensor, which holds different elements on each rank.
-    Functions that already call `__torch_function__` are not replaced. Nothing changes for other tensors. A module that
+    Otherwise the function would communicate the memory of a sharded tensor, which holds different elements on each
+    rank. Nothing changes for other tensors, or for functions that call `__torch_function__` already. A module that
     imported a function by name before this call keeps the original function.
     """
     for name in _NAMES:

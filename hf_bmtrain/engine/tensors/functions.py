@@ -1,4 +1,4 @@
-"""Tables that sort torch's functions by what they do with elements. They decide how a sharded tensor is treated."""
+"""Tables of torch's functions, sorted by what they do with elements. They decide how a sharded tensor is treated."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ ELEMENT_WISE = frozenset(
 trailing `_`, write to the first argument."""
 
 CONVERSIONS = frozenset("to float double half bfloat16 int long short bool cpu cuda type type_as pin_memory".split())
-"""Element-wise functions of the first tensor only: other arguments only say to which dtype or device to convert."""
+"""Functions that convert their first tensor. Other arguments only give the dtype or device to convert to."""
 
 LIKE = frozenset("detach alias zeros_like ones_like empty_like full_like".split())
-"""Functions that autograd never records. For a sharded tensor they always return a sharded tensor."""
+"""Functions of one tensor that autograd never records. Of a sharded tensor, they always return a sharded tensor."""
 
 RANDOM = frozenset(
     """
@@ -45,7 +45,7 @@ RANDOM = frozenset(
     normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_
     """.split()
 )
-"""Functions that draw every element from the same distribution and ignore the present values."""
+"""Functions that draw every element at random from one distribution, whatever its present value."""
 
 VIEWS = frozenset("view reshape flatten ravel squeeze unsqueeze unflatten view_as reshape_as".split())
 """Functions that change the shape of a contiguous tensor and keep the order of its elements."""
@@ -71,9 +71,9 @@ to exclude vectors from weight decay."""
 
 
 def name_of(function: Any) -> str:
-    """Return the name under which the tables list `function`.
+    """Return the name under which the tables of this module list `function`.
 
-    The name is "add" for an operator such as `__add__`, and also for `_foreach_add`.
+    For example, it is "add" for `torch.add`, `__add__` and `_foreach_add`.
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":
@@ -82,7 +82,7 @@ def name_of(function: Any) -> str:
 
 
 def _find_attributes() -> Iterator[Any]:
-    """Yield the getters and setters of all attributes of tensors that do not read elements, such as `.grad`."""
+    """Yield the getters and setters of all tensor attributes, such as `.grad`, that do not depend on elements."""
     for base in torch.Tensor.__mro__:
         for name, value in vars(base).items():
             if inspect.isgetsetdescriptor(value) and name not in _TENSORS_BEHIND_ATTRIBUTES | SHAPES:
@@ -102,7 +102,7 @@ METADATA = frozenset(
         ),
     ]
 )
-"""Functions that only read or set properties of a tensor, and not its elements. They run unchanged."""
+"""Functions that read or set properties of a tensor, but not its elements. They run unchanged on sharded tensors."""
 
 
 # -- nested arguments and results -----------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
     """Return a copy of nested tuples, lists and dicts in which each tensor and NumPy array is replaced.
 
     Args:
-        function: takes a tensor or array and returns its replacement.
+        function: returns the replacement of a tensor or array.
         values: the nested containers, or a single value.
     """
     if isinstance(values, torch.Tensor) or is_array(values):

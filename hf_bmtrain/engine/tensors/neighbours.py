@@ -1,4 +1,4 @@
-"""Tensors of a list that are stored one after another are written as one tensor, which takes less time."""
+"""Join tensors of a list that are adjacent in memory, so that a function that writes the list takes less time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return fewer tensors, which together have the elements of `tensors` and share their memory.
+    """Return fewer tensors that together have the elements of `tensors` and share their memory.
 
-    Parameters of one sharded buffer are neighbours in memory, and so are their gradients. Weight decay, for example,
-    then multiplies one tensor for each buffer. Tensors that cannot be joined are returned unchanged.
+    The sharded parameters of one flat buffer are adjacent in memory, and so are their gradients. Weight decay, for
+    example, then multiplies one tensor per flat buffer. Tensors that cannot be joined are returned unchanged.
 
     Args:
         tensors: at least one tensor. Call this only within `WithoutTorchFunction`.
@@ -19,7 +19,7 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     first = tensors[0]
     size, dtype = first.element_size(), first.dtype
     if len(tensors) < 2 or first.data_ptr() + first.numel() * size != tensors[1].data_ptr():
-        return tensors  # usually optimizer state, whose tensors are allocated one by one
+        return tensors  # usual for optimizer state, whose tensors are allocated one by one
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         return tensors
     joined: list[torch.Tensor] = []
@@ -36,9 +36,9 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _join(run: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `run`, of which each tensor begins at the address where the one before ends, as one tensor if possible.
+    """Join tensors, each of which begins at the address where the one before ends, and return them as a list.
 
-    It is impossible if the addresses follow each other by chance, in different allocations.
+    Returns `run` itself if the tensors belong to different allocations, which are adjacent by chance.
     """
     if len(run) < 2 or run[0].untyped_storage()._cdata != run[-1].untyped_storage()._cdata:
         return run

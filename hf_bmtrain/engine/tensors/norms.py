@@ -1,4 +1,4 @@
-"""Norms of sharded gradients over all ranks, computed together for all tensors of a flat buffer."""
+"""Norms of sharded gradients over all ranks, computed for all tensors of a flat buffer at once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class SegmentNorms:
     """Computes the 2-norms of all tensors of a flat buffer over all ranks, in one pass and one all-reduce.
 
     A segment is the part of this rank's shard that belongs to one tensor, together with the padding after it. The
-    norms are cached until the shard's version counter changes; kernels that write through raw pointers increment it
-    as well. All ranks write to the buffer at the same points of the program, so they all compute new norms or none
-    does.
+    norms are cached until the shard's version counter changes. (Kernels that write through raw pointers increment it,
+    too.) All ranks write to the buffer at the same points of the program, so either all of them compute new norms, or
+    none does.
 
     Args:
         shard: (n,) float32, float16 or bfloat16, this rank's shard.
@@ -40,24 +40,24 @@ class SegmentNorms:
         self._squares, self._measured = squares, shard._version
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the norm of tensor `index`, a new float32 scalar. Collective if the norms are not cached."""
+        """Return the 2-norm of tensor `index`, a new float32 scalar. Collective if the norms are not cached."""
         return self.all()[index]
 
     def all(self) -> Sequence[torch.Tensor]:
-        """Return the norms of all tensors as new float32 scalars. Collective if they are not cached."""
+        """Return the 2-norms of all tensors as new float32 scalars. Collective if they are not cached."""
         measure([self])
         assert self._norms is not None
         return self._norms.clone().unbind()
 
     def local_squares(self) -> torch.Tensor:
-        """Return the squared norms (k,) of this rank's segments, in float64. Not collective."""
+        """Return the squared 2-norms of this rank's k segments, (k,) float64. Not collective."""
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares
         return segmented_squared_norm(self._shard, self._segments)
 
 
 def measure(norms: Iterable[SegmentNorms]) -> None:
-    """Compute the norms of each buffer that has none cached, with one all-reduce for all buffers.
+    """Compute the norms of all buffers whose norms are not cached, with one all-reduce.
 
     Collective: every rank must call it.
     """
@@ -78,7 +78,6 @@ def note_clipping(collective_log: CollectiveLog) -> None:
 
     The ranks compare their logs, and so notice if they clip to different norms. The values are read from the local
     variables of `clip_grad_norm_`, because it does not pass them to the functions that it calls.
-
     """
     frame = sys._getframe(1)
     for _ in range(_CALLERS):

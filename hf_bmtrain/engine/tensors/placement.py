@@ -1,4 +1,4 @@
-"""Placement: the elements of a sharded tensor that each rank stores. It also gathers the full tensor."""
+"""Placement, which describes the elements of a sharded tensor that each rank stores, and gathers the full tensor."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from ..comm.layout import Layout, Range
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The elements of one sharded tensor that each rank stores: `layout` divides them among the ranks' shards.
+    """Describes which elements of one sharded tensor each rank stores.
 
     A view of a sharded tensor has the same placement, except for `shape`.
 
     Attributes:
-        layout: the layout of a flat buffer that contains this tensor.
+        layout: the layout of the flat buffer that contains the tensor: the position of each tensor, and each rank's
+            shard.
         index: the tensor's index in the layout.
         shape: the shape of the full tensor.
-        communicator: the communicator of the ranks over which the tensor is sharded, which gathers and reduces it.
-        norms: the communicator for norms and for the search for inf and nan. It has more ranks than `communicator` if
-            the tensor is a part of a whole tensor whose other parts are on other ranks.
+        communicator: the communicator of the ranks over which the tensor is sharded.
+        norms: the communicator for norms and for the search for inf and nan. It has more ranks than `communicator` if,
+            with tensor parallelism, the full tensor is a part of a tensor that is split over ranks.
     """
 
     layout: Layout
@@ -34,7 +35,7 @@ class Placement:
 
     @cached_property
     def range(self) -> Range:
-        """The range of the tensor's elements that this rank stores."""
+        """The range of the full tensor's elements that this rank stores."""
         return self.layout.range_of(self.index, self.communicator.rank)
 
     @property
@@ -43,7 +44,7 @@ class Placement:
         return self.layout.numels[self.index]
 
     def matches(self, other: Placement) -> bool:
-        """Return whether two tensors have the same shape and are distributed in the same way on every rank.
+        """Return whether two placements have the same shape and assign the same elements to each rank.
 
         The result is the same on every rank.
         """
@@ -70,11 +71,11 @@ class Placement:
         return replace(self, layout=twice, shape=torch.Size([*self.shape, 2]))
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of a full tensor, as a 1-D view, or as a copy if `full` is not contiguous."""
+        """Return this rank's elements of a full tensor, as a 1-D view (as a copy if `full` is not contiguous)."""
         return full.reshape(-1)[self.range.tensor_start : self.range.tensor_stop]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor, in new memory. Collective: every rank must call it.
+        """Gather the full tensor from all ranks, in new memory. Collective: every rank must call it.
 
         part: (n,), this rank's elements.
         """

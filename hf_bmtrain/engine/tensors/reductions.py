@@ -22,14 +22,14 @@ def _is_local(value: Any) -> bool:
 
 
 def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
-    """Return the `order`-norm of each sharded tensor over all ranks. Collective: every rank must call it.
+    """Return the norm of order `order` of each sharded tensor over all ranks. Collective: every rank must call it.
 
-    `SegmentNorms` computes the 2-norms of gradients that have not been replaced since the backward, and caches them.
-    All other norms are computed with one all-reduce.
+    2-norms of gradients that a backward has set are computed and cached by `SegmentNorms`. All other norms are computed
+    with one all-reduce.
     """
     order = float(order)
     if order <= 0:
-        raise ValueError(f"The norm of a sharded tensor needs an order above 0, or inf. The order is {order}.")
+        raise ValueError(f"The order of the norm of a sharded tensor must be greater than 0 (or inf), but is {order}.")
     segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
     measured = dict.fromkeys(segment[0] for segment in segments if segment is not None)
     measure(measured)  # one all-reduce, whose results `all` reads from the cache
@@ -67,7 +67,7 @@ def _vector_norm(x: Any, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p
 
 def _linalg_norm(x: Any, ord: Any = None, dim=None, keepdim=False, *, out=None, dtype=None):
     if ord is not None and len(x.full_shape) != 1:
-        return NotImplemented  # `ord` is the order of a matrix norm if the tensor has several dimensions
+        return NotImplemented  # with several dimensions, this would be a matrix norm
     return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
 
 
@@ -103,10 +103,12 @@ def _dot(x: Any, y: Any):
 
 
 def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of all elements of `part` over all ranks, in `dtype`. Collective: every rank must call it.
+    """Return the sum over all ranks of the elements of `part`, in `dtype`. Collective: every rank must call it.
 
-    Floating-point numbers are added in float32 or wider. The communicator of the sharded tensor `x` does the
-    all-reduce.
+    Floating-point numbers are added in float32 or wider.
+
+    x: the sharded tensor whose communicator does the all-reduce.
+    part: this rank's numbers, computed from its elements of `x`.
     """
     x.settle()
     total = part.sum(dtype=torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
@@ -117,7 +119,7 @@ def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _non_finite_check(pieces, found_inf, inv_scale):
     amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
-    torch.autograd.graph.increment_version(pieces)  # the operation does not do this itself
+    torch.autograd.graph.increment_version(pieces)  # torch does not do this for the function's writes
     slices = [piece for piece in pieces if _is_local(piece)]
     slices[0].placement.norms.all_reduce(found_inf, maximum=True).wait()
 

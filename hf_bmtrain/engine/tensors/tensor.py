@@ -2,14 +2,15 @@
 
 * While autograd records, a function of a sharded parameter acts on the full parameter, which is gathered first. The
   parameter's gradient is averaged over the ranks as usual.
-* Under `no_grad`, element-wise functions act on this rank's elements and return a sharded tensor. Functions of
-  gradients, `.data` and optimizer state always do so. If another operand has the full shape, or can be broadcast to
-  it, its elements at the same positions are used.
+* Under `no_grad`, element-wise functions act on this rank's elements and return a sharded tensor. Element-wise
+  functions of gradients, `.data` and optimizer state always do so. If another operand has the full shape, or can be
+  broadcast to it, its elements at the same positions are used.
 * Sums, means, norms and similar reductions compute one number over all ranks.
 * Any other function acts on full tensors, which are gathered on every rank, and returns full tensors. If it writes to
   its arguments, the changes are copied back to the sharded tensors.
 
-Except for the element-wise functions, all of them are collective: every rank must call them.
+All of these functions are collective (every rank must call them), except element-wise functions of this rank's
+elements.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ class ShardBase:
 
     Attributes:
         placement: which elements of the full tensor each rank stores.
-        is_parameter: whether autograd records functions of the tensor.
-        in_memory: whether the elements are in the tensor's memory. If False, the class computes them when a function
-            reads them. Its `__torch_function__` must then run before those of other sharded tensors.
+        is_parameter: whether the tensor is a parameter, so that autograd records its functions.
+        in_memory: whether the elements are in the tensor's memory. If not, a subclass computes them when a function
+            reads them, and the `__torch_function__` of this subclass must run before those of other sharded tensors.
         grad_now: the value of `.grad`.
     """
 
     placement: Placement
     is_parameter: ClassVar[bool] = False
     in_memory: ClassVar[bool] = True
-    is_sparse: ClassVar[bool] = False  # optimizers read it for each gradient: this is faster than torch's attribute
+    is_sparse: ClassVar[bool] = False  # optimizers read it for each gradient; torch's attribute is slower
     grad_now: torch.Tensor | None = None
 
     @property
@@ -79,12 +80,12 @@ class ShardBase:
 
     @property
     def data(self) -> ShardTensor:
-        """This tensor without autograd history. Writes to it increment the version counter of this tensor."""
+        """This tensor without autograd history, in the same memory. Unlike in torch, it shares the version counter."""
         return self.detach()  # pyright: ignore[reportAttributeAccessIssue]
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Copy `values` into this tensor. They may be a full tensor, a sharded one, or this rank's elements (n,).
+        """Copy `values` into this tensor. They may be a full tensor, a sharded tensor, or this rank's elements (n,).
 
         Raises RuntimeError if the shape, dtype or device does not match.
         """
@@ -92,21 +93,21 @@ class ShardBase:
         shapes = me.part.shape, me.full_shape
         if values.shape not in shapes or (values.dtype, values.device) != (me.dtype, me.device):
             raise RuntimeError(
-                f"`.data` of a sharded tensor can only be set to a tensor of shape {tuple(shapes[0])} (this rank's "
-                f"elements) or {tuple(me.full_shape)} (the full tensor), {me.dtype}, on {me.device}, not to one of "
-                f"shape {tuple(values.shape)}, {values.dtype}, on {values.device}. Cast or move the model before "
-                "auto_wrap."
+                f"`.data` of a sharded tensor was set to a tensor of shape {tuple(values.shape)}, {values.dtype}, on "
+                f"{values.device}. It can only be set to a tensor of shape {tuple(me.full_shape)} (the full tensor) or "
+                f"{tuple(shapes[0])} (this rank's elements), {me.dtype}, on {me.device}. Cast or move the model "
+                "before auto_wrap."
             )
         with torch.no_grad():
             me.copy_(values)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient: a sharded tensor with the same placement, or None.
+        """The gradient: a sharded tensor that is distributed over the ranks as this tensor is, or None.
 
-        Besides torch's own `.grad`, a Python attribute stores it. In each step, gradient clipping reads the gradient
-        four times and the optimizer three times, and reading torch's own `.grad` takes 15 times as long, because it
-        goes through `__torch_function__`.
+        Besides torch's own `.grad`, a Python attribute stores it, which takes a fifteenth of the time to read: torch's
+        own `.grad` is read through `__torch_function__`. In each step, gradient clipping reads the gradient four times
+        and the optimizer three times.
         """
         return self.grad_now
 
@@ -124,10 +125,10 @@ class ShardBase:
         self.grad = None
 
     def settle(self) -> None:
-        """Make the current stream wait for any asynchronous operation that is still writing this rank's elements."""
+        """Make the current stream wait for any asynchronous operation that still writes this rank's elements."""
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor in new memory. For a parameter this is differentiable.
+        """Gather the full tensor from all ranks, in new memory. For a parameter, the result is differentiable.
 
         Collective: every rank must call it.
         """
@@ -136,7 +137,7 @@ class ShardBase:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.is_complex and cls.is_parameter and args:
-            return args[0].full.dtype.is_complex  # optimizers ask for each parameter in each step: 40 % faster
+            return args[0].full.dtype.is_complex  # a faster path: optimizers call this for every parameter
         kwargs = kwargs or {}
         if func in METADATA:
             with WithoutTorchFunction():
@@ -172,7 +173,7 @@ class ShardBase:
 
     @staticmethod
     def reads_elements(func: Callable) -> bool:
-        """Return whether a function of torch may read or write elements. METADATA and SHAPES list those that do not."""
+        """Return whether a function of torch may read or write elements. Those in METADATA and SHAPES do not."""
         return func not in METADATA and name_of(func) not in SHAPES
 
 
@@ -182,11 +183,11 @@ class ShardTensor(ShardBase, torch.Tensor):
     Element-wise operations act on this rank's elements and return a ShardTensor; the docstring of this module describes
     all other operations. Norms are those of the full tensor, and `torch.amp.GradScaler` skips a step on all ranks if
     any rank finds inf or NaN. Torch's own gradient clipping and loss scaling therefore give correct results. Pickling
-    stores the `part`, as a plain tensor.
+    stores only this rank's elements, as a plain tensor.
 
     Attributes:
-        segment: (norms of a flat gradient buffer, index of this gradient in the buffer). It is set by the backward, and
-            None for all other tensors.
+        segment: for a gradient that a backward has set: (the SegmentNorms of its flat gradient buffer, the index of the
+            gradient in this buffer). None for all other tensors.
     """
 
     segment: tuple[SegmentNorms, int] | None = None
@@ -204,10 +205,10 @@ class ShardTensor(ShardBase, torch.Tensor):
         return made
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor. Collective: every rank must call it.
+        """Gather the full tensor from all ranks. Collective: every rank must call it.
 
         Raises:
-            RuntimeError: this tensor requires a gradient of its own.
+            RuntimeError: `requires_grad` is set for this tensor, which is not a parameter.
         """
         with WithoutTorchFunction():
             if self.requires_grad:
@@ -234,9 +235,11 @@ class ShardTensor(ShardBase, torch.Tensor):
 class WholeCopy(torch.Tensor):
     """A view of a temporary full copy of a sharded tensor. Writes to the view are copied to the sharded tensor.
 
+    For example, `parameter[0]` is such a view, so that `parameter[0].zero_()` under `no_grad` writes to the parameter.
+
     Attributes:
         source: the sharded tensor and its copy. None if autograd recorded the function that returned the view. A write
-            to such a view raises RuntimeError, because it cannot be copied back.
+            to such a view raises RuntimeError, because it cannot be copied to the sharded tensor.
     """
 
     source: CopySource | None = None
@@ -253,7 +256,9 @@ class WholeCopy(torch.Tensor):
             result = func(*args, **kwargs)
             written = [each for each, version in zip(copies, versions) if each._version != version]
             if written:
-                problem = "autograd records" if any(each.source is None for each in written) else None
+                problem = (
+                    "autograd recorded how the view was made" if any(each.source is None for each in written) else None
+                )
                 if problem is None:
                     target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes the tensor by keyword
                     overwrites = name_of(func) in _OVERWRITES and isinstance(target, WholeCopy)
@@ -290,8 +295,10 @@ class CopySource:
     def pass_on(self, view: torch.Tensor | None) -> str | None:
         """Write this rank's elements of the copy to the sharded tensor. Return the reason if this fails, or None.
 
-        view: the view of the copy that was written, if the function overwrote all elements of the view without reading
-            them. Otherwise None. With None, the sharded tensor must not have changed since the copy was made.
+        It fails if the sharded tensor has changed since the copy was made, unless `view` is given.
+
+        view: the view of the copy that was written, if all of its elements were overwritten without being read. Then
+            only these elements are written to the sharded tensor. Otherwise None.
         """
         sharded, part = self._sharded, self._sharded.placement.cut(self._copy)
         sharded.settle()
@@ -308,9 +315,11 @@ class CopySource:
 
 
 def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
-    """Call `pass_on` of each source in turn, and return the first reason for a failure, or None if there was none.
+    """Write the changed copies of all sources to their sharded tensors.
 
-    view: passed to the source whose copy contains it; the other sources get None.
+    Returns the first reason for a failure, or None if there was none.
+
+    view: as for `CopySource.pass_on`. Only the source whose copy contains the view gets it; the others get None.
     """
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)
@@ -320,7 +329,10 @@ def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | 
 
 
 def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[CopySource] = ()) -> Any:
-    """Return `value` as a WholeCopy with its source, if it is a view of one of `copies`. Make arrays read-only."""
+    """Return `value`, as a WholeCopy if it is a view of one of `copies`. If it is a NumPy array, make it read-only.
+
+    A NumPy array may be a view of a copy, too, and writes to it would be lost.
+    """
     if is_array(value):
         value.setflags(write=False)
     elif isinstance(value, torch.Tensor) and any(shares_storage(value, copy) for copy in copies):
@@ -339,9 +351,9 @@ class _Call:
         base: the name without the trailing `_` of in-place functions.
         in_place: whether the function writes to its first argument.
         many: whether the function takes lists of tensors, as `torch._foreach_add_` does.
-        tensors: all tensors among the arguments.
-        slices: the sharded tensors among them.
-        full: whether autograd records the call. If so, the function must act on full tensors.
+        tensors: all tensors in the arguments.
+        slices: the sharded tensors among `tensors`.
+        full: whether autograd records the call, so that the function must act on full tensors.
     """
 
     def __init__(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -357,7 +369,7 @@ class _Call:
         self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
 
     def run(self) -> Any:
-        """Apply the function by the rules in the docstring of this module, and return its result."""
+        """Apply the function as the docstring of this module describes, and return its result."""
         if getattr(self.func, "__module__", "").startswith("torch.distributed"):
             return self._communicate()
         collective = REDUCTIONS.get(self.func)
@@ -394,7 +406,7 @@ class _Call:
     # -- functions of this rank's elements ------------------------------------------------------------------------
 
     def _local(self, first: Any) -> Any:
-        """Apply the function to this rank's elements, and return a sharded tensor."""
+        """Apply the function to this rank's elements of `first`, its first argument, and return a sharded tensor."""
         first.settle()
         with WithoutTorchFunction():
             result = self.func(*self.args, **self.kwargs)
@@ -408,7 +420,7 @@ class _Call:
             return ShardTensor.of(first.detach(), first.placement.with_shape(shape))
 
     def _draw(self, first: Any) -> Any:
-        """Draw random elements for the full tensor, as a single process would, and keep this rank's elements."""
+        """Draw random elements for the full tensor `first`, as a single process does, and keep this rank's elements."""
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
                 return self.func(*self.args, **self.kwargs)  # torch raises its error for in-place writes to a leaf
@@ -422,7 +434,10 @@ class _Call:
             return first
 
     def _element_wise(self) -> Any:
-        """Apply an element-wise function to this rank's elements, or to full tensors if operands do not match."""
+        """Apply an element-wise function to this rank's elements, or to full tensors if an operand does not fit.
+
+        An operand fits if `_operand` finds its elements at the positions that this rank stores.
+        """
         with WithoutTorchFunction():
             like = self.slices[0]
             operands = {id(each): _operand(each, like) for each in self.tensors}
@@ -447,7 +462,7 @@ class _Call:
         """Apply an in-place function to this rank's elements, without recording it for autograd.
 
         If autograd records and `written` is a leaf that requires a gradient, gradients stay enabled, so that torch
-        raises its error for such writes.
+        raises its usual error.
         """
         leaf = any(written is each and each.requires_grad for each in self.slices)
         with torch.set_grad_enabled(self.full and leaf):
@@ -457,14 +472,14 @@ class _Call:
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
         """Apply an in-place function to a plain tensor of the full shape or of this rank's number of elements.
 
-        If one rank stores all elements of a vector, these two shapes are equal on that rank and different on the
-        others. Vectors are therefore gathered in both cases, so that all ranks issue the same collectives.
+        If the sharded tensor is a vector, and one rank stores all of its elements, these two shapes are equal on that
+        rank and different on the others. Vectors are therefore gathered in both cases, so that all ranks issue the same
+        collectives.
 
         Args:
             target: the plain tensor, to which the function writes.
             like: a sharded tensor among the arguments.
-            operands: the replacement of each tensor argument when the function acts on this rank's elements, by the
-                argument's id.
+            operands: {id(tensor argument): tensor to use instead when the function acts on this rank's elements}.
         """
         if target.shape != like.shape or target.shape == like.full_shape:
             return self._on_full()
@@ -478,8 +493,8 @@ class _Call:
     def _on_many(self) -> Any:
         """Apply a function of lists of tensors, such as `torch._foreach_add_`, to this rank's elements.
 
-        The function acts on full tensors instead if the operands at some position do not match, or if the function is
-        not element-wise.
+        The function acts on full tensors instead if it is not element-wise, or if operands at some position of the
+        lists do not fit (see `_element_wise`).
         """
         if self.full and not self.in_place:
             return self._on_full()
@@ -500,7 +515,10 @@ class _Call:
         return self._on_full()
 
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
-        """Return the replacements of `members`, the tensors at one position; None if full tensors are needed."""
+        """Return the tensors with which the function acts on this rank's elements; None if it needs full tensors.
+
+        members: the tensors at one position of the function's lists.
+        """
         like: Any = next((each for each in members if isinstance(each, ShardBase)), None)
         if like is None:
             return members
@@ -512,7 +530,13 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
-        """Do the work of `_aligned` where the first member is a plain tensor that is written. See `_write_ordinary`."""
+        """Do the work of `_aligned` if the function writes to the first of `members`, and this is a plain tensor.
+
+        As in `_write_ordinary`, vectors are gathered.
+
+        like: the first sharded tensor of `members`.
+        operands: the tensors to use instead of `members` when the function acts on this rank's elements.
+        """
         target = members[0]
         if target.shape not in (like.shape, like.full_shape):
             _refuse_full_target(self.name, target, like)
@@ -529,7 +553,11 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
-        """Return the results of a function of lists. A result is sharded if an operand at its position is sharded."""
+        """Return the results of a function of lists, as sharded tensors where an operand at their position is sharded.
+
+        lists: the lists that the function took.
+        result: what it returned for this rank's elements.
+        """
         if not isinstance(result, (list, tuple)):
             return result
         if self.in_place:
@@ -539,7 +567,7 @@ class _Call:
 
     def _communicate(self) -> Any:
         """Run a collective of torch.distributed on the full tensors."""
-        if current_world().size == 1:  # no copy is needed, because this rank's elements are the full tensor
+        if current_world().size == 1:  # this rank's elements are the full tensor
             own = lambda each: each.part.view(each.full_shape) if isinstance(each, ShardBase) else each  # noqa: E731
             return self.func(*replace_tensors(own, self.args), **replace_tensors(own, self.kwargs))
         given = inspect.signature(self.func).bind(*self.args, **self.kwargs).arguments
@@ -548,7 +576,7 @@ class _Call:
             raise RuntimeError(
                 f"torch.distributed.{self.name} of sharded tensors gathers them first, so all ranks must call it and "
                 "wait for it. Subgroups, async_op=True and point-to-point operations are not possible. Call "
-                "parameter.gather() on all ranks, and communicate the copy."
+                "parameter.gather() on all ranks, and communicate the full tensor that it returns."
             )
         self.full = False
         return self._on_full(counted=False)
@@ -558,8 +586,8 @@ class _Call:
     def _on_full(self, counted: bool = True) -> Any:
         """Run the function on full copies on every rank, and copy modified arguments back.
 
-        Collective: every rank must call it. For an operator of torch.ops, the schema declares which arguments it
-        modifies.
+        Collective: every rank must call it. The schema of an operator of torch.ops declares which arguments it
+        modifies. For other functions, `counted` determines how modified arguments are found.
 
         Args:
             counted: whether the function increments the version counters of the tensors that it modifies. If not, the
@@ -593,8 +621,8 @@ class _Call:
     def _declared_writes(self) -> set[int] | None:
         """Return the ids of the arguments that an operator of torch.ops declares to modify; None for other functions.
 
-        Operators of other libraries may modify tensors with their own kernels or through `.data`. Version counters do
-        not show such writes.
+        Version counters are not enough for operators of other libraries, which may modify tensors by their own kernels
+        or through `.data`.
         """
         schema = schema_of(self.func)
         if schema is None:
@@ -606,7 +634,7 @@ class _Call:
     def _explain(self, error: RuntimeError) -> None:
         """Raise a clearer error than `error`, if a plain tensor with this rank's number of elements may be the cause.
 
-        The function was called with full tensors, whose shapes do not match such a tensor.
+        The shape of such a tensor does not match the full tensors with which the function was called.
         """
         with WithoutTorchFunction():
             for piece in self.slices:
@@ -614,8 +642,8 @@ class _Call:
                     if not isinstance(each, ShardBase) and each.dim() == 1 and each.shape == piece.shape:
                         raise RuntimeError(
                             f"{self.name} combines a tensor of {len(each)} elements, as many as this rank stores, "
-                            f"with the full parameter of shape {tuple(piece.full_shape)}. Create the "
-                            f"former tensor with shape `parameter.full_shape`. ({error})"
+                            f"with the full parameter of shape {tuple(piece.full_shape)}. Create the tensor of "
+                            f"{len(each)} elements with shape `parameter.full_shape` instead. ({error})"
                         ) from error
 
     def _write_back(self, target: Any, full: torch.Tensor) -> None:
@@ -623,13 +651,13 @@ class _Call:
         with WithoutTorchFunction():
             if self.full and target.requires_grad:
                 raise RuntimeError(
-                    f"{self.name} writes to a sharded parameter that requires grad, in place, while autograd records. "
+                    f"{self.name} writes in place to a sharded parameter that requires grad, while autograd records. "
                     "Use torch.no_grad()."
                 )
             if full.shape != target.full_shape or full.dtype != target.dtype:
                 raise RuntimeError(
                     f"{self.name} changes the shape {tuple(target.full_shape)} or the dtype {target.dtype} of a "
-                    "sharded tensor, which is impossible after auto_wrap. Resize and cast before auto_wrap."
+                    "sharded tensor, which is not possible after auto_wrap. Resize and cast before auto_wrap."
                 )
             target.settle()
             with torch.no_grad():
@@ -637,9 +665,11 @@ class _Call:
 
 
 def barrier_outside(occasion: str) -> None:
-    """Wait for every rank, unless a forward or backward is running. Collective: every rank must call it.
+    """Wait until every rank calls this, unless a forward or backward is running. Collective: every rank must call it.
 
-    If a rank does not arrive in time, the error names the rank and the occasion.
+    A rank that does not call it causes an error, which names the rank and the occasion, instead of a deadlock.
+
+    occasion: the operation that the ranks are about to start.
     """
     world = current_world()
     if world.size > 1 and not (world.schedule.in_forward or world.schedule.in_backward):
@@ -647,15 +677,15 @@ def barrier_outside(occasion: str) -> None:
 
 
 SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, type checkers take `Tensor.grad` for its value
-"""Sets torch's own `.grad` of a tensor. A caller that sets it for a sharded tensor must also set `grad_now`."""
+"""Sets torch's own `.grad` of a tensor. Who calls it for a sharded tensor must also set `ShardBase.grad_now`."""
 
 
 class Address:
-    """The address of a sharded tensor with several ranks. It can be compared and hashed, but is not a number.
+    """The result of `data_ptr()` of a sharded tensor, if there are several ranks.
 
-    Code that looks for tied tensors compares addresses, which works. Arithmetic with an Address raises RuntimeError,
-    because code that combines the address with `numel()`, the number of elements of the full tensor, would access
-    memory beyond this rank's elements.
+    It can be compared and hashed, which code that looks for tied tensors does, but it is not a number. Arithmetic with
+    it raises RuntimeError: code that combines the address with `numel()`, the number of elements of the full tensor,
+    would access memory beyond this rank's elements.
     """
 
     __slots__ = ("_key", "_told")
@@ -676,8 +706,8 @@ class Address:
 
     def _refuse(self, *args: object) -> NoReturn:
         raise RuntimeError(
-            f"data_ptr() of a sharded tensor of {self._told} of its elements. Pass `tensor.part` to element-wise "
-            "kernels."
+            f"data_ptr() of a sharded tensor of {self._told} of its elements. Pass `tensor.part`, a plain "
+            "tensor of these elements, to element-wise kernels."
         )
 
     __index__ = __int__ = __float__ = __add__ = __radd__ = __sub__ = __rsub__ = __mod__ = __and__ = __lt__ = _refuse
@@ -693,8 +723,8 @@ def _data_ptr(tensor: Any) -> int | Address:
 def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise function of lists to this rank's elements. This is a fast path for optimizers.
 
-    All sharded tensors at one position of the lists must have the same placement object, and plain tensors among the
-    arguments must have one element. Otherwise returns NotImplemented, and the general rules of `_Call` apply.
+    The sharded tensors at one position of the lists must have the same placement object, and plain tensors must have
+    one element. Otherwise nothing is done, NotImplemented is returned, and the caller uses `_Call`, which is slower.
     """
     if is_tracing():
         return NotImplemented
@@ -733,7 +763,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         if name.endswith("_"):
             return written
         for each, placement in zip(result, placements):
-            each.__class__ = ShardTensor  # set the class in place, because `of` would create another tensor
+            each.__class__ = ShardTensor  # faster than `of`, which would create another tensor
             each.placement = placement
         return result
 
@@ -741,8 +771,8 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 def _count_writes(name: str, args: Sequence[Any]) -> None:
     """Increment the version counters of parameters that a fused optimizer function of torch has written.
 
-    Torch does not do this. Without it, a block that is unsharded during the step would not be all-gathered again, and
-    would compute with the old weights.
+    Torch does not do this. A block that is unsharded during the step would then not be all-gathered again, and would
+    compute with the old weights.
     """
     if name.startswith("_fused_"):
         torch.autograd.graph.increment_version(args[0])
@@ -764,9 +794,12 @@ def _on_meta(value: Any) -> Any:
 def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     """Return the elements of `value` that an element-wise function combines with this rank's elements of `like`.
 
-    A plain tensor that broadcasts with the full shape is treated as a full tensor. Otherwise, if it has as many
-    elements as this rank stores, it is treated as this rank's elements. Raises ValueError if both are possible. Returns
+    A plain tensor that can be broadcast to the full shape is treated as a full tensor. A plain vector with as many
+    elements as this rank stores is treated as this rank's elements. Raises ValueError if it could be either. Returns
     None if the function must act on full tensors.
+
+    value: an operand of the function.
+    like: another operand, which is sharded.
     """
     if isinstance(value, ShardBase):
         alike = value.placement is like.placement or value.placement.matches(like.placement)
@@ -781,15 +814,19 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     if value.shape == like.shape and value.shape != shape:
         raise ValueError(
             f"A tensor of shape {tuple(value.shape)} is ambiguous in an operation with a sharded parameter of shape "
-            f"{tuple(shape)}. It may be this rank's {value.numel()} elements, or a full tensor to be broadcast. For "
-            "the former, create it with torch.zeros_like(parameter) or parameter.take(full). For the latter, "
+            f"{tuple(shape)}. It may be this rank's {value.numel()} elements, or a full tensor to be broadcast. If it "
+            "is the former, create it with torch.zeros_like(parameter) or parameter.take(full). If it is the latter, "
             ".expand() it to the full shape."
         )
     return like.placement.cut(value.expand(shape)) if result == shape else None
 
 
 def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
-    """Raise RuntimeError, because a function of lists would write this rank's elements of `like` to a plain tensor."""
+    """Raise RuntimeError for a function of lists that would write this rank's elements of `like` to a plain tensor.
+
+    name: the function's name.
+    target: the plain tensor, whose shape is neither the full shape nor that of this rank's elements.
+    """
     raise RuntimeError(
         f"{name} would write this rank's {like.numel()} elements of a sharded tensor of shape "
         f"{tuple(like.full_shape)} to a plain tensor of shape {tuple(target.shape)}. Use parameter.gather() to get the "
@@ -797,5 +834,5 @@ def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
     )
 
 
-if torch.__version__ < "2.12":  # in older versions some functions of torch.distributed do not call it
+if torch.__version__ < "2.12":  # in older versions, some functions of torch.distributed ignore `__torch_function__`
     override_collectives((ShardBase, WholeCopy))

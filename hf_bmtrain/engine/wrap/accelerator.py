@@ -1,6 +1,7 @@
-"""Apply the mixed precision of this process's Accelerator, if there is one, to a wrapped model, and check its ranks.
+"""Make a wrapped model follow this process's Accelerator and Trainer, if there are any.
 
-Also check that a Trainer that calls the model has this package's callback. Neither Accelerate nor Transformers is
+The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator has another number of
+ranks or shards models itself, or if the Trainer lacks this package's callback. Neither Accelerate nor Transformers is
 imported here. Both are found in `sys.modules`, if the program has imported them.
 """
 
@@ -25,7 +26,7 @@ _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def accelerator_is_running() -> bool:
-    """Return whether an Accelerator exists in this process. Libraries that build on Accelerate also create one."""
+    """Return whether an Accelerator exists in this process, created by the program or by a library such as Trainer."""
     return _state() is not None
 
 
@@ -36,7 +37,10 @@ def mixed_precision() -> str:
 
 
 def check_accelerator(size: int) -> None:
-    """Raise RuntimeError if the Accelerator shards models itself, or if its number of ranks is not `size`."""
+    """Raise RuntimeError if the Accelerator shards models itself, or if its number of ranks is not `size`.
+
+    Does nothing if no Accelerator exists in this process.
+    """
     state = _state()
     if state is None:
         return
@@ -55,7 +59,12 @@ def check_accelerator(size: int) -> None:
 
 
 def check_trainer(model: torch.nn.Module, size: int) -> None:
-    """Raise RuntimeError if a Trainer that has never had BMTrainCallback trains `model` on several ranks."""
+    """Raise RuntimeError if a Trainer that never had BMTrainCallback is training `model` on several ranks.
+
+    The Trainer is found among the callers of this function.
+
+    size: the number of ranks.
+    """
     transformers: Any = sys.modules.get("transformers.trainer")
     if size == 1 or not hasattr(transformers, "Trainer"):
         return
@@ -64,8 +73,8 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
         frame = frame.f_back
     if frame is None:
         return
-    # Before Python 3.13, reading `f_locals` stores references to the local variables in the frame, which would keep
-    # objects of the program alive. So only this frame is read.
+    # Read `f_locals` of this frame only: before Python 3.13, reading it stores references to the local variables in the
+    # frame, which may keep objects of the program alive.
     trainer = frame.f_locals["self"]
     # `model` need not be the trainer's model: it may be a sharded teacher of a plain student.
     if not hasattr(trainer, HAD_CALLBACK) and any(each is model for each in trainer.model.modules()):
@@ -84,9 +93,9 @@ def _state() -> Any:
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
     """Run `model.forward` in the Accelerator's mixed precision, if an Accelerator exists when the forward is called.
 
-    Accelerate itself does this only for models that it prepares. It skips a sharded model, which is marked as prepared.
-    As in Accelerate, half-precision outputs are converted to float32. On the CPU, where Accelerate has no loss scale,
-    fp16 is replaced by float32, with a warning.
+    Accelerate itself does this only for models that it prepares, and it does not prepare sharded models. As in
+    Accelerate, half-precision outputs are converted to float32. On the CPU, where Accelerate has no loss scale, fp16 is
+    replaced by float32, with a warning.
     """
     forward = weak_method(model.forward)
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -97,8 +106,8 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
         if precision == "fp16" and device.type == "cpu":
             _log_once(
                 logging.WARNING,
-                "mixed_precision='fp16' is ignored on the CPU, as in Accelerate, and the model computes in float32. "
-                "Use 'bf16' instead.",
+                "mixed_precision='fp16' is ignored on the CPU, as in Accelerate, so the model computes in float32. "
+                "Use 'bf16' for mixed precision.",
             )
             precision = "no"
         if precision == "no":
@@ -111,9 +120,9 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
             _log_once(
                 logging.INFO,
                 "mixed_precision='%s' is set, but all weights are %s already. Autocast then "
-                "only makes norms and losses compute in float32, which takes time and memory. "
-                "Turn it off (bf16=False in TrainingArguments) to compute as FSDP2 does. "
-                "hf_bmtrain's optimizers keep float32 masters in both cases.", precision, precision,
+                "only makes norms and losses compute in float32, which takes time and memory. To avoid this, turn it "
+                "off (bf16=False and fp16=False in TrainingArguments). hf_bmtrain's optimizers keep float32 master "
+                "weights in both cases.", precision, precision,
             )  # fmt: skip
         with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
             outputs = forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Base class of extensions, which change how a model is wrapped: `wrap` calls their methods at fixed points."""
+"""The base class of extensions, which change how a model is wrapped. `wrap` calls their methods at fixed points."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .find import Chain
 
 
 class WrapPlan(NamedTuple):
-    """A model that is being wrapped.
+    """A model that is being wrapped, and its division into blocks and other modules.
 
     Attributes:
         model: the outermost module.
         world: the ranks that share the parameters.
-        layers: the modules that become blocks.
-        root: all other modules that are not inside one of `layers`.
-        shared: ids of parameters that are used by several of `layers`, or by one of them and by `root`. They are
-            sharded as root parameters, that is, outside the blocks.
+        layers: the modules that are or become blocks.
+        root: all modules that are neither in `layers` nor inside one of them.
+        shared: ids of parameters that are used by several of `layers`, or by one of them and by a module of `root`.
+            They do not belong to a block, but are sharded as root parameters.
         compiled: whether the blocks are compiled.
         late: whether the model was wrapped before. If so, only the parameters that were added since are sharded.
     """
@@ -35,22 +35,25 @@ class WrapPlan(NamedTuple):
 
 
 class Extension:
-    """Base class of extensions, whose methods do nothing by default.
+    """Base class of extensions, which change how a model is wrapped. The methods do nothing by default.
 
     `wrap` calls the methods in the order of their definition here: the first method of every extension, then the second
-    method of every extension, and so on. If the model is wrapped already and only has new parameters, `wrap` does not
+    method of every extension, and so on. If the model was wrapped before, and only has new parameters, `wrap` does not
     call `choose`, `prepare`, `separate` and `kind`.
     """
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
-        """Raise ValueError, with the reason, if the model cannot be wrapped. `late` is described in `WrapPlan`."""
+        """Raise ValueError, with the reason, if the model cannot be wrapped.
+
+        late: whether the model was wrapped before, so that only parameters that were added since are sharded.
+        """
 
     def recognizes(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether this extension can shard `parameter`, whose class is not torch's own Parameter."""
         return False
 
     def facts(self, model: torch.nn.Module) -> dict[str, str]:
-        """Return facts about the model, by name, that must be equal on all ranks."""
+        """Return facts about the model that must be equal on all ranks, as {name: description}."""
         return {}
 
     def choose(self, plan: WrapPlan) -> None:
@@ -60,18 +63,21 @@ class Extension:
         """Change modules and parameters before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
-        """Return the ids of parameters in blocks that must not share a flat buffer with parameters outside this set."""
+        """Return the ids of blocks' parameters that are put into flat buffers apart from all other parameters."""
         return set()
 
     def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
-        """Return the storage kind of a block's parameter, or None to leave the choice to others."""
+        """Return how to store a block's parameter (quantized, for example), or None to let other extensions decide."""
 
     def connect(self, plan: WrapPlan) -> None:
         """Run after everything is sharded, for example to add observers."""
 
 
 def kind_of(extensions: list[Extension]) -> Any:
-    """Return a function that takes a parameter and returns the first storage kind that an extension gives, or None."""
+    """Return a function that asks each extension in turn for the storage kind of a parameter.
+
+    The function returns the first answer that is not None, or None if there is no such answer.
+    """
 
     def ask(parameter: torch.nn.Parameter) -> StorageKind | None:
         return next((kind for each in extensions if (kind := each.kind(parameter)) is not None), None)

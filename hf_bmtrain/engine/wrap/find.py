@@ -14,8 +14,9 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """Return the outermost ModuleLists whose items have parameters. For a list of ModuleLists, return the inner lists.
 
-    Lists that contain None (an optional module between layers) or embeddings are skipped. Models such as SAM, or models
-    with tied heads, read the weights of these embeddings without calling the module, so no block would all-gather them.
+    Lists that contain None (an optional module between layers) or embeddings are skipped. Some models, such as SAM and
+    models with tied heads, read the weights of these embeddings without calling the module. A block would not
+    all-gather its weights then.
     """
     if isinstance(model, torch.nn.ModuleList) and all(_may_be_block(item) for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]
@@ -31,12 +32,15 @@ def _may_be_block(item: torch.nn.Module | None) -> bool:
 def choose_chains(
     model: torch.nn.Module, blocks: Iterable[torch.nn.Module] | None
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """Return the blocks, as chains in execution order, and the ModuleLists among `blocks`.
+    """Return the modules that become blocks, as chains in execution order, and the ModuleLists that contain them.
 
     Args:
         model: the model.
         blocks: the modules that the user passed, or None to use the result of `find_block_lists`. The items of each
             ModuleList or Sequential form a chain; all other modules together form one more chain.
+
+    Returns:
+        The chains, and the ModuleLists that were found or that are among `blocks`.
 
     Raises:
         ValueError: one of `blocks` is not part of the model, or is inside another one.
@@ -74,7 +78,7 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
 def adapter_parameters(model: torch.nn.Module) -> set[int]:
     """Return the ids of the parameters of all adapters, frozen or not.
 
-    A layer of PEFT has an attribute `adapter_layer_names`, which lists its submodules that belong to adapters.
+    PEFT's layers list the names of their submodules that belong to adapters in the attribute `adapter_layer_names`.
     """
     held = [
         getattr(module, name, None) for module in model.modules() for name in getattr(module, "adapter_layer_names", ())

@@ -1,4 +1,4 @@
-"""ModelHook: the checks that run before each forward of a wrapped model."""
+"""ModelHook, which checks a wrapped model before each forward."""
 
 from __future__ import annotations
 
@@ -42,25 +42,26 @@ class ModelHook:
     the observers, because observers may communicate with other ranks.
 
     The hook raises RuntimeError if the model is traced or exported. In a training forward it also raises RuntimeError
-    if the model is called inside a torch.func transform or DistributedDataParallel, if Accelerate shards it or sees
-    another number of ranks, if a Trainer on several ranks lacks BMTrainCallback, if a parameter is not sharded, or if a
-    block's parameter was renamed.
+    if the model is called inside a torch.func transform or DistributedDataParallel, if Accelerate shards models itself
+    or has another number of ranks, if a Trainer on several ranks lacks BMTrainCallback, if a parameter is not sharded,
+    or if a block's parameter was renamed.
 
-    Parameters and modules can be replaced without any call that could be intercepted (FSDP writes to the modules'
-    dicts), so every training forward checks all of them. `_walk` visits every module, in the first forward and whenever
-    modules or names of parameters have changed. All other forwards only examine the dicts that the last walk found.
+    Every training forward checks all parameters and modules, because they can be replaced without a call that the hook
+    could intercept (FSDP writes to the modules' dicts). To save time, `_walk` visits every module only in the first
+    forward, and when modules, names or classes of parameters have changed. Other forwards only look for such changes in
+    the dicts that the last walk found.
     """
 
     def __init__(self) -> None:
-        self._parameters: list[dict[str, Any]] = []  # `_parameters` of every module
-        self._modules: list[dict[str, Any]] = []  # `_modules` of every module
+        self._parameters: list[dict[str, Any]] = []  # `_parameters` of every module at the last walk
+        self._modules: list[dict[str, Any]] = []  # `_modules` of every module at the last walk
         self._tree: list[torch.nn.Module | None] | None = None  # the children of all modules at the last walk
         self._names: list[str] = []  # the parameters' names at the last walk
-        self._kinds: set[type] = set()  # the classes of the parameters (and of None) at the last walk
+        self._kinds: set[type] = set()  # the classes of parameters (or of None) at the last walk
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
-        if world.device.type != "meta":  # a simulated world may have another number of ranks than Accelerate
+        if world.device.type != "meta":  # a simulated world may have more ranks than Accelerate
             self._check(model, world.size)
         if world.schedule.observers.before_forward:
             _tell_observers(world, model, args, kwargs)
@@ -117,7 +118,10 @@ class ModelHook:
 
 
 def _is_sharded(kind: type) -> bool:
-    """Return whether a slot of a wrapped module may have a value of class `kind`: DistributedParameter or None."""
+    """Return whether an entry of a wrapped module's `_parameters` may have the class `kind`.
+
+    The classes of sharded parameters and of None are allowed.
+    """
     return issubclass(kind, (DistributedParameter, type(None)))
 
 
@@ -136,7 +140,7 @@ def _values(dicts: list[dict[str, Any]]) -> list[Any]:
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
-    """Run training forwards of `modules` with use_cache=False while one of `blocks` recomputes or is compiled.
+    """Run training forwards of `modules` with use_cache=False while one of `blocks` is recomputed or compiled.
 
     A recomputed forward would append to the key-value cache twice, and a compiled layer would need a second graph for
     forwards with a cache. Modules without a `use_cache` argument are not changed.

@@ -1,4 +1,4 @@
-"""Replace methods and attributes of wrapped models, for checkpointing, layer-drop, generation and resizing."""
+"""Replace methods and attributes of wrapped models that concern activation checkpointing, generation or resizing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OPTIONS = {"every_n_layers": 1, "offload": False}
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
-    """Turn off the model's own gradient checkpointing, because the blocks recompute instead.
+    """Turn off the model's own gradient checkpointing, because the blocks recompute their forwards themselves.
 
-    Later calls of `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch the blocks'
-    recomputation on and off.
+    Later calls of the model's `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch the
+    recomputation of the blocks on and off.
     """
-    # Weak references: a block may contain a patched module, so strong ones would form a reference cycle.
+    # Use weak references, because a block may contain a patched module, which would then form a reference cycle.
     states = [weakref.ref(block._bmt) for block in blocks]
     for module in model.modules():
         for word in ("activation", "gradient"):  # the new and the old prefix of these methods in transformers
@@ -49,10 +49,10 @@ def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
 
 
 def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, **kwargs) -> None:
-    """Switch the blocks' recomputation on or off.
+    """Switch the recomputation of blocks on or off. The arguments are those of transformers' methods.
 
-    The option `offload` of transformers keeps the inputs of recomputed blocks in host memory. Options of
-    torch.utils.checkpoint are ignored. Raises ValueError if `every_n_layers` is not 1.
+    The option `offload` keeps the inputs of recomputed blocks in host memory. Options of torch.utils.checkpoint are
+    ignored. Raises ValueError if `every_n_layers` is not 1.
     """
     given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
     for value in (*args, *kwargs.values()):
@@ -64,7 +64,7 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
             "to auto_wrap: it recomputes only as many blocks as memory requires."
         )
     blocks = [state for each in states if (state := each()) is not None]
-    _log.info("recompute=%s in %d sharded blocks, as the model's gradient_checkpointing method asks", on, len(blocks))
+    _log.info("gradient checkpointing was set to %s by a method of the model, in %d sharded blocks", on, len(blocks))
     store = current_world().layer_features.inputs() if on and offload else None
     for state in blocks:
         state.recompute = ALWAYS if on else NEVER
@@ -72,13 +72,13 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-    """Make generation go on until every rank has finished, because every rank takes part in all all-gathers.
+    """Make every rank continue to generate until all ranks have finished, because all must take part in all-gathers.
 
     The attribute `_is_fsdp_managed_module` and the argument synced_gpus=True of `generate` have this effect. Modules
-    that drop layers at random are not marked, because transformers would then call all of their layers. Continuous
-    batching cannot keep the ranks together, so it raises an error if there are several ranks.
+    that drop layers at random do not get the attribute, because transformers would then call all of their layers.
+    Continuous batching cannot keep the ranks together, so it raises an error if there are several ranks.
     """
-    # Modules in blocks and compiled modules are not marked, because torch.compile would treat them as modules of FSDP.
+    # Leave out compiled modules and modules in blocks, which torch.compile would treat as modules of FSDP.
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     unmarked = {module for each in (*blocks, *compiled) for module in each.modules()}
     for module in model.modules():
@@ -104,8 +104,8 @@ def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
 def drops_layers(module: torch.nn.Module) -> bool:
     """Return whether `module` drops layers at random.
 
-    This is so if its attribute `layerdrop` is not 0, or if its forward reads such a rate from its `config` and the rate
-    is not 0.
+    It does if its attribute `layerdrop` is not 0, or if its forward reads an attribute of `config` whose name ends in
+    "layerdrop" and whose value is not 0.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     rates = [name for name in code.co_names if name.endswith("layerdrop")] if code is not None else []
@@ -123,5 +123,5 @@ def refuse_resizing(model: torch.nn.Module) -> None:
 
 def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
     raise RuntimeError(
-        f"{name} cannot change the shape of sharded weights, which are views of flat buffers. Call it before auto_wrap."
+        f"{name} was called after auto_wrap, but the shape of sharded weights cannot change. Call it before auto_wrap."
     )

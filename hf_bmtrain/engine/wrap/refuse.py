@@ -17,13 +17,17 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def admit(model: torch.nn.Module) -> None:
-    """Raise ValueError, with the reason, if `model` cannot be wrapped."""
+    """Raise ValueError, with the reason, if `model` or one of its modules cannot be wrapped.
+
+    `admit_parameters` checks the parameters.
+    """
     kind = type(model).__name__
     if next(model.parameters(), None) is None:
         raise ValueError(f"auto_wrap: {kind} has no parameters to shard. Pass the module that has the parameters.")
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise ValueError(
-            f"auto_wrap: the model is wrapped in {kind}, and both would reduce its gradients. Pass its `.module`."
+            f"auto_wrap: the model is wrapped in {kind}, which would average its gradients a second time. Pass its "
+            "`.module`."
         )
     if hasattr(model, "_orig_mod"):
         _refuse_compiled(kind)
@@ -40,9 +44,9 @@ def admit(model: torch.nn.Module) -> None:
 
 
 def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
-    """Raise ValueError if one of `blocks`, or a module that contains one, is compiled as a whole (`module.compile()`).
+    """Raise ValueError if one of `blocks`, or a module that contains one, was compiled by `module.compile()`.
 
-    The all-gathers of a block would be compiled with it. Modules inside or beside the blocks may be compiled.
+    The all-gathers of the block would be compiled with it. Modules inside the blocks and beside them may be compiled.
     """
     blocks = {*blocks}
     for name, module in model.named_modules():
@@ -58,20 +62,20 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 
 def _admit_modules(model: torch.nn.Module) -> None:
-    """Raise ValueError for the first module that uses its weights outside its forward, where they are not gathered."""
+    """Raise ValueError if a module uses its weights outside its forward, when they are not all-gathered."""
     for name, module in model.named_modules():
         if callable(getattr(module, "backward_pass", None)):
             raise ValueError(
                 f"auto_wrap: '{name}' is a {type(module).__name__} with a backward_pass() of its own (a reversible "
-                "layer, as in Reformer), which computes outside the layer's forward, where its weights are not "
-                "gathered. Train this model with DistributedDataParallel."
+                "layer, as in Reformer). It computes outside the layer's forward, when the layer's weights are not "
+                "all-gathered. Train this model with DistributedDataParallel."
             )
 
 
 def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Parameter], bool]) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded. The error names the first such parameter.
 
-    recognized: returns whether an extension can shard a parameter whose class is not torch's own Parameter.
+    recognized: a function that returns whether an extension can shard a parameter of a class that is not torch's own.
     """
     simulating = current_world().device.type == "meta"
     for name, module in model.named_modules():
@@ -82,8 +86,8 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
             )
         if isinstance(module, _EMBEDDINGS) and module.sparse and module.weight.requires_grad:
             raise ValueError(
-                f"auto_wrap: '{name}' has sparse gradients (sparse=True), which cannot be averaged in flat buffers. "
-                "Set its attribute `sparse` to False. The gradient is then dense, and as large as the weight."
+                f"auto_wrap: '{name}' has sparse gradients (sparse=True), but gradients of sharded weights must be "
+                "dense. Set its attribute `sparse` to False. The gradient is then as large as the weight."
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, torch.nn.UninitializedParameter):
@@ -106,18 +110,19 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
             continue
         if type(parameter.data) is not torch.Tensor:
             raise ValueError(
-                f"auto_wrap: '{name}' is a {type(parameter.data).__name__} (a DTensor or a quantized weight), whose "
-                "elements cannot be copied into a flat buffer. Load the model in an ordinary dtype, without "
-                "parallelism."
+                f"auto_wrap: '{name}' is a {type(parameter.data).__name__} (a DTensor or a quantized weight), which "
+                "cannot be sharded. Load the model in an ordinary dtype such as torch.bfloat16, without tensor "
+                "parallelism or FSDP."
             )
         if type(parameter) not in (torch.nn.Parameter, SourcedParameter):
             raise ValueError(
                 f"auto_wrap: '{name}' is a {type(parameter).__name__}, a subclass of Parameter whose behaviour would "
-                "be lost (it may be a quantized weight). Load the model in an ordinary dtype."
+                "be lost by sharding (it may be a quantized weight). Load the model in an ordinary dtype such as "
+                "torch.bfloat16."
             )
 
 
 def holds_additions(model: torch.nn.Module) -> bool:
-    """Return whether `model` was wrapped (it is a DistributedModule or has blocks) and has unsharded parameters."""
+    """Return whether `model` was wrapped before (entirely or in part) and has parameters that are not sharded."""
     wrapped = isinstance(model, DistributedModule) or any(isinstance(m, CheckpointBlock) for m in model.modules())
     return wrapped and any(not isinstance(parameter, DistributedParameter) for parameter in model.parameters())

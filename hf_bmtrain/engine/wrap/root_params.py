@@ -13,13 +13,13 @@ from ..sharding.parameter import DistributedParameter, Origin
 from ..sharding.slots import Place, find_places, shard_places
 
 OWN_BUFFER_NUMEL = 1 << 20
-"""A root parameter with at least this many elements gets a flat buffer of its own, so that it is gathered alone."""
+"""A root parameter with at least this many elements gets its own flat buffer, so that it is all-gathered alone."""
 
 
 def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module]) -> set[int]:
-    """Return the ids of parameters used by several `blocks`, or by a block and a module `outside`.
+    """Return the ids of parameters used by several of `blocks`, or by a block and a module in `outside`.
 
-    They are sharded as root parameters.
+    They do not belong to a block, but are sharded as root parameters.
     """
     owners: dict[int, set[int]] = {}
     for number, block in enumerate(blocks):
@@ -31,10 +31,9 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
 
 
 def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]) -> list[Place]:
-    """Return (module, name, parameter) for every entry of a module's `_parameters` that is a root parameter.
+    """Return (module, name, parameter) for every use of a root parameter, that is, of one that belongs to no block.
 
-    Entries of the modules `outside` come first. Entries inside `blocks` follow; they are root parameters if their id is
-    in `shared`.
+    These are all parameters of the modules in `outside`, followed by those inside `blocks` whose id is in `shared`.
     """
     inside = find_places(module for block in blocks for module in block.modules())
     return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
@@ -47,9 +46,9 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
         world: the ranks that share the parameters.
         places: (module, name, parameter) of each root parameter, as `root_places` returns them.
         outside: the modules outside blocks. They and the modules of `places` become DistributedModules, except
-            ModuleLists that have no parameters of their own.
+            ModuleLists without parameters of their own.
     """
-    groups: dict[int, list[Place]] = {0: []}  # key 0 has all small parameters, which share buffers and come first
+    groups: dict[int, list[Place]] = {0: []}  # key 0: all small parameters, which share buffers
     for place in places:
         large = place[2].numel() >= OWN_BUFFER_NUMEL
         groups.setdefault(id(place[2]) if large else 0, []).append(place)
@@ -61,7 +60,7 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
 
 
 def name_buffers(model: torch.nn.Module, world: World) -> None:
-    """Give every flat buffer a name for messages, and set the `origin` (block and name) of every sharded parameter."""
+    """Name every flat buffer for messages, and set each sharded parameter's `origin`: its block and its name there."""
     names: dict[int, list[str]] = {}
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, CheckpointBlock)]
     holders = {key: block for block in blocks for key in _keys(model.get_submodule(block[:-1]))}

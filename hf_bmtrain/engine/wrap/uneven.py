@@ -1,4 +1,4 @@
-"""Models whose ranks may enter different blocks, or read different root parameters, in the same step."""
+"""Find models of which ranks may run different blocks or other modules in the same step, and let the ranks agree."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
-    """Make the ranks agree before each collective of the model, if they may enter different parts of it.
+    """Make the ranks agree before each collective of the model, if they may run different parts of it in one step.
 
-    chains: the blocks of a model that is wrapped for the first time, as chains in execution order.
+    Called when the model is wrapped for the first time.
+
+    chains: the model's lists of blocks, each in execution order.
     """
     reason = _why_uneven(plan, chains)
     if reason is None or plan.world.size == 1:
         return
     _register(plan)
     _log.info(
-        "rank %d: the ranks may enter different parts of %s, because %s. They agree before each collective of its "
-        "forward and backward.",
+        "rank %d: the ranks may enter different parts of %s in the same step, because %s. They therefore agree, before "
+        "each collective of forward and backward, on which one is next.",
         plan.world.rank, type(plan.model).__name__, reason,
     )  # fmt: skip
 
 
 def follow_additions(plan: WrapPlan) -> None:
-    """Register the parameters that were added to such a model after it was wrapped."""
+    """Include parameters that were added to a wrapped model, if its ranks agree before each of its collectives."""
     if any(getattr(module, "_uneven", False) for module in plan.root):
         _register(plan)
 
 
 def _register(plan: WrapPlan) -> None:
-    """Mark the model, and register its buffers and blocks with the negotiation."""
+    """Mark the model as one of which ranks may run different parts, and number its collectives for the agreements."""
     for module in plan.root:
         if isinstance(module, DistributedModule):
             module.__dict__["_uneven"] = True
@@ -59,7 +61,7 @@ def _numel(states: Sequence[BlockState]) -> int:
 
 
 def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
-    """Return a phrase that says why ranks may enter different parts of the model; None if they should not."""
+    """Return the reason why ranks may run different parts of the model in one step, for the log, or None."""
     dropping = [type(module).__name__ for module in plan.root if drops_layers(module)]
     if dropping:
         return f"{dropping[0]} drops layers at random"

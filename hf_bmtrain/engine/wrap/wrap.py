@@ -1,4 +1,4 @@
-"""Shard a model in place, in several phases."""
+"""`wrap`, which shards a model in place: it checks the model, chooses blocks, shards parameters, patches methods."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def wrap(
     blocks: Iterable[torch.nn.Module] | None,
     extensions: Sequence[Extension],
 ) -> None:
-    """Shard `model` or, if it is wrapped already, the parameters that were added to it since.
+    """Shard all parameters of `model` or, if it was wrapped before, those that were added to it since.
 
     Collective: every rank must call it.
 
     Args:
         model: the model.
         world: the ranks that share the parameters.
-        zero_level: as in `auto_wrap`.
-        use_checkpoint: as in `auto_wrap`.
-        compile: as in `auto_wrap`; a string names the backend.
-        blocks: as in `auto_wrap`.
-        extensions: called at each phase.
+        zero_level: 3 frees the blocks' full parameters between forward and backward, and 2 keeps them.
+        use_checkpoint: whether blocks recompute their forwards in backward; for all values see `auto_wrap`.
+        compile: whether to compile the blocks with torch.compile. A str names the backend.
+        blocks: the modules that become blocks, in execution order. None takes the items of the outermost ModuleLists.
+        extensions: objects that change how the model is wrapped, see `Extension`.
 
     Raises:
         ValueError: the model cannot be sharded. Every rank raises it.
@@ -75,7 +75,7 @@ def wrap(
     for each in extensions:
         each.connect(plan)
     if not late:
-        _report(plan, f"{len(layers)} blocks in {len(chains)} lists, {len(root)} modules outside", zero_level)
+        _report(plan, f"{len(layers)} blocks in {len(chains)} lists, {len(root)} modules outside blocks", zero_level)
 
 
 def _choose_chains(
@@ -85,9 +85,10 @@ def _choose_chains(
     late: bool,
     extensions: Sequence[Extension],
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """Check the model on all ranks, and return the result of `choose_chains`. Collective: every rank must call it.
+    """Choose the blocks, and raise an error if the model cannot be wrapped or differs between the ranks.
 
-    If `late`, no blocks are chosen, and both lists are empty.
+    Collective: every rank must call it. Returns the result of `choose_chains`: the blocks as chains in execution order,
+    and the ModuleLists that contain them. If the model was wrapped before (`late`), both are empty.
     """
     chains: list[Chain] = []
     lists: list[torch.nn.ModuleList] = []
@@ -120,7 +121,7 @@ def _choose_chains(
 
 
 def _refuse_together(world: World, check: Callable[[], object]) -> None:
-    """Call `check`, which may raise ValueError. Raise RuntimeError if the ranks' errors differ.
+    """Call `check`. Raise its ValueError if it raises the same one on all ranks, or RuntimeError if the ranks differ.
 
     Collective: every rank must call it.
     """
@@ -135,13 +136,13 @@ def _refuse_together(world: World, check: Callable[[], object]) -> None:
 
 
 def _root(model: torch.nn.Module, blocks: Chain) -> Chain:
-    """Return the modules of `model` that are neither one of `blocks` nor inside one."""
+    """Return the modules of `model` that are neither in `blocks` nor inside one of them."""
     inside = {id(module) for block in blocks for module in block.modules()}
     return [module for module in model.modules() if id(module) not in inside]
 
 
 def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, extensions: Sequence[Extension]) -> None:
-    """Make each layer a CheckpointBlock of all its parameters except the shared ones.
+    """Make each layer a CheckpointBlock that shards all parameters of the layer, except those of `plan.shared`.
 
     Collective: every rank must call it.
     """
@@ -154,9 +155,11 @@ def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, exten
 
 
 def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList], compile: bool | str) -> None:
-    """Link the blocks of each chain, turn `lists` into block lists, and compile the blocks if `compile` is set.
+    """Link the blocks of each chain for prefetching, turn `lists` into TransformerBlockLists, and compile the blocks.
 
-    Also turns off the model's own gradient checkpointing, because the blocks recompute instead.
+    Also turns off the model's own gradient checkpointing, because the blocks recompute their forwards themselves.
+
+    compile: whether to compile the blocks. A str names the backend.
     """
     for module_list in lists:
         if type(module_list) is torch.nn.ModuleList:  # a subclass would lose its own methods
@@ -213,7 +216,7 @@ def _report(plan: WrapPlan, sharded: str, level: int) -> None:
     _log.info("rank %d: sharded %s: %s, zero_level %d", plan.world.rank, kind, sharded, level)
     if not plan.layers:
         _log.warning(
-            "%s has no nn.ModuleList with parameters, so no blocks were found, and all of its parameters are unsharded "
-            "together during forward and backward. To save memory, pass its layers: auto_wrap(model, blocks=[...]).",
+            "%s has no nn.ModuleList of layers, so no blocks were found. All of its parameters will be unsharded at "
+            "the same time in forward and backward. To save memory, pass its layers: auto_wrap(model, blocks=[...]).",
             kind,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""OptimManager: loss scaling, gradient clipping, and the step of all optimizers together."""
+"""OptimManager: loss scaling, gradient clipping, and one step of several optimizers and their schedulers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class OptimManager:
             self._scale = torch.tensor(loss_scale, dtype=torch.float32, device=self._device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
         # For the next step:
-        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # clip factors that optimizers apply in the update
+        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # factors by which the updates multiply gradients
         self._checked: set[torch.nn.Parameter] = set()  # parameters whose gradients were searched for inf and nan
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found
         # From the last step:
@@ -133,7 +133,7 @@ class OptimManager:
 
     @property
     def loss_scale_enabled(self) -> bool:
-        """Whether losses are scaled. The scale is adapted after every step."""
+        """Whether losses are multiplied by a loss scale, which is adapted after every step."""
         return self._scale is not None
 
     @property
@@ -272,7 +272,8 @@ class OptimManager:
                 "the backward already. Leave one of the two out. torch.nn.utils.get_total_norm of the gradients "
                 "returns their norm."
             )
-        # An optimizer in `_clips` was already clipped in this step. Multiply its gradients by that factor now.
+        # An earlier call may have clipped these gradients in this step. Apply its factor now, because the norm that is
+        # computed next must be that of the clipped gradients.
         for optimizer in list(self._clips):
             if not chosen.isdisjoint(own[optimizer]):
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
@@ -370,7 +371,7 @@ class OptimManager:
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """Return the norm of the parameters' gradients over all ranks. Set `_found_inf` if not finite.
+        """Return the norm of the parameters' gradients over all ranks, and set `_found_inf` if it is inf or nan.
 
         Collective: every rank must call it.
         """
@@ -393,8 +394,8 @@ class OptimManager:
 
         Args:
             gather_opt: True returns the full state of the optimizers on rank 0, which any number of ranks can load, and
-                no tensors on other ranks. False returns each rank's own state, which the same rank can load if the
-                number of ranks, their hosts, `gather`, `shard_over` and `tp_size` are the same.
+                no tensors on other ranks. False returns each rank's own state. The same rank can load it if there are
+                as many ranks on the same hosts, with the same `gather`, `shard_over` and `tp_size`.
 
         Returns:
             A dict for `load_state_dict`. It contains checksums, with which `load_state_dict` verifies it.
@@ -453,13 +454,13 @@ class OptimManager:
         self.load_own_state(state_dict)
 
     def check_own_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless a state comes from a manager with the same optimizers and schedulers as this one.
+        """Check that a state fits this manager: the number of optimizers, which have schedulers, and loss scaling.
 
         Args:
             state: the result of `own_state`.
 
         Raises:
-            ValueError: it comes from a manager with different optimizers or schedulers, or only one of the two managers
+            ValueError: the state is from a manager with other optimizers or schedulers, or only one of the two managers
                 has a loss scale.
         """
         schedulers = state["lr_schedulers"]
@@ -555,7 +556,7 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
 
 
 def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a manager's state that have checksums, by name.
+    """Divide a manager's state into the parts that have their own checksums, and return {name: part}.
 
     The parts are the state of each parameter, the rest of each optimizer's state, and every other entry.
     """
@@ -570,7 +571,7 @@ def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verify(state_dict: dict[str, Any]) -> None:
-    """Raise RuntimeError on every rank if a value does not match its checksum on any rank.
+    """Raise RuntimeError on every rank if at least one rank has a value that does not match its checksum.
 
     Collective: every rank must call it.
     """
@@ -601,9 +602,9 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
     """Return the norm of the parameters' `.grad` over all ranks, a scalar on `device`.
 
     Collective: every rank must call it. The result is inf or NaN if an element is. The 2-norm is computed in float64,
-    in one pass over each run of adjacent gradients, or from the sums of squares that the reduction has computed. Torch
-    computes other norms in float32. Only one scalar is all-reduced. Ordinary parameters, which all ranks have, count
-    once.
+    either in one pass over each list of adjacent gradients, or from the sums of squares that the reduction of the
+    gradients has computed. Torch computes other norms in float32. There is only one all-reduce, of at most two numbers.
+    Ordinary parameters, which all ranks have, count once.
 
     Args:
         parameters: the parameters, all with a `.grad`.
@@ -622,7 +623,10 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:
-    """Return (2,) float64: the sum of squares of this rank's gradients, and the flag of `accumulate_squared_norm`."""
+    """Return the sum of squares of this rank's gradients, in element 0 of a tensor (2,) float64.
+
+    Element 1 may be 1.0 if a gradient is inf or NaN; see `accumulate_squared_norm`.
+    """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     measured = []
     for members in neighbours(parameters):

@@ -179,8 +179,8 @@ def kernels_serve(device: torch.device) -> bool:
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
     """Return the dtype in which float32 masters are stored for weights that are updated on `device`.
 
-    If kernels update the weights, the masters of bfloat16 weights are stored as int16 residuals: the differences between
-    masters and weights (see residual.py). They represent the same float32 numbers in 2 bytes less per element.
+    If kernels update the weights, the masters of bfloat16 weights are stored as int16 residuals: their differences from
+    the weights (see residual.py). These represent the same float32 numbers in 2 bytes less per element.
 
     Args:
         weight: the dtype of the weights.

@@ -15,7 +15,7 @@ from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
-BLOCKS = 528  # the same on all devices, so that the order of additions is the same
+BLOCKS = 528  # the number of thread blocks, the same on all devices, so that the order of additions is the same
 TILE_BYTES = THREADS * 64
 PIECE = 1 << 16  # the maximum number of elements whose squares one thread block sums
 CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time

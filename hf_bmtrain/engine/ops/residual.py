@@ -61,7 +61,7 @@ class Master:
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
 
     def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the masters and exp_avg_sq without tie flags, both float32. The caller must not write to them.
+        """Return (the masters, exp_avg_sq), both float32, the latter without tie flags. Do not write to the results.
 
         Args:
             device: if residuals are stored, the device on which the masters are computed; None uses the residuals'

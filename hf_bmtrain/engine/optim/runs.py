@@ -235,13 +235,13 @@ class RunState:
     def is_stale(self) -> bool:
         """True if the masters are out of date, because something other than the optimizer has written the weights.
 
-        This is only possible if they are stored in float32. Residuals are relative to the weights.
+        Only float32 masters can be out of date: residuals are differences from the weights.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and self.version not in (-1, self.run.weights._version)
 
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
-        """Return views of one parameter's state, under the names of torch's AdamW."""
+        """Return {name: view} of one parameter's state, with the names that torch's AdamW uses."""
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + stored_numel(parameter)), self.master.stored
         if isinstance(self.exp_avg, Moments):

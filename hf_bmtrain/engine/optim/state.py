@@ -118,7 +118,10 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
 
 
 def _misfit(saved: dict[str, Any], world: World) -> str | None:
-    """Return why this rank cannot load a state that a rank saved for itself, or None if it can."""
+    """Return why this rank cannot load one rank's own state, or None if it can.
+
+    saved: a state that a rank saved with `gather=False`.
+    """
     if (saved["rank"], saved["world_size"]) != (world.rank, world.size):
         return (
             f"this optimizer state was saved by rank {saved['rank']} of {saved['world_size']}, but is loaded on rank "
@@ -243,7 +246,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
 
 
 def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
-    """Return whether a tensor of `shape` may be a factor of Adafactor's state for a parameter of `full_shape`."""
+    """Return whether a tensor of `shape` may be one of Adafactor's factors for a parameter of `full_shape`."""
     if len(shape) == len(full_shape):  # torch's Adafactor keeps reduced dimensions, of size 1
         return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]

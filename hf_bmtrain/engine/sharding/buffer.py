@@ -78,7 +78,7 @@ class ShardedBuffer:
         world.buffers.made += 1
         self.number = world.buffers.made
         dtype = parameters[0].dtype
-        assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
+        assert all(p.dtype == dtype for p in parameters), "all parameters of a buffer must have the same dtype"
         self._gather, self.communicator = world.shards, world.shards.communicator
         self.rank, size = self.communicator.rank, self.communicator.size
         self.storage = storage or Storage()

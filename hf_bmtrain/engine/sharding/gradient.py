@@ -269,7 +269,8 @@ class GradientBuffer:
             self._pending.cancel()  # it may have written to the shard, so the sums of squares are invalid now
             self._pending = self._squares = None
         self._begun = False
-        # The contents are undefined now, padding included. If the user set a `.grad`, the next backward would use them.
+        # The contents of the shard are undefined now, padding included. If they were not freed, and the user set a
+        # `.grad`, the next backward would add to them.
         self.free_if_unused()
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -278,7 +279,7 @@ class GradientBuffer:
         There is a running sum only if this backward is added to earlier ones, that is, if a local parameter has a
         `.grad`.
         """
-        assert self._pending is None, "the previous gradient was not received"
+        assert self._pending is None, "`receive` was not called after the last `send`"
         if not self._begun:
             if self._absent:
                 self.decide()

@@ -56,7 +56,7 @@ def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
 
 
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
-    """Return the slots of these modules, without their children, that are set to local parameters now."""
+    """Return the entries of these modules, without their children, that are set to local parameters now."""
     return [
         Slot(module._parameters, name, parameter.full, parameter)
         for module, name, parameter in find_places(modules)

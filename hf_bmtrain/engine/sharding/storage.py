@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """The memory of a flat buffer, for memory estimates and statistics.
+    """The memory of a flat buffer, for memory estimates and messages.
 
     Attributes:
         stored: the tensors that this rank always keeps.
@@ -68,7 +68,7 @@ class Storage:
     @property
     def buffer(self) -> ShardedBuffer:
         buffer = self._buffer()
-        assert buffer is not None, "the buffer was dropped"
+        assert buffer is not None, "the flat buffer of this storage was garbage-collected"
         return buffer
 
     @buffer.setter
@@ -122,7 +122,7 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
-            buffer.communicator.broadcast(buffer.shard, 0).wait()  # other hosts may store the same shard
+            buffer.communicator.broadcast(buffer.shard, 0).wait()  # other hosts may have copies of it
             return
         flat = self.full.allocate().zero_()
         for offset, parameter in zip(buffer.layout.offsets, parameters):
@@ -220,9 +220,9 @@ class Storage:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """Creates the storage of flat buffers; this class, of elements as they are (the plain kind).
+    """Creates the storage of flat buffers. This class is the plain kind, which stores elements as they are.
 
-    Parameters whose kinds compare equal may share a buffer.
+    Parameters may share a flat buffer if their kinds compare equal.
     """
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:

@@ -79,8 +79,8 @@ class KernelSteps:
         if rows != self._sent:
             expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
             if expanded:
-                # Allocate pinned memory anew, because the last copy may still be reading its own. Torch's allocator
-                # reuses it only after that.
+                # Allocate pinned memory anew, because the copy from the last one may still be running. Torch's
+                # allocator reuses the last one only after its copy.
                 host = torch.tensor(expanded, dtype=torch.float64, device="cpu", pin_memory=self._hyper.is_cuda)
                 self._hyper.copy_(host, non_blocking=True)
             self._sent = rows

@@ -340,7 +340,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return copied
 
     def _of(self, groups: list[dict[str, Any]]) -> AdamOptimizer:
-        """Create an optimizer of this class with the same options for other parameter groups, which have all settings."""
+        """Create an optimizer of this class for other parameter groups, which contain all settings."""
         if self._exp_avg_dtype == torch.uint8:
             return type(self)(groups, state_bits=8)
         return type(self)(groups, exp_avg_dtype=self._exp_avg_dtype)

@@ -58,7 +58,7 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
         world.check_same_on_all_ranks("optimizer.step", _facts(optimizer, world))
         _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     if known is None and slices:
-        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # our own optimizers are element-wise
+        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # our own optimizers are known to work
             _check_element_wise(optimizer, slices[0].device)
         known = optimizer.full_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known

@@ -246,7 +246,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
 
 
 def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
-    """Return whether a tensor of `shape` may be one of Adafactor's factors for a parameter of `full_shape`."""
+    """Return whether `shape` may be that of a factor (row or column means) of Adafactor for this `full_shape`."""
     if len(shape) == len(full_shape):  # torch's Adafactor keeps reduced dimensions, of size 1
         return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]

@@ -320,7 +320,7 @@ class ShardedBuffer:
         only on a rank whose shard contains the whole parameter. Writes are allowed if the shard is the full buffer.
 
         Args:
-            copies: further Parameters over the same memory, to which, as the caller has found, the forward wrote.
+            copies: further Parameters over the same memory. The caller has found that the forward wrote to them.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

@@ -176,7 +176,10 @@ class OnDemandGather:
             self._buffer.wait()  # wait now, because backward reads these views directly, without calling `_restore`
 
     def finish_backward(self) -> None:
-        """Reshard the buffer, unless an enclosing backward needs it, and start the reduction of its gradient."""
+        """Reshard the buffer, unless an enclosing backward needs it, and start the reduction of its gradient.
+
+        Collective: every rank must call it.
+        """
         if not self._schedule.is_member(self):
             self.reshard()
         if self._buffer.gradient.trainable:

@@ -297,7 +297,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         )
 
     def __deepcopy__(self, memo):
-        """Return a full Parameter in new memory, as in a deep copy of its module.
+        """Return a full Parameter in new memory, so that a deep copy of a module has full parameters.
 
         Collective: every rank must call it.
         """

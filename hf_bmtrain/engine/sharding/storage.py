@@ -235,7 +235,7 @@ class StorageKind:
         return Storage()
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether parameters of the plain kind may join a buffer of this kind, at its start.
+        """Return whether parameters of the plain kind may be stored at the start of a flat buffer of this kind.
 
         Args:
             small: parameters of the plain kind, of the same dtype and `requires_grad` as `own`.

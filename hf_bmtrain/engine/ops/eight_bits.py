@@ -61,7 +61,7 @@ class Moments(NamedTuple):
         return cls(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes * 2))
 
     def part(self, start: int, stop: int) -> Moments:
-        """Return views of elements start:stop.
+        """Return the moments of elements start:stop, as views.
 
         `start` must be a multiple of 32, and so must `stop`, unless a parameter or the moments end there.
         """

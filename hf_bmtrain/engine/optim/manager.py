@@ -189,7 +189,7 @@ class OptimManager:
         self._used = {}  # drop these references, so that the memory of the gradients can be used in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
-        """Multiply a loss by the loss scale and run its backward, which reduces gradients.
+        """Multiply a loss by the loss scale and run its backward, which averages gradients over the ranks.
 
         Collective: every rank must call it.
 
@@ -219,7 +219,7 @@ class OptimManager:
             raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by the loss scale. Call `backward()` on the result instead of `OptimManager.backward`.
+        """Return the loss times the loss scale. Call `backward()` on the result instead of `OptimManager.backward`.
 
         With `grad_scale`, the loss is also multiplied by world_size / grad_scale. `step` divides the gradients by the
         loss scale again, but not by this factor.
@@ -408,7 +408,7 @@ class OptimManager:
         return {**state, _CHECKSUMS: checksums(_by_entry(state))}
 
     def own_state(self) -> dict[str, Any]:
-        """Return only the state of the schedulers and the loss scale. It is the same on every rank."""
+        """Return the state of the schedulers and the loss scale, without the optimizers. It is the same on every rank."""
         self._end_last_step()
         return {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
@@ -528,7 +528,7 @@ class OptimManager:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
-        """Return the last step's gradients in the order of `_parameters`, with None for those that changed."""
+        """Return the last step's gradients in the order of `_parameters`, with None where `.grad` has changed since."""
         used = self._used
         return [used[p][0] if p in used and is_unchanged(p, used[p]) else None for p in self._parameters()]
 

@@ -54,7 +54,7 @@ class Run:
 
     @property
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
-        """The flat buffer, or the ordinary parameter."""
+        """The flat buffer that contains the run, or the ordinary parameter of the run."""
         return self.parameters[0] if self.buffer is None else self.buffer
 
     def begin(self, parameter: torch.nn.Parameter) -> int:
@@ -139,15 +139,15 @@ def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
 
 
 def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
-    """Return {parameter: (its `.grad`, the version of this `.grad`)}, for `is_unchanged`. All must have a `.grad`."""
+    """Return {parameter: (its `.grad`, its `.grad`'s version counter)}, for `is_unchanged`. All must have a `.grad`."""
     with WithoutTorchFunction():  # reads `_version` without __torch_function__
         return {parameter: (parameter.grad, parameter.grad._version) for parameter in parameters}
 
 
 def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) -> bool:
-    """Return whether `parameter` still has the `.grad` that `gradient_versions` returned, not written since then.
+    """Return whether a parameter's `.grad` was neither replaced nor written since a call of `gradient_versions`.
 
-    seen: the value for this parameter in the result of `gradient_versions`.
+    seen: the value for this parameter in the result of that call.
     """
     gradient, version = seen
     with WithoutTorchFunction():
@@ -191,7 +191,7 @@ class StateTensors(NamedTuple):
     exp_avg_sq: torch.Tensor | None
 
     def part(self, start: int, stop: int) -> StateTensors:
-        """Return views of elements start:stop."""
+        """Return the state of elements start:stop, as views."""
         master = None if self.master is None else self.master[start:stop]
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[start:stop]
         if isinstance(self.exp_avg, Moments):

@@ -43,7 +43,7 @@ class HostFlag:
         return self._event is None or self._event.query()
 
     def read(self) -> float:
-        """Return the value. The host waits until the copy is complete."""
+        """Return the value of the flag. The host waits until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
         return self._value.item()
@@ -93,7 +93,7 @@ class SkippedSteps:
             self._counts = count_not_finite(gradients, current_world().device)
 
     def clear(self) -> None:
-        """Start counting skipped steps from 0 again, because the last step was not skipped."""
+        """Reset the count of consecutive skipped steps. Call it after a step that was not skipped."""
         self._in_row = self._lost = 0
         self._at_minimum = False
 

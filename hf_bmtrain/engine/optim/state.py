@@ -56,7 +56,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 def _shard(world: World) -> tuple[int, int, int]:
     """Return (this rank's shard, the number of shards, the number of ranks in a tensor-parallel group).
 
-    Two worlds of the same size may differ in these numbers. A rank then stores other elements, possibly as many.
+    Two jobs with equally many ranks may differ in these numbers. The same rank then stores other elements, although
+    perhaps as many.
     """
     return world.shard_group.rank, world.shard_group.size, 1 if world.grid is None else world.grid.size
 

@@ -408,7 +408,7 @@ class OptimManager:
         return {**state, _CHECKSUMS: checksums(_by_entry(state))}
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of the schedulers and the loss scale, without the optimizers. It is the same on every rank."""
+        """Return the state of the schedulers and the loss scale alone. It is the same on every rank."""
         self._end_last_step()
         return {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],

@@ -143,7 +143,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params"')
         if "params" not in param_group:
-            raise ValueError(f'param_group must have the key "params", got {", ".join(map(str, param_group))}')
+            raise ValueError(f'param_group must have the key "params", but has only {", ".join(map(str, param_group))}')
         _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:

@@ -448,7 +448,8 @@ class OptimManager:
             gathered = "sliced" in state
             if gather_opt is not None and gathered != gather_opt:
                 raise ValueError(
-                    f"the state was saved with gather_opt={gathered}. Pass the same value, or leave gather_opt out."
+                    f"the state was saved with gather_opt={gathered}, but is loaded with gather_opt={gather_opt}. Pass the "
+                    "same value, or leave gather_opt out."
                 )
             load_state(optimizer, state, current_world())
         self.load_own_state(state_dict)
@@ -467,15 +468,15 @@ class OptimManager:
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
             raise ValueError(
-                f"the saved state has {len(theirs)} optimizers (with a scheduler: {theirs}), but this manager has "
-                f"{len(mine)} (with a scheduler: {mine}). Before loading, call add_optimizer for the same optimizers "
-                "and schedulers, in the same order."
+                f"the saved state has {len(theirs)} optimizers (whether each has a scheduler: {theirs}), but this "
+                f"manager has {len(mine)} ({mine}). Before loading, call add_optimizer for the same optimizers and "
+                "schedulers, in the same order."
             )
         scale = None if self._scale is None else self.loss_scale
         if (state["loss_scale"] is None) != (scale is None):
             raise ValueError(
-                f"the state was saved with loss_scale {state['loss_scale']}, but this manager has {scale}. Create the "
-                "OptimManager with a loss_scale in both cases, or with None in both."
+                f"the state was saved with loss_scale {state['loss_scale']}, but this manager has loss_scale {scale}. "
+                "Create the OptimManager with a loss_scale in both cases, or with None in both."
             )
 
     def load_own_state(self, state: dict[str, Any]) -> None:

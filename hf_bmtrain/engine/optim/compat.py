@@ -242,8 +242,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             continue
         if parted is not None and any(is_part(parameter) for parameter in group["params"]):
             raise TypeError(
-                f"{type(optimizer).__name__} computes with full matrices, but with tp_size some matrices are split, and "
-                "each rank has only a part of them. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or "
+                f"{type(optimizer).__name__} computes with full matrices, but with tp_size some matrices are split, so "
+                "that each rank has only a part. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or "
                 "torch.optim.AdamW."
             )
         # A matrix that is large enough for every rank to store a part of it.

@@ -448,8 +448,8 @@ class OptimManager:
             gathered = "sliced" in state
             if gather_opt is not None and gathered != gather_opt:
                 raise ValueError(
-                    f"the state was saved with gather_opt={gathered}, but is loaded with gather_opt={gather_opt}. Pass the "
-                    "same value, or leave gather_opt out."
+                    f"the state was saved with gather_opt={gathered}, but is loaded with gather_opt={gather_opt}. Pass "
+                    "the same value, or leave gather_opt out."
                 )
             load_state(optimizer, state, current_world())
         self.load_own_state(state_dict)

@@ -201,7 +201,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
-        """Update the runs with these numbers: parameters that are adjacent in memory. Their gradients must be complete.
+        """Update the runs (lists of adjacent parameters) with these numbers. Their gradients must be complete.
 
         numbers: in ascending order.
         """

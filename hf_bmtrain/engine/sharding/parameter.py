@@ -236,7 +236,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         expect_tensor("full", full)
         if full.shape != self.full_shape:
             raise ValueError(
-                f"the tensor must have the full shape of the parameter, {tuple(self.full_shape)}, but has "
+                f"the tensor must have the full shape of the parameter, {tuple(self.full_shape)}, got "
                 f"{tuple(full.shape)}"
             )
         self.buffer.update.wait()  # the caller is about to write the result into the shard

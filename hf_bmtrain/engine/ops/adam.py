@@ -1,4 +1,4 @@
-"""AdamW over a flat range of elements in one kernel launch.
+"""AdamW on a range of adjacent elements, in one kernel launch.
 
 Hyper-parameters, step counts, the clip factor and the skip flag are tensors on the device, so the host does not wait
 for the device. An optimizer step calls `adam_prepare` once, and then `adam_update` once per range. For CUDA tensors
@@ -31,15 +31,15 @@ def variant(
     master: torch.dtype = torch.float32,
     coupled: bool = False,
 ) -> Variant:
-    """Return the variant of the source for a combination of dtypes.
+    """Return the CUDA source and its macros for a combination of dtypes.
 
     Args:
         grad: the dtype of the gradients.
         exp_avg: the dtype of the first moment, float32 or bfloat16.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
         master: the dtype of the masters: float32, or int16 for residuals.
-        coupled: whether the kernel adds l2 times the weight to the gradient. Otherwise the term is left out at compile
-            time, so that the compiler fuses the other multiplications in the same way.
+        coupled: whether the kernel adds l2 times the weight to the gradient. False leaves the term out at compile time,
+            so that it cannot affect how the compiler fuses, and so rounds, the other operations.
 
     Raises:
         ValueError: the combination is not supported.
@@ -51,11 +51,14 @@ def variant(
 def macros(
     grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool
 ) -> tuple[tuple[str, str], ...]:
-    """Return the macros of a CUDA source for a combination of dtypes. Arguments and errors are as for `variant`."""
+    """Return the macros of the CUDA source for a combination of dtypes. The arguments are those of `variant`.
+
+    Raises ValueError if the combination is not supported.
+    """
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
     if master == torch.int16 and weight != torch.bfloat16:
-        raise ValueError(f"16-bit masters (residuals) need bfloat16 weights, got {weight}")
+        raise ValueError(f"masters can be stored as int16 residuals only for bfloat16 weights, got {weight}")
     return (
         ("COUPLED", "true" if coupled else "false"),
         ("GRAD", C_NAMES[grad]),
@@ -72,7 +75,7 @@ def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return every variant of this module's CUDA source. The list does not depend on the architecture `arch`."""
+    """Return all combinations of this module's CUDA source and macros, for any GPU architecture `arch`."""
     moments = (torch.float32, torch.bfloat16)
     return [
         variant(grad, exp_avg, weight, master, coupled)
@@ -135,15 +138,16 @@ def adam_update(
 ) -> None:
     """Make one AdamW step on n adjacent elements, in place, unless the record says that the step is skipped.
 
-    weight_decay is decoupled, and eps is added outside the square root (Loshchilov and Hutter 2019). l2 times the
-    weight is added to the gradient (Kingma and Ba 2015). All tensors are contiguous, are on one device, and do not
-    overlap. The update is faster if the addresses of all tensors, counted in elements, have the same remainder modulo
-    4. Equal ranges of equally laid out buffers have.
+    weight_decay is decoupled, and eps is added outside the square root (Loshchilov and Hutter 2019). l2 is the factor
+    of L2 regularization: l2 times the weight is added to the gradient (Kingma and Ba 2015). All tensors are contiguous,
+    are on one device, and do not overlap. The update is faster if the addresses of all tensors, counted in elements,
+    have the same remainder modulo 4, as equal ranges of equally laid out buffers have.
 
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
-        master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals of
-            bfloat16 weights (see residual.py); then `weight` is read too, and the signs of exp_avg_sq are tie flags.
+        master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
+            the differences between float32 masters and bfloat16 weights (see residual.py). Then `weight` is read too,
+            and the signs of exp_avg_sq belong to the residuals.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
@@ -175,9 +179,9 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Return (head, quads) so that elements head : head + 4 * quads begin at a multiple of 4 elements in memory.
+    """Return (head, quads): elements head : head + 4 * quads can be accessed in aligned groups of 4 elements.
 
-    This holds for all `tensors`, of n elements each. Returns (0, 0) if no `head` suits all of them.
+    This holds for all `tensors`, of n elements each. Returns (0, 0) if there is no such range.
     """
     heads = {(-tensor.data_ptr() // tensor.element_size()) % 4 for tensor in tensors}
     head = heads.pop()
@@ -222,7 +226,7 @@ def update_reference(
 
 
 def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
-    """Round float32 to bfloat16 stochastically: away from zero with a probability equal to the cut-off fraction.
+    """Round float32 to bfloat16 stochastically. The probability of rounding away from zero is the cut-off fraction.
 
     Args:
         x: (n,) float32. inf and NaN are converted unchanged.
@@ -236,7 +240,14 @@ def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
 
 
 def random_bits(index_base: int, numel: int, seed: int, device: torch.device) -> Tensor:
-    """Return 32 pseudo-random bits per element, from element `index_base` on, in step `seed`: (numel,) int64."""
+    """Return 32 pseudo-random bits for each of `numel` elements, (numel,) int64.
+
+    Args:
+        index_base: the position of the first element among all elements of the model.
+        numel: the number of elements.
+        seed: the number of the step. The bits depend only on it and on each element's position.
+        device: the device of the result.
+    """
     element = torch.arange(index_base, index_base + numel, device=device)
     low = (element & 0xFFFFFFFF) ^ (seed * 0x9E3779B9 & 0xFFFFFFFF)
     return _mix((_mix(low) + (element >> 32)) & 0xFFFFFFFF)

@@ -16,12 +16,12 @@ _CHUNK = 1 << 20
 """The number of elements that the CPU updates at once, which limits the memory of temporary tensors."""
 _L2 = HYPER.index("l2")
 Hyper = Sequence[float | torch.Tensor]
-"""The hyper-parameters of one parameter group, in the order of HYPER. Each is a number or a scalar tensor."""
+"""The hyper-parameters of one parameter group (lr, beta1, …) in the order of HYPER, as numbers or scalar tensors."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Adjacent elements, a whole run or a part of one, that one launch of `adam_update` updates in place.
+    """Adjacent elements that one launch of `adam_update` updates in place: a whole run or a part of one.
 
     Attributes:
         grad: (n,), the gradients, only read.
@@ -37,13 +37,13 @@ class Elements:
 
     @property
     def master_and_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The arguments `master` and `weight` of `adam_update`; `weight` is None if the weight is its own master."""
+        """The arguments `master` and `weight` of `adam_update`; (weights, None) if weights are their own masters."""
         stored, weight = self.master.stored, self.master.weight
         return (weight, None) if stored is None else (stored, weight)
 
 
 class KernelSteps:
-    """AdamW with `adam_prepare` and `adam_update`, which use kernels on CUDA and their references on the CPU.
+    """AdamW with `adam_prepare` and `adam_update`, which launch kernels on CUDA and compute with torch on the CPU.
 
     Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so the host does not wait for
     it. A hyper-parameter that is a tensor on the device is read there in every step. Hyper-parameters that are numbers
@@ -79,7 +79,8 @@ class KernelSteps:
         if rows != self._sent:
             expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
             if expanded:
-                # Pinned memory is allocated in every call; torch's allocator reuses it only after the copy is complete.
+                # Allocate pinned memory anew, because the copy from the last one may still be running. Torch's
+                # allocator reuses the last one only after its copy.
                 host = torch.tensor(expanded, dtype=torch.float64, device="cpu", pin_memory=self._hyper.is_cuda)
                 self._hyper.copy_(host, non_blocking=True)
             self._sent = rows
@@ -95,7 +96,7 @@ class KernelSteps:
         self._flag = self._zero if found_inf is None else found_inf.reshape(1)
 
     def advance(self, runs: Sequence[int]) -> None:
-        """Increment the step counts of `runs` and compute their records for `update`.
+        """Increment the step counts of these runs, unless the step is skipped, and compute the factors for `update`.
 
         Args:
             runs: the numbers of the runs, in ascending order. Each range of consecutive numbers takes one launch.
@@ -171,15 +172,15 @@ class TorchSteps:
 
 
 def kernels_serve(device: torch.device) -> bool:
-    """Return whether updates on `device` use the kernels: on CUDA, and on the meta device, which stands for CUDA."""
+    """Return whether updates on `device` use kernels. True for CUDA and for the meta device, which stands for CUDA."""
     return device.type != "cpu"
 
 
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
     """Return the dtype in which float32 masters are stored for weights that are updated on `device`.
 
-    If kernels update the weights, the masters of bfloat16 weights are stored as int16 residuals (see residual.py),
-    which represent the same float32 numbers in 2 bytes less per element.
+    If kernels update the weights, the masters of bfloat16 weights are stored as int16 residuals: their differences from
+    the weights (see residual.py). These represent the same float32 numbers in 2 bytes less per element.
 
     Args:
         weight: the dtype of the weights.
@@ -202,7 +203,7 @@ def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch
     Args:
         groups: the number of runs in each parameter group.
         device: the device on which the runs are updated.
-        exp_avg_dtype: the dtype of the first moment; uint8 for codes of 8 bits.
+        exp_avg_dtype: the dtype of the first moment; uint8 if both moments are stored in 8 bits.
     """
     if kernels_serve(device) or exp_avg_dtype != torch.float32:
         return KernelSteps(groups, device)

@@ -1,19 +1,22 @@
 """AdamW whose moments take 8 bits: a code for each element, and an exponent for each block of 32 elements.
 
-m and √v are stored in small floating-point formats. The codes of a format enumerate its numbers from 0 up to 2ᴱ⁺¹. Each
-of the upper powers of two contains 2ᵏ numbers (k is the number of fraction bits), and the numbers below them are evenly
-spaced down to zero. 2ᴱ is the power of two of the block's largest magnitude. If the largest magnitude exceeds the
-second largest number of the format, the next power of two is used, so that no value is ever rounded beyond the largest
-number, where an average could not grow.
+m and √v are stored in small floating-point formats, relative to a power of two, 2ᴱ, that each block has. The numbers of
+a format are 0 and magnitudes below 2ᴱ⁺¹. From one power of two to the next, there are 2ᵏ evenly spaced numbers (k is
+the number of fraction bits); below the lowest of these powers, the numbers are evenly spaced down to 0. A code is the
+index of a number in ascending order.
+
+2ᴱ is the largest power of two that does not exceed the largest magnitude of the block. If this magnitude exceeds the
+second largest number of the format, 2ᴱ is the next power of two. Otherwise values above the largest number would be
+clamped to it, and an average there could not grow.
 
     m    sign, 3 bits of exponent, 4 of the fraction; the smallest magnitude is 2ᴱ⁻¹⁰
-    √v   3 bits of exponent, 5 of the fraction; the smallest is 2ᴱ⁻¹¹, which also stands for everything between it and
-         0, because a v of 0 beside an m that is not 0 would make the update m/eps
+    √v   3 bits of exponent, 5 of the fraction; the smallest is 2ᴱ⁻¹¹, to which any smaller √v above 0 is rounded up,
+         because a v of 0 beside an m that is not 0 would make the update m/eps
 
-An update rounds stochastically, with the random bits of adam.py. Otherwise an average that moves by less than a step of
-the format would stand still. Blocks begin at a parameter's start, and parameters are divided between ranks at multiples
-of 32 elements, so neither codes nor random bits depend on the number of ranks. `decode` returns exact numbers, and
-`encode` returns the same codes for them again.
+An update rounds stochastically, with the random bits of adam.py. Otherwise an average that changes by less than the
+distance between two numbers would stand still. Blocks begin at a parameter's start, and parameters are divided between
+ranks at multiples of 32 elements, so neither codes nor random bits depend on the number of ranks. `decode` returns
+exact numbers, and `encode` returns the same codes for them again.
 """
 
 from __future__ import annotations
@@ -31,17 +34,19 @@ from .residual import join, split
 
 BLOCK = 32
 _CHUNK = 1 << 20
-_COUNT = 8  # elements of one thread, as in adam8.cu
+_COUNT = 8  # the number of elements that one thread updates, as in adam8.cu
 THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
-"""Factor from the float32 number whose bits are a code followed by zeros to the code's number, in units of 2ᴱ."""
+"""A code, shifted left to the place of float32's exponent and fraction, and read as float32, times this factor is the
+code's number in units of 2ᴱ."""
 
 
 class Moments(NamedTuple):
-    """The moments of n elements: codes (n,) and exponents (⌈n/32⌉,), all uint8.
+    """The moments of n elements: for each moment, codes (n,), and the exponents of blocks of 32 (⌈n/32⌉,), all uint8.
 
-    An exponent is that of float32: 127 + E. The codes of a block with exponent 0 are 0.
+    The codes of the second moment, v, represent √v. An exponent E is stored as 127 + E, as in float32. If that is 0,
+    all codes of the block are 0.
     """
 
     exp_avg: Tensor
@@ -56,7 +61,7 @@ class Moments(NamedTuple):
         return cls(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes * 2))
 
     def part(self, start: int, stop: int) -> Moments:
-        """Return views of elements start:stop.
+        """Return the moments of elements start:stop, as views.
 
         `start` must be a multiple of 32, and so must `stop`, unless a parameter or the moments end there.
         """
@@ -65,7 +70,7 @@ class Moments(NamedTuple):
         return Moments(self[0][start:stop], self[1][blocks], self[2][start:stop], self[3][blocks])
 
     def read(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """Return the first and the second moment, (n,) float32.
+        """Return the first and the second moment, (n,) float32 each.
 
         device: the device of the computation and the results; None uses the device of the codes.
         """
@@ -95,11 +100,11 @@ class Moments(NamedTuple):
 
 
 def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Round magnitudes to codes.
+    """Round magnitudes to codes, with an exponent for each block of 32 elements.
 
     Args:
         magnitudes: (n,) float32, at least 0.
-        fraction: the number of bits of the format's fraction.
+        fraction: the number of fraction bits of the format.
         random: (n,), 16 random bits for each element, for stochastic rounding. None rounds to nearest.
 
     Returns:
@@ -116,7 +121,13 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
 
 
 def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
-    """Return the magnitudes of codes, (n,) float32. The arguments are the results and `fraction` of `encode`."""
+    """Return the magnitudes that codes represent, (n,) float32.
+
+    Args:
+        codes: (n,), from `encode`.
+        exponents: the blocks' exponents, from `encode`.
+        fraction: the number of fraction bits of the format.
+    """
     n = len(codes)
     numbers = (codes.int() << (23 - fraction)).view(torch.float32) * _SHIFT
     padded = torch.nn.functional.pad(numbers, (0, -n % BLOCK)).view(-1, BLOCK)
@@ -124,7 +135,7 @@ def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
 
 
 def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool = False) -> Variant:
-    """Return the variant of the source for a combination of dtypes. The arguments are those of `adam.variant`.
+    """Return the CUDA source and its macros for a combination of dtypes. The arguments are those of `adam.variant`.
 
     Raises:
         ValueError: the combination is not supported.
@@ -133,7 +144,7 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
+    """Return all combinations of this module's CUDA source and macros, for any GPU architecture `arch`."""
     return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 
 
@@ -152,8 +163,9 @@ def adam8_update(
 
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
-        master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals of
-            bfloat16 weights, without tie flags (see residual.py).
+        master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
+            the differences between float32 masters and bfloat16 weights, without tie flags (see residual.py). Then
+            `weight` is read too.
         moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
         record: (12,) float32, this run's row of the records from `adam_prepare`.

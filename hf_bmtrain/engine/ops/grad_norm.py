@@ -15,9 +15,9 @@ from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
-BLOCKS = 528  # the same on all devices, so that the order of additions is the same
+BLOCKS = 528  # the number of thread blocks, the same on all devices, so that the order of additions is the same
 TILE_BYTES = THREADS * 64
-PIECE = 1 << 16  # maximum number of elements of a segment that one thread block sums
+PIECE = 1 << 16  # the maximum number of elements whose squares one thread block sums
 CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time
 
 
@@ -27,20 +27,20 @@ def variant(dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
+    """Return all combinations of this module's CUDA source and macros, for any GPU architecture `arch`."""
     return [variant(dtype) for dtype in C_NAMES]
 
 
 def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the squared norm of one buffer to a running sum. The host does not wait for the device.
+    """Add the squared norm of a flat tensor to a running sum. The host does not wait for the device.
 
-    The same buffers in the same order give bit-identical results.
+    The same tensors in the same order give bit-identical results.
 
     Args:
         flat: (n,) float32, float16 or bfloat16, contiguous, of any alignment. Padding must be zero, because all
             elements are added.
-        out: (2,) float64 on the same device, updated. It contains the sum of squares, and 1.0 if an element of any
-            buffer was inf or NaN. The caller must zero it before the first buffer.
+        out: (2,) float64 on the same device, updated. Element 0 is the running sum. Element 1 becomes 1.0 if an element
+            of `flat` is inf or NaN. The caller must set both to zero before the first tensor.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     expect("out", out, (torch.float64,), (2,), flat.device)
@@ -59,14 +59,14 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """Return a view (2n,) of the real and imaginary parts, alternating, if `flat` is complex; otherwise `flat`."""
+    """Return a complex tensor (n,) as a view (2n,) of alternating real and imaginary parts, or a real tensor itself."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 class Segments:
     """The boundaries of the segments of a flat tensor, for `segmented_squared_norm`.
 
-    Create it once per layout and reuse it, because the first call copies its tables to the device.
+    Create it once for each layout and reuse it, because its first use copies tables to the device.
 
     Args:
         offsets: k + 1 non-decreasing integers. Segment s is flat[offsets[s]:offsets[s + 1]], and may be empty.
@@ -75,16 +75,16 @@ class Segments:
 
     def __init__(self, offsets: Sequence[int], device: torch.device | str):
         if len(offsets) == 0 or offsets[0] < 0 or any(a > b for a, b in itertools.pairwise(offsets)):
-            raise ValueError(f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}")
+            raise ValueError(f"offsets must be non-decreasing integers, none below 0, got {list(offsets)[:8]}")
         self.offsets, self.device = tuple(offsets), torch.device(device)
         self.lengths = [stop - start for start, stop in itertools.pairwise(offsets)]
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tables that the kernels read. Every segment is divided into chunks of at most PIECE elements.
+        """Three tables for the kernels, which process every segment in chunks of at most PIECE elements.
 
-        The three tables are the chunks' first elements (int64), the chunks' lengths (int32), and for each segment the
-        index of its first chunk, followed by the number of chunks (int64).
+        They contain: the index of each chunk's first element (int64); each chunk's length (int32); and the index of
+        each segment's first chunk, followed by the number of all chunks (int64).
         """
         begins, lengths, firsts = [], [], [0]
         for start, end in itertools.pairwise(self.offsets):

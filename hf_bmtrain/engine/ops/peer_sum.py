@@ -1,4 +1,4 @@
-"""Compute the mean over ranks of a part of a gradient, after other ranks have copied their values to this device."""
+"""Average a part of a gradient over the ranks, after the other ranks have copied their values to this device."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ def variant(dtype: torch.dtype, summed: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return every variant of this module's CUDA source; the same list for every architecture `arch`."""
+    """Return all combinations of this module's CUDA source and macros, for any GPU architecture `arch`."""
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 
 
@@ -27,18 +27,18 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor | None = None) -> Tensor:
-    """Write the mean over ranks to `out`, or add it to `total` and write the sum to `out`. Return sums of squares.
+    """Average the ranks' values: write the mean to `out`, or add it to `total` and write the sum to `out`.
 
     Values are added in rank order, in float32 (float64 for float64), and the sum is divided once, so results are
-    reproducible bit by bit. The host does not wait for the device. All tensors are on one device, and `out` and `total`
-    do not overlap `rows` and `mine`. The kernel uses vector loads if all tensors and all rows begin at multiples of 16
-    bytes.
+    bit-identical in every run. The host does not wait for the device. All tensors are on one device, and `out` and
+    `total` do not overlap `rows` and `mine`. The kernel uses vector loads if all tensors and all rows begin at
+    multiples of 16 bytes.
 
     Args:
         rows: (ranks - 1, n) float32, float16 or bfloat16 (on the CPU also float64), the other ranks' values in rank
             order. Each row is contiguous; the rows may be any distance apart.
         mine: (n,) of the same dtype, this rank's values.
-        own: this rank's number.
+        own: this rank's position in rank order, from 0.
         out: (n,) of the same dtype, written with the mean, or with the new `total`, rounded to nearest even.
         total: (n,) float32 (float64 for float64), a running sum to which the mean is added in place, or None. It may be
             `out` itself.
@@ -54,8 +54,8 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
         expect("total", total, (torch.promote_types(mine.dtype, torch.float32),), (n,), device)
     if rows.dtype != mine.dtype or (n > 1 and rows.stride(1) != 1) or not 0 <= own <= others:
         raise ValueError(
-            f"rows must be {mine.dtype} with contiguous rows, and own must be one of {others + 1} ranks, but got "
-            f"{rows.dtype} with strides {rows.stride()}, and own = {own}"
+            f"each of rows must be contiguous {mine.dtype}, and own must be from 0 to {others}, but got {rows.dtype} "
+            f"with strides {rows.stride()}, and own = {own}"
         )
     if n == 0 or rows.is_meta:
         return torch.zeros(0, dtype=torch.float64, device=device)
@@ -75,7 +75,10 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
 
 
 def reference(rows: Tensor, out: Tensor, total: Tensor | None = None) -> None:
-    """Compute `peer_mean` with torch on any device. rows: (ranks, n), the values of all ranks in rank order."""
+    """Compute `out` and `total` of `peer_mean` with torch on any device.
+
+    rows: (ranks, n), the values of all ranks in rank order.
+    """
     mean = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         mean += row

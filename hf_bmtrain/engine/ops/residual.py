@@ -1,4 +1,4 @@
-"""Float32 masters of half-precision weights, and their 16-bit form: the residual between a master and its weight.
+"""Float32 masters of half-precision weights, and their 16-bit form: the difference between a master and its weight.
 
 The bits of adjacent float32 numbers of one sign, read as integers, are adjacent integers. The bits of a bfloat16 number
 are the upper half of its float32 bits. If a bfloat16 weight is its master rounded to nearest even, their difference is
@@ -7,9 +7,9 @@ are the upper half of its float32 bits. If a bfloat16 weight is its master round
 
 It is positive if the master is larger in magnitude. This also holds for subnormals, for zeros, and for masters that
 round to inf. The range has one value more than int16, and all its values occur: if the weight's last bit is 0, the
-midpoints on both sides round to the weight. So a residual of 32768 is stored as -32768 and marked by a tie flag, which
-is the sign of exp_avg_sq. (As an average of squares, exp_avg_sq does not need its sign.) The residual of NaN is stored
-as 0.
+midpoints on both sides round to the weight. So a residual of 32768 is stored as -32768 and marked by a tie flag: a
+negative sign of exp_avg_sq. (As an average of squares, exp_avg_sq does not need its sign.) The residual of NaN is
+stored as 0.
 
     residual     (n,) int16
     exp_avg_sq   (n,) float32, with the tie flags in the signs
@@ -41,8 +41,9 @@ class Master:
         weight: the weights.
         stored: the float32 masters of half-precision weights, the int16 residuals of bfloat16 weights, or None for
             float32 weights, which are their own masters.
-        exp_avg_sq: Adam's second moment, float32. If `stored` contains residuals, its signs are their tie flags. None
-            if the optimizer has no second moment in float32; then residuals have no tie flags.
+        exp_avg_sq: Adam's second moment, float32. If `stored` contains residuals, a negative sign is the tie flag of a
+            residual (see the module). None if the optimizer has no second moment in float32; then there are no tie
+            flags.
     """
 
     weight: torch.Tensor
@@ -54,13 +55,13 @@ class Master:
         return self.stored is not None and self.stored.dtype == torch.int16
 
     def part(self, part: slice, device: torch.device) -> Master:
-        """Return the masters of the elements in `part`, on `device`: views of tensors on it, copies of others."""
+        """Return the masters of the elements in `part`, on `device`. Tensors that are on it already are views."""
         stored = None if self.stored is None else self.stored[part].to(device)
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[part].to(device)
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
 
     def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the masters and exp_avg_sq without tie flags, both float32. The caller must not write to them.
+        """Return (the masters, exp_avg_sq), both float32, the latter without tie flags. Do not write to the results.
 
         Args:
             device: if residuals are stored, the device on which the masters are computed; None uses the residuals'
@@ -118,7 +119,8 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
         master: the masters, only read.
         weight: written with the masters rounded to nearest even.
         residual: written with the residuals, int16.
-        exp_avg_sq: its signs are set to the tie flags; its magnitudes do not change. None uses no tie flags.
+        exp_avg_sq: its signs are set to the tie flags (see the module); its magnitudes do not change. None uses no tie
+            flags, which may change a master in its last bit.
     """
     if exp_avg_sq is None:
         for p, w, r in _in_chunks(master, weight, residual):
@@ -141,7 +143,7 @@ def join(
     Args:
         weight: the bfloat16 weights.
         residual: the residuals, int16.
-        exp_avg_sq: float32, with the tie flags in its signs. None means no tie flags.
+        exp_avg_sq: float32, with the tie flags in its signs (see the module). None if there are no tie flags.
         device: the device of the results; None uses the device of the arguments.
 
     Returns:
@@ -165,12 +167,12 @@ def _in_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
 
 
 def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return as int32 the residual of `master`, which must round to `weight`."""
+    """Return the residuals of masters that round to `weight`, as int32."""
     return torch.where(master.isnan(), 0, master.view(torch.int32) - _bits(weight))
 
 
 def _at(weight: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return the float32 number with residual `distance` to `weight`, or `weight` if it rounds to another weight."""
+    """Return the float32 numbers with these residuals, or the weight itself if a number rounds to another weight."""
     master = (_bits(weight) + distance).view(torch.float32)
     rounds = master.bfloat16().view(torch.int16) == weight.view(torch.int16)
     return torch.where(rounds, master, weight.float())

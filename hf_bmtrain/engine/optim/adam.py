@@ -1,4 +1,4 @@
-"""AdamOptimizer: AdamW over flat shards."""
+"""AdamOptimizer: AdamW for sharded parameters."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
 
-    All parameters must be on one device. Parameters that are adjacent in a flat buffer and in the same parameter group
-    are updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are
-    only read. In `step`, the host never waits for the device.
+    All parameters must be on one device. Parameters of one parameter group that are adjacent in a flat buffer are
+    updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are only
+    read. In `step`, the host never waits for the device.
 
     The state consists of m, v and, for half-precision weights, a master copy of w. All of them are float32 by default.
     The weights are the masters, rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which
@@ -72,13 +72,13 @@ class AdamOptimizer(torch.optim.Optimizer):
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
-            random bits depend on the element and the step, but not on the number of ranks. (Exception: buffers whose
-            storage has a different layout on a single rank.)
-        state_bits: 32, or 8 to store m and v in 8 bits, with an exponent for every 32 elements. Both together then take
-            2.06 bytes per element. They are rounded stochastically, as a bfloat16 m is. Masters are stored exactly
-            except for their last bit. The state takes 2.06 bytes per element of a float32 weight, 4.06 of a bfloat16
-            weight on CUDA, and 6.06 of other half-precision weights. `state_dict()` and checkpoints have float32
-            moments, so `state_bits` may change between saving and loading.
+            random bits depend on the element and the step, but not on the number of ranks. (Exception: parameters that
+            are laid out differently in memory if there is only one rank.)
+        state_bits: 32, or 8 to store m and v in 8 bits, with an exponent for every 32 elements. They are rounded
+            stochastically, as a bfloat16 m is. Masters that are stored as residuals may be off by their last bit. The
+            state takes 2.06 bytes per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other
+            half-precision weights. `state_dict()` and checkpoints have float32 moments, so `state_bits` may change
+            between saving and loading.
 
     Raises:
         TypeError: `params` is a single tensor.
@@ -86,7 +86,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     """
 
     adamw_state = True
-    """Whether `state_dict` has AdamW's state for every parameter. Subclasses may set this to False."""
+    """Whether `state_dict` contains AdamW's two moments for every parameter. Subclasses may set this to False."""
     _step_supports_amp_scaling = True
     # Set before a step and deleted after it, because GradScaler multiplies its own scale by an existing `grad_scale`.
     grad_scale: torch.Tensor | None
@@ -111,8 +111,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         params = list(params)
         if not params:
             raise ValueError(
-                "params must contain parameters, but is empty. model.parameters() is an iterator, so call it again for "
-                "each use."
+                "params must contain parameters, but is empty. model.parameters() can be iterated only once, so call "
+                "it again for each use."
             )
         if not isinstance(exp_avg_dtype, torch.dtype) or exp_avg_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype!r:.80}")
@@ -124,10 +124,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "decoupled": decoupled})
         self.loss_scale: torch.Tensor | None = None  # set by OptimManager
         self._exp_avg_dtype = torch.uint8 if state_bits == 8 else exp_avg_dtype
-        self._loaded: set[torch.nn.Parameter] = set()  # parameters whose loaded state is not yet in a run
-        # Fingerprints of the last loaded state. The next step compares them between the ranks, and then sets None.
+        self._loaded: set[torch.nn.Parameter] = set()  # parameters whose loaded state is not yet used
+        # Hashes of the state that was loaded last. The next step compares them between the ranks, and then sets None.
         self.loaded_facts: dict[str, str] | None = None
-        self._active: list[list[torch.nn.Parameter]] = []  # the parameters of all runs, by parameter group
+        self._active: list[list[torch.nn.Parameter]] = []  # the parameters that the last step updated, by group
         self._states: list[RunState] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
 
@@ -143,7 +143,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params"')
         if "params" not in param_group:
-            raise ValueError(f'param_group must have the key "params", got {", ".join(map(str, param_group))}')
+            raise ValueError(f'param_group must have the key "params", but has only {", ".join(map(str, param_group))}')
         _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
@@ -162,6 +162,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None, scale: float = 1.0):
         """Update every parameter that has a gradient.
+
+        Every rank must call it, because some steps compare the optimizers of all ranks.
 
         Args:
             closure: a function that computes the loss, called before the update; or None.
@@ -194,14 +196,17 @@ class AdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        # Adjacent local parameters with gradients form one run (see `Run`) if they have taken as many steps.
+        # Adjacent local parameters that have gradients, and have taken equally many steps, form one run (see `Run`).
         self._arrange([with_gradients(group["params"]) for group in self.param_groups])
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
-        """Update the runs with these numbers, in ascending order. Their gradients must have been reduced."""
+        """Update the runs (lists of adjacent parameters) with these numbers. Their gradients must be complete.
+
+        numbers: in ascending order.
+        """
         states = [self._states[number] for number in numbers]
-        # 1. Wait for earlier updates of the runs' buffers. Update the masters of weights written after the last step.
+        # 1. Wait for earlier updates. If weights were written after the last step, let their masters follow.
         for state in states:
             if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()
@@ -219,13 +224,13 @@ class AdamOptimizer(torch.optim.Optimizer):
             state.version = state.run.weights._version
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update each run in one kernel launch. In a subclass, the update may still run when this method returns."""
+        """Update each of these runs in one kernel launch. Subclasses may return before the updates are complete."""
         for number in numbers:
             state = self._states[number]
             self._steps.update(number, Elements(state.run.gradient(), state.master, state.exp_avg, state.index_base))
 
     def _settings(self) -> list[Hyper]:
-        """Return the settings of every parameter group, in the order of HYPER."""
+        """Return the settings of every parameter group: lr, beta1 and so on, in the order of HYPER."""
         return [
             (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
              0.0 if g["decoupled"] else decay)
@@ -248,16 +253,16 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         if not set_to_none:
             self.wait()  # an update may still read the gradients
-        with WithoutTorchFunction():  # faster, because every access to an attribute would call __torch_function__
+        with WithoutTorchFunction():  # otherwise every access to an attribute would call the slow __torch_function__
             super().zero_grad(set_to_none)
 
     # -- runs and state -----------------------------------------------------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
-        """Divide the parameters that this step updates into runs. Return False if nothing changes, otherwise True.
+        """Divide the parameters that this step updates into runs, unless they are those of the last step.
 
-        Nothing changes if the last step updated the same parameters. A new run keeps the state tensors of an old run of
-        the same parameters.
+        Returns whether they were divided anew. A run of the same parameters as an earlier one keeps its state tensors.
+        For other runs, state tensors are allocated, and the parameters' earlier or loaded state is copied into them.
 
         active: the parameters that this step updates, by parameter group.
         """
@@ -300,12 +305,12 @@ class AdamOptimizer(torch.optim.Optimizer):
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
-        """Return the number of steps that `parameter` has taken. It must be equal for all parameters of a run."""
+        """Return the number of steps that `parameter` has taken. All parameters of a run must have the same number."""
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 
     def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
-        """Allocate the state of each run before its first step. The moments are zero."""
+        """Allocate the state tensors of new runs: moments of zero, and masters that the caller must fill."""
         tensors: list[StateTensors] = []
         for weights in (run.weights for run in runs):
             dtype = master_dtype(weights.dtype, weights.device)
@@ -324,7 +329,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, self.defaults[name])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdamOptimizer:
-        """Return an optimizer of deep copies of the parameters, in full and with their full state.
+        """Return an optimizer over deep copies of the parameters. The copies and their state are full, not sharded.
 
         Collective: every rank must call it.
         """
@@ -335,13 +340,13 @@ class AdamOptimizer(torch.optim.Optimizer):
         return copied
 
     def _of(self, groups: list[dict[str, Any]]) -> AdamOptimizer:
-        """Return a new optimizer of this class over `groups`, which are parameter groups with all settings."""
+        """Create an optimizer of this class for other parameter groups, which contain all settings."""
         if self._exp_avg_dtype == torch.uint8:
             return type(self)(groups, state_bits=8)
         return type(self)(groups, exp_avg_dtype=self._exp_avg_dtype)
 
     def state_dict(self, gather: bool = False) -> dict:
-        """Return this rank's state, as torch's AdamW does, with a float32 "master" for half-precision weights.
+        """Return this rank's state in the form of torch's AdamW, with a float32 "master" for half-precision weights.
 
         The tensors are the optimizer's own, which the next step changes. Masters and moments that are computed from
         residuals or 8-bit codes are new tensors in host memory instead.
@@ -363,9 +368,9 @@ class AdamOptimizer(torch.optim.Optimizer):
             self.state = kept
 
     def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the state without copies. The tensors are the optimizer's own, which the next step changes.
+        """Return the state of each parameter, without copying. The next step changes these tensors.
 
-        8-bit moments are returned as new float32 tensors in host memory. For bfloat16 weights on CUDA, the state has
+        Only 8-bit moments are new tensors: float32, in host memory. For bfloat16 weights on CUDA, the state has
         "residual" instead of "master" (see the class). If weights were written since the last step, their float32
         masters are updated first (see `Master.follow_weight`).
         """
@@ -393,11 +398,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._load(state_dict, copied=True)
 
     def take_state_dict(self, state_dict: dict) -> None:
-        """Load a state dict like `load_state_dict`, but do not copy tensors that need no conversion."""
+        """Load a state dict like `load_state_dict`, but use the tensors themselves if they need no conversion."""
         self._load(state_dict, copied=False)
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Load step counts and parameter groups, and allocate the rest of the state, which the caller must then write.
+        """Load step counts and parameter groups, and allocate the other state tensors, for the caller to fill.
 
         Args:
             state_dict: a state dict whose "state" contains only step counts.

@@ -36,12 +36,12 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
     """Check that `optimizer` can step over its sharded parameters, if it has any. Collective: every rank must call it.
 
     Returns:
-        The optimizer's FullState, or None if it has no sharded parameter.
+        The FullState that gathers the optimizer's state dicts, or None if it has no sharded parameter.
 
     Raises:
         RuntimeError: the optimizer has parameters from before the model was sharded, or ordinary parameters whose
             gradients are not averaged; or the ranks' optimizers differ.
-        TypeError: the optimizer's update of an element depends on the shape of the parameter.
+        TypeError: the optimizer updates sharded parameters differently from full ones, or does not support them.
     """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [p for p in parameters if getattr(p, "sharded_elsewhere", False)]
@@ -58,16 +58,18 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
         world.check_same_on_all_ranks("optimizer.step", _facts(optimizer, world))
         _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     if known is None and slices:
-        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # our own optimizers are element-wise
+        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # our own optimizers are known to work
             _check_element_wise(optimizer, slices[0].device)
         known = optimizer.full_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
 
 
 def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.nn.Parameter]) -> None:
-    """Raise RuntimeError if the gradients of an optimizer's `ordinary` parameters differ between ranks.
+    """Raise RuntimeError if the gradients of an optimizer's unsharded parameters differ between ranks.
 
     Collective: every rank must call it.
+
+    ordinary: these parameters.
     """
     world = current_world()
     if world.size == 1 or not ordinary:
@@ -79,7 +81,8 @@ def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.n
         raise RuntimeError(
             f"{type(optimizer).__name__} has {len(ordinary)} ordinary parameters that are not sharded (the first has "
             f"shape {tuple(ordinary[0].shape)}). Their gradients differ between the ranks, because nothing averages "
-            "them. Wrap the outermost model, which contains them too, or average their gradients before step()."
+            "them. Pass the outermost model, which contains them too, to auto_wrap, or average their gradients "
+            "before step()."
         )
 
 
@@ -116,7 +119,7 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
 
 
 def install() -> Callable[[], None]:
-    """Check every optimizer before its steps, and make torch's optimizers use foreach functions on local parameters.
+    """Check every optimizer before its steps, and let torch's optimizers use foreach functions for local parameters.
 
     Returns:
         A function that undoes both changes.
@@ -139,9 +142,9 @@ def install() -> Callable[[], None]:
 
 
 def _facts(optimizer: Any, world: World) -> dict[str, Any]:
-    """Return the facts about an optimizer that must be equal on all ranks, for `World.check_same_on_all_ranks`.
+    """Describe an optimizer by facts that must be equal on all ranks, for `World.check_same_on_all_ranks`.
 
-    The values of options that are tensors of one element are read, which makes the host wait for the device.
+    The host waits for the device if an option is a tensor of one element, because its value is read.
     """
     groups = optimizer.param_groups
     facts: dict[str, Any] = {"class": type(optimizer).__qualname__, "number of parameter groups": len(groups)}
@@ -167,10 +170,10 @@ def _name_of(parameter: Any, position: int, world: World) -> str:
     if not isinstance(parameter, DistributedParameter):
         return f"ordinary parameter {position}"
     buffer = parameter.buffer
-    held = world.monitor.names.get(buffer.number, f"buffer {buffer.number}")
+    held = world.monitor.names.get(buffer.number, f"others in flat buffer {buffer.number}")
     origin = parameter.origin
     name = parameter.index if origin is None else f"{origin.block}.{origin.name}".lstrip(".")
-    return f"parameter '{name}' of the buffer of {held}"
+    return f"parameter '{name}' (sharded together with {held})"
 
 
 class _NotedOptions:
@@ -208,12 +211,15 @@ class _NotedOptions:
 def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raise TypeError if `optimizer` would compute other updates for sharded parameters than for full ones.
 
-    For each parameter group, three new optimizers of the same class and options make three steps: one of them on a
-    small matrix, and two on 1-D parts of this matrix, because local parameters are such parts. Adafactor, LAMB, Muon
-    and LBFGS update the parts differently from the matrix. They may still work, because torch's functions of a sharded
-    parameter may compute with the full one. So such an optimizer is then tried on a sharded matrix. Optimizers that are
-    not in torch are tried too, because they may call functions that sharded parameters do not support. This trial is
-    collective. All ranks come to the same decision, because they try the same values.
+    New optimizers of the same class, with the options of each parameter group, make three steps on a small matrix:
+
+    1. One updates the full matrix, and two update 1-D parts of it, because local parameters are such parts. If the
+       results are equal, an optimizer of torch is accepted.
+    2. If they differ, as with Adafactor, LAMB, Muon and LBFGS, the optimizer may still work, because torch's functions
+       of a sharded parameter may compute with the full one. Optimizers from outside torch may call functions that
+       sharded parameters do not support. All of these are tried on a sharded matrix. This trial is collective.
+
+    All ranks come to the same decision, because they try the same values.
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
@@ -227,7 +233,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             except Exception as error:
                 reason = error
         else:
-            message = "%s could not be tested on a small matrix (%s). It must be element-wise for sharded parameters."
+            message = "%s could not be tested on a small matrix (%s). For sharded parameters it must be element-wise."
             _log.warning(message, type(optimizer).__name__, reason)
             return
         flat = functools.partial(_move_parts, optimizer, group, values.view(-1), [each.view(-1) for each in tries])
@@ -236,8 +242,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             continue
         if parted is not None and any(is_part(parameter) for parameter in group["params"]):
             raise TypeError(
-                f"{type(optimizer).__name__} computes with full matrices, but with tp_size each rank has only a part "
-                "of a split matrix. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or "
+                f"{type(optimizer).__name__} computes with full matrices, but with tp_size some matrices are split, so "
+                "that each rank has only a part. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or "
                 "torch.optim.AdamW."
             )
         # A matrix that is large enough for every rank to store a part of it.
@@ -247,8 +253,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
         reason = _difference(functools.partial(_move_local, optimizer, group, values, tries), moved)
         if reason is not None and parted is None:
             raise TypeError(
-                f"{type(optimizer).__name__} does not work with sharded parameters ({reason}). Use another one: "
-                "bmt.optim.AdamOptimizer, which with state_bits=8 keeps its state in 8 bits, or one of torch.optim."
+                f"{type(optimizer).__name__} does not work with sharded parameters ({reason}). Use one of torch.optim, "
+                "or bmt.optim.AdamOptimizer, which keeps its state in 8 bits with state_bits=8."
             )
         if reason is not None:
             raise TypeError(
@@ -261,26 +267,26 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
-    """Return a phrase that says how the update of `move` differs from the `expected` one; None if they are equal."""
+    """Compare the update that `move` returns with `expected`. Return a text about the difference, or None if equal."""
     try:
         moved = move()
     except Exception as error:
         first = str(error).strip().split("\n")[0]
-        return f"on a small one it raises {type(error).__name__}: {first}"
+        return f"in a test it raised {type(error).__name__}: {first}"
     difference = ((moved - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
     if difference <= 1e-3:
         return None
-    return f"its updates of parts of a matrix differ by up to {100 * difference:.2g} % of a step"
+    return f"its updates of a sharded matrix differ from those of the full one by up to {100 * difference:.2g} %"
 
 
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Divide 1-D `values` into two parameters, each with its own new optimizer, and return the update of both."""
+    """Update two 1-D parts of `values`, each with its own new optimizer. Return the change of all values, 1-D."""
     cuts = slice(None, _CUT), slice(_CUT, None)
     return torch.cat([_movement(optimizer, group, values[cut], [each[cut] for each in gradients]) for cut in cuts])
 
 
 def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Make `values` one sharded parameter with a new optimizer, and return its update.
+    """Shard `values` as a parameter, update it with a new optimizer, and return the change of the full values.
 
     Collective: every rank must call it.
     """
@@ -298,11 +304,11 @@ def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[
 
 
 def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
-    """Make one step for each gradient, with a new optimizer of the same class and with the options of `group`."""
+    """Update `parameter` once for each gradient, with a new optimizer of the same class and the options of `group`."""
     # Options are cloned because the group may contain a step counter as a tensor, which the trial must not change.
     options = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     options["params"] = [parameter]
-    if group.get("lr") is not None:  # replace the learning rate, which may be 0 at the start of a warm-up
+    if group.get("lr") is not None:  # another learning rate, because it may be 0 at the start of a warm-up
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())

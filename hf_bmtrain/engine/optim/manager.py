@@ -1,4 +1,4 @@
-"""OptimManager: loss scaling, gradient clipping, and the step of all optimizers together."""
+"""OptimManager: loss scaling, gradient clipping, and one step of several optimizers and their schedulers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class OptimManager:
             self._scale = torch.tensor(loss_scale, dtype=torch.float32, device=self._device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
         # For the next step:
-        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # clip factors that optimizers apply in the update
+        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # factors by which the updates multiply gradients
         self._checked: set[torch.nn.Parameter] = set()  # parameters whose gradients were searched for inf and nan
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found
         # From the last step:
@@ -133,7 +133,7 @@ class OptimManager:
 
     @property
     def loss_scale_enabled(self) -> bool:
-        """Whether losses are scaled. The scale is adapted after every step."""
+        """Whether losses are multiplied by a loss scale, which is adapted after every step."""
         return self._scale is not None
 
     @property
@@ -189,7 +189,7 @@ class OptimManager:
         self._used = {}  # drop these references, so that the memory of the gradients can be used in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
-        """Multiply a loss by the loss scale and run its backward, which reduces gradients.
+        """Multiply a loss by the loss scale and run its backward, which averages gradients over the ranks.
 
         Collective: every rank must call it.
 
@@ -219,7 +219,7 @@ class OptimManager:
             raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by the loss scale. Call `backward()` on the result instead of `OptimManager.backward`.
+        """Return the loss times the loss scale. Call `backward()` on the result instead of `OptimManager.backward`.
 
         With `grad_scale`, the loss is also multiplied by world_size / grad_scale. `step` divides the gradients by the
         loss scale again, but not by this factor.
@@ -272,7 +272,8 @@ class OptimManager:
                 "the backward already. Leave one of the two out. torch.nn.utils.get_total_norm of the gradients "
                 "returns their norm."
             )
-        # An optimizer in `_clips` was already clipped in this step. Multiply its gradients by that factor now.
+        # An earlier call may have clipped these gradients in this step. Apply its factor now, because the norm that is
+        # computed next must be that of the clipped gradients.
         for optimizer in list(self._clips):
             if not chosen.isdisjoint(own[optimizer]):
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
@@ -370,7 +371,7 @@ class OptimManager:
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """Return the norm of the parameters' gradients over all ranks. Set `_found_inf` if not finite.
+        """Return the norm of the parameters' gradients over all ranks, and set `_found_inf` if it is inf or nan.
 
         Collective: every rank must call it.
         """
@@ -393,8 +394,8 @@ class OptimManager:
 
         Args:
             gather_opt: True returns the full state of the optimizers on rank 0, which any number of ranks can load, and
-                no tensors on other ranks. False returns each rank's own state, which the same rank can load if the
-                number of ranks, their hosts, `gather`, `shard_over` and `tp_size` are the same.
+                no tensors on other ranks. False returns each rank's own state. The same rank can load it if there are
+                as many ranks on the same hosts, with the same `gather`, `shard_over` and `tp_size`.
 
         Returns:
             A dict for `load_state_dict`. It contains checksums, with which `load_state_dict` verifies it.
@@ -407,7 +408,7 @@ class OptimManager:
         return {**state, _CHECKSUMS: checksums(_by_entry(state))}
 
     def own_state(self) -> dict[str, Any]:
-        """Return only the state of the schedulers and the loss scale. It is the same on every rank."""
+        """Return the state of the schedulers and the loss scale alone. It is the same on every rank."""
         self._end_last_step()
         return {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
@@ -447,34 +448,35 @@ class OptimManager:
             gathered = "sliced" in state
             if gather_opt is not None and gathered != gather_opt:
                 raise ValueError(
-                    f"the state was saved with gather_opt={gathered}. Pass the same value, or leave gather_opt out."
+                    f"the state was saved with gather_opt={gathered}, but is loaded with gather_opt={gather_opt}. Pass "
+                    "the same value, or leave gather_opt out."
                 )
             load_state(optimizer, state, current_world())
         self.load_own_state(state_dict)
 
     def check_own_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless a state comes from a manager with the same optimizers and schedulers as this one.
+        """Check that a state fits this manager: the number of optimizers, which have schedulers, and loss scaling.
 
         Args:
             state: the result of `own_state`.
 
         Raises:
-            ValueError: it comes from a manager with different optimizers or schedulers, or only one of the two managers
+            ValueError: the state is from a manager with other optimizers or schedulers, or only one of the two managers
                 has a loss scale.
         """
         schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
             raise ValueError(
-                f"the saved state has {len(theirs)} optimizers (with a scheduler: {theirs}), but this manager has "
-                f"{len(mine)} (with a scheduler: {mine}). Before loading, call add_optimizer for the same optimizers "
-                "and schedulers, in the same order."
+                f"the saved state has {len(theirs)} optimizers (whether each has a scheduler: {theirs}), but this "
+                f"manager has {len(mine)} ({mine}). Before loading, call add_optimizer for the same optimizers and "
+                "schedulers, in the same order."
             )
         scale = None if self._scale is None else self.loss_scale
         if (state["loss_scale"] is None) != (scale is None):
             raise ValueError(
-                f"the state was saved with loss_scale {state['loss_scale']}, but this manager has {scale}. Create the "
-                "OptimManager with a loss_scale in both cases, or with None in both."
+                f"the state was saved with loss_scale {state['loss_scale']}, but this manager has loss_scale {scale}. "
+                "Create the OptimManager with a loss_scale in both cases, or with None in both."
             )
 
     def load_own_state(self, state: dict[str, Any]) -> None:
@@ -527,7 +529,7 @@ class OptimManager:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
-        """Return the last step's gradients in the order of `_parameters`, with None for those that changed."""
+        """Return the last step's gradients in the order of `_parameters`, with None where `.grad` has changed since."""
         used = self._used
         return [used[p][0] if p in used and is_unchanged(p, used[p]) else None for p in self._parameters()]
 
@@ -555,7 +557,7 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
 
 
 def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a manager's state that have checksums, by name.
+    """Divide a manager's state into the parts that have their own checksums, and return {name: part}.
 
     The parts are the state of each parameter, the rest of each optimizer's state, and every other entry.
     """
@@ -570,7 +572,7 @@ def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verify(state_dict: dict[str, Any]) -> None:
-    """Raise RuntimeError on every rank if a value does not match its checksum on any rank.
+    """Raise RuntimeError on every rank if at least one rank has a value that does not match its checksum.
 
     Collective: every rank must call it.
     """
@@ -601,9 +603,9 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
     """Return the norm of the parameters' `.grad` over all ranks, a scalar on `device`.
 
     Collective: every rank must call it. The result is inf or NaN if an element is. The 2-norm is computed in float64,
-    in one pass over each run of adjacent gradients, or from the sums of squares that the reduction has computed. Torch
-    computes other norms in float32. Only one scalar is all-reduced. Ordinary parameters, which all ranks have, count
-    once.
+    either in one pass over each list of adjacent gradients, or from the sums of squares that the reduction of the
+    gradients has computed. Torch computes other norms in float32. There is only one all-reduce, of at most two numbers.
+    Ordinary parameters, which all ranks have, count once.
 
     Args:
         parameters: the parameters, all with a `.grad`.
@@ -622,7 +624,10 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:
-    """Return (2,) float64: the sum of squares of this rank's gradients, and the flag of `accumulate_squared_norm`."""
+    """Return the sum of squares of this rank's gradients, in element 0 of a tensor (2,) float64.
+
+    Element 1 may be 1.0 if a gradient is inf or NaN; see `accumulate_squared_norm`.
+    """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     measured = []
     for members in neighbours(parameters):

@@ -1,4 +1,4 @@
-"""Run: adjacent local parameters, which one kernel launch updates. Also the AdamW state of a run."""
+"""Run: parameters that are adjacent in memory, so that one kernel launch updates them. Also their AdamW state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..sharding.parameter import DistributedParameter
 
 @dataclass(eq=False)
 class Run:
-    """Either local parameters that are adjacent in one shard, or exactly one ordinary parameter.
+    """Parameters that one kernel launch updates: local ones that are adjacent in a shard, or one ordinary parameter.
 
     Attributes:
         parameters: the parameters, in the order of the buffer.
@@ -47,14 +47,14 @@ class Run:
             return cls(parameters, first.buffer.shard[start:stop], first.buffer, start)
         if not first.is_contiguous():
             raise ValueError(
-                f"AdamOptimizer needs contiguous parameters, but one of shape {tuple(first.shape)} has strides "
-                "of another order. Create it from tensor.contiguous()."
+                f"AdamOptimizer needs contiguous parameters, but one of shape {tuple(first.shape)} is not contiguous. "
+                "Create it from tensor.contiguous()."
             )
         return cls(parameters, first.detach().view(-1), None, 0)
 
     @property
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
-        """The flat buffer, or the ordinary parameter."""
+        """The flat buffer that contains the run, or the ordinary parameter of the run."""
         return self.parameters[0] if self.buffer is None else self.buffer
 
     def begin(self, parameter: torch.nn.Parameter) -> int:
@@ -80,8 +80,8 @@ class Run:
     def gradient(self) -> torch.Tensor:
         """Return the gradient (n,), laid out like `weights`. The caller must not write to it.
 
-        If gradients of several backwards are accumulated in a wider dtype, their sum in that dtype is returned.
-        Otherwise the values of `.grad` are returned.
+        If half-precision gradients of several backwards were accumulated in float32, this float32 sum is returned.
+        Otherwise, the values of `.grad` are returned.
         """
         flat = self.flat_gradient()
         if flat is not None:
@@ -99,17 +99,20 @@ class Run:
 
 def with_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Return the parameters that have a `.grad`."""
-    with WithoutTorchFunction():  # faster, because every access to an attribute would call __torch_function__
+    with WithoutTorchFunction():  # otherwise every access to an attribute would call the slow __torch_function__
         return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def neighbours(
     parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
 ) -> list[list[torch.nn.Parameter]]:
-    """Divide `parameters` into lists for runs. Each list is as long as possible.
+    """Divide parameters into lists, each of which can form a run. The lists are as long as possible.
 
-    The members of a list are adjacent in one buffer, and `kind` returns the same value for all of them. Each ordinary
-    parameter is in a list of its own.
+    The members of a list are adjacent in one flat buffer. Each ordinary parameter is in a list of its own.
+
+    Args:
+        parameters: the parameters, in any order.
+        kind: returns a property that all members of a list must have in common.
     """
     runs: list[list[torch.nn.Parameter]] = []
     by_buffer: dict[ShardedBuffer, list[DistributedParameter]] = {}
@@ -136,15 +139,15 @@ def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
 
 
 def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
-    """Return {parameter: (its `.grad`, the version of this `.grad`)}, for `is_unchanged`. All must have a `.grad`."""
+    """Return {parameter: (its `.grad`, its `.grad`'s version counter)}, for `is_unchanged`. All must have a `.grad`."""
     with WithoutTorchFunction():  # reads `_version` without __torch_function__
         return {parameter: (parameter.grad, parameter.grad._version) for parameter in parameters}
 
 
 def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) -> bool:
-    """Return whether `parameter` still has the `.grad` that `gradient_versions` returned, not written since then.
+    """Return whether a parameter's `.grad` was neither replaced nor written since a call of `gradient_versions`.
 
-    seen: the value for this parameter in the result of `gradient_versions`.
+    seen: the value for this parameter in the result of that call.
     """
     gradient, version = seen
     with WithoutTorchFunction():
@@ -152,9 +155,10 @@ def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) 
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Return the number of the first element of each flat buffer and ordinary parameter.
+    """Number all elements of an optimizer's parameters, and return the first number of each buffer and parameter.
 
-    All their elements are numbered consecutively, in the order in which the buffers and parameters occur in `groups`.
+    The random bits of stochastic rounding depend on these numbers. The elements of flat buffers and ordinary parameters
+    are numbered consecutively, in the order in which these occur in `groups`.
 
     groups: the optimizer's `param_groups`.
     """
@@ -175,10 +179,11 @@ class StateTensors(NamedTuple):
     """The state tensors of n elements, each (n,).
 
     Attributes:
-        master: the masters as they are stored (see `Master`); None for float32 weights, which are their own masters.
+        master: the float32 masters of half-precision weights, or their int16 residuals (the differences between masters
+            and weights). None for float32 weights, which are their own masters.
         exp_avg: float32 or bfloat16; or both moments in 8 bits. If there is no second moment, this is a momentum.
         exp_avg_sq: float32; None if there is no second moment, or if both moments are in 8 bits. If `master` contains
-            residuals, the signs of exp_avg_sq are their tie flags (see engine/ops/residual.py).
+            residuals, the sign of each element belongs to the residual (see engine/ops/residual.py).
     """
 
     master: torch.Tensor | None
@@ -186,7 +191,7 @@ class StateTensors(NamedTuple):
     exp_avg_sq: torch.Tensor | None
 
     def part(self, start: int, stop: int) -> StateTensors:
-        """Return views of elements start:stop."""
+        """Return the state of elements start:stop, as views."""
         master = None if self.master is None else self.master[start:stop]
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[start:stop]
         if isinstance(self.exp_avg, Moments):
@@ -198,10 +203,10 @@ _HOST = torch.device("cpu")
 ParameterState = dict[str, torch.Tensor]
 """The state of a parameter with n local elements: "step", a scalar; "exp_avg" and "exp_avg_sq", (n,).
 
-Half-precision weights also have the float32 "master", (n,). bfloat16 weights may have the int16 "residual", (n,),
-instead. The signs of "exp_avg_sq" are then its tie flags (see engine/ops/residual.py). A parameter without a second
-moment has "momentum_buffer", (n,), in place of both moments. 8-bit moments are named "8bit exp_avg", "8bit
-exp_avg_exponents" and so on (see `Moments`).
+Half-precision weights also have the float32 "master", (n,). bfloat16 weights may instead have the int16 "residual",
+(n,): the differences between masters and weights. Each sign of "exp_avg_sq" then belongs to the residual (see
+engine/ops/residual.py). A parameter without a second moment has "momentum_buffer", (n,), in place of both moments.
+8-bit moments are named "8bit exp_avg", "8bit exp_avg_exponents" and so on (see `Moments`).
 """
 
 
@@ -215,8 +220,8 @@ class RunState:
         exp_avg: (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
         index_base: the number of the run's first element among all elements of the optimizer (see `index_bases`). It
-            does not depend on the number of ranks, unless the storage has another layout in a world of one rank.
-        version: the version of the weights after the optimizer last wrote them; -1 before the first step.
+            does not depend on the number of ranks, except for parameters that are laid out differently with one rank.
+        version: torch's version counter of the weights after the optimizer last wrote them; -1 before the first step.
     """
 
     run: Run
@@ -228,16 +233,15 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if the masters are stored in float32, and the weights were written since the last step.
+        """True if the masters are out of date, because something other than the optimizer has written the weights.
 
-        Loading or averaging weights has this effect. Masters that are stored as residuals are relative to the weights,
-        and so are never stale.
+        Only float32 masters can be out of date: residuals are differences from the weights.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and self.version not in (-1, self.run.weights._version)
 
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
-        """Return views of one parameter's state, under the names of torch's AdamW."""
+        """Return {name: view} of one parameter's state, with the names that torch's AdamW uses."""
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + stored_numel(parameter)), self.master.stored
         if isinstance(self.exp_avg, Moments):
@@ -273,7 +277,7 @@ def has_codes(held: ParameterState) -> bool:
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
-    """Return a parameter's state in the form of a state dict: with float32 masters, without tie flags and 8-bit codes.
+    """Return a parameter's state as a state dict shows it: float32 masters and moments, no residuals or 8-bit codes.
 
     Masters and moments that are computed from residuals and codes are new tensors in host memory, because on the device
     they would take 8 or 12 more bytes per element. All other tensors are those of `held`.
@@ -281,8 +285,8 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
     Args:
         parameter: the parameter.
         held: its state.
-        loaded: True if `held` was loaded and is not yet in a run. Its master is then returned unchanged. If False, and
-            if weights were written since the last step, a float32 master is updated first (`Master.follow_weight`).
+        loaded: True if `held` was loaded and no step has used it yet. Its master is then returned unchanged. If False,
+            a float32 master is first updated to follow weights that were written since the last step.
     """
     weights = _values(parameter)
     if "residual" in held:
@@ -296,7 +300,7 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 
 
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
-    """Copy a parameter's `earlier` state into `views`, its part of a run's flat tensors.
+    """Copy a parameter's earlier or loaded state into its part of the flat state tensors of a run.
 
     Storing a float32 master as a residual also sets the weight to the rounded master. The weight already has this
     value, unless a loaded master belongs to different weights.

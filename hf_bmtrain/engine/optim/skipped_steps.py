@@ -1,4 +1,4 @@
-"""SkippedSteps: report each skipped step, and stop training after too many. HostFlag reads the flag asynchronously."""
+"""Report optimizer steps that were skipped because of inf or nan, and stop training after too many in a row."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WARN_EVERY = 8
 
 
 class HostFlag:
-    """Copies `flag`, (1,), to the host asynchronously. The copy is an operation of the current stream.
+    """A copy of `flag`, (1,), in host memory. For a flag on a GPU, it is made asynchronously, on the current stream.
 
     Attributes:
-        immediate: True if the flag was in host memory. `read` then never waits.
+        immediate: True if the flag was in host memory, so that `read` never waits.
     """
 
     def __init__(self, flag: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class HostFlag:
         return self._event is None or self._event.query()
 
     def read(self) -> float:
-        """Return the value. The host waits until the copy is complete."""
+        """Return the value of the flag. The host waits until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
         return self._value.item()
@@ -51,7 +51,7 @@ class HostFlag:
 
 @torch.no_grad()
 def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return the numbers of nan and of inf in this rank's elements of each gradient, (k, 2) int64.
+    """Count nan and inf in this rank's elements of each of k gradients: (number of nan, number of inf), (k, 2) int64.
 
     The result is on `device`, and the host does not wait for it. Both numbers are -1 for a gradient that is None.
     """
@@ -64,13 +64,13 @@ def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.dev
 
 
 class SkippedSteps:
-    """Logs every skipped step in one line on rank 0, with the cause that an observer gives.
+    """Logs every skipped step in one line on rank 0, with its cause, and stops training after too many in a row.
 
     With dynamic loss scaling, skipped steps are normal. They are logged at INFO, and every eighth in a row as a
     warning. Without a loss scale, or at the minimum scale, a lower scale could not avoid the skip. Every such step is
     logged as a warning, and after `limit` of them in a row `report` raises RuntimeError.
 
-        limit: the maximum number of such steps in a row; None for no limit.
+    limit: the maximum number of such steps in a row; None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -88,12 +88,12 @@ class SkippedSteps:
         self._counts = None
 
     def look(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Count nan and inf in the gradients of a skipped step. It must be called before the gradients are dropped."""
+        """Count nan and inf in the gradients of a skipped step, for `report`. Call it before they are dropped."""
         if self._counts is None:
             self._counts = count_not_finite(gradients, current_world().device)
 
     def clear(self) -> None:
-        """Start counting skipped steps from 0 again, because the last step was not skipped."""
+        """Reset the count of consecutive skipped steps. Call it after a step that was not skipped."""
         self._in_row = self._lost = 0
         self._at_minimum = False
 
@@ -103,7 +103,7 @@ class SkippedSteps:
         """Log that the last step of `manager` was skipped, and why. Collective: every rank must call it.
 
         Args:
-            manager: the manager.
+            manager: the OptimManager that skipped the step.
             parameters: the parameters of all its optimizers, whose gradients were passed to `look`.
             scale: the loss scale after the step; None if there is no loss scale.
             minimum: the minimum loss scale.
@@ -127,9 +127,10 @@ class SkippedSteps:
             _log.log(level, "step %d was skipped%s: %s; %s", self._steps, row, cause, after)
         if self._limit is not None and self._lost >= self._limit:
             raise RuntimeError(
-                f"{self._lost} steps in a row were skipped, the last one step {self._steps}, and "
-                f"{'there is no loss scale' if scale is None else f'the loss scale is at its minimum, {scale:g}'}: "
-                f"{cause}. The weights are unchanged since before these steps. Check the data of the rank and the "
-                "block that are named (bmt.check_parity compares blocks with plain torch), lower the learning rate, or "
-                "continue from an earlier checkpoint. OptimManager(max_skipped_steps=None) never stops."
+                f"{self._lost} steps in a row were skipped, up to step {self._steps}, and "
+                f"{'there is no loss scale' if scale is None else f'the loss scale is at its minimum, {scale:g}'}. "
+                f"Cause of the last one: {cause}. The weights have not changed in these steps. Check the data of the "
+                "rank and the block that are named (bmt.check_parity compares blocks with plain torch), lower the "
+                "learning rate, or continue from an earlier checkpoint. OptimManager(max_skipped_steps=None) never "
+                "stops."
             )

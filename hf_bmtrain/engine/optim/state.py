@@ -32,7 +32,7 @@ States = dict[Any, dict[str, Any]]
 
 
 def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> dict[str, Any]:
-    """Return a copy of an optimizer's state dict in host memory. Collective if `gather` is set.
+    """Return a copy of an optimizer's state dict in host memory. Collective if `gather` is True.
 
     Args:
         optimizer: the optimizer.
@@ -56,7 +56,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 def _shard(world: World) -> tuple[int, int, int]:
     """Return (this rank's shard, the number of shards, the number of ranks in a tensor-parallel group).
 
-    Two worlds of the same size may differ in these numbers. A rank then stores other elements, possibly as many.
+    Two jobs with equally many ranks may differ in these numbers. The same rank then stores other elements, although
+    perhaps as many.
     """
     return world.shard_group.rank, world.shard_group.size, 1 if world.grid is None else world.grid.size
 
@@ -106,7 +107,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
             parameter = parameters[key]
             if isinstance(parameter, DistributedParameter):
                 values.update({name: parameter.take_whole(values[name]) for name in saved["sliced"] if name in values})
-    else:  # on every rank, because the stored elements may differ on only some ranks
+    else:  # raise the error on every rank, although perhaps only some ranks store other elements now
         problem = next(filter(None, world.gather_objects(_misfit(saved, world))), None)
         if problem is not None:
             raise ValueError(problem)
@@ -118,7 +119,10 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
 
 
 def _misfit(saved: dict[str, Any], world: World) -> str | None:
-    """Return why this rank cannot load a state that a rank saved for itself, or None if it can."""
+    """Return why this rank cannot load one rank's own state, or None if it can.
+
+    saved: a state that a rank saved with `gather=False`.
+    """
     if (saved["rank"], saved["world_size"]) != (world.rank, world.size):
         return (
             f"this optimizer state was saved by rank {saved['rank']} of {saved['world_size']}, but is loaded on rank "
@@ -145,9 +149,9 @@ class FullState:
 
     An optimizer over sharded parameters has a FullState as its attribute `full_state`. Accelerate saves only rank 0's
     state dict and loads the file on every rank, so that all ranks would get rank 0's shards. With an Accelerator,
-    `state_dict()` is therefore collective, and `accelerator.save_state` calls it on every rank. Without one, it returns
-    this rank's elements. Both forms can be loaded: before the next step, a tensor with as many elements as the full
-    parameter is replaced by this rank's elements.
+    `state_dict()` is therefore collective and returns full tensors; `accelerator.save_state` calls it on every rank.
+    Without an Accelerator, it returns this rank's elements. Both forms can be loaded: before the next step, a tensor
+    with as many elements as the full parameter is replaced by this rank's elements.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -193,7 +197,7 @@ class FullState:
 
 
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
-    """Return fingerprints of the full tensors in a loaded state, for `World.check_same_on_all_ranks`.
+    """Return hashes of the full tensors in a loaded state, by which the ranks check that they loaded the same state.
 
     Parameters that are stored on a single rank are left out, because that rank cannot distinguish a full tensor from
     its own elements.
@@ -214,10 +218,15 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 
 
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
-    """Return this rank's elements of `value`, the state `name` of a parameter. If `value` is full, they are a view.
+    """Return this rank's elements of a state tensor. If `value` is a full tensor, the result is a view of it.
 
-    Numbers, the factors of a factored state, and the state of ordinary parameters are returned unchanged. Raises
+    Numbers, factors of a matrix (as in Adafactor), and the state of ordinary parameters are returned unchanged. Raises
     ValueError if the shape fits neither the full parameter nor this rank's elements.
+
+    Args:
+        parameter: the parameter to which the state belongs.
+        name: the name of the state, such as "exp_avg".
+        value: the state.
     """
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
@@ -233,12 +242,12 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     raise ValueError(
         f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "
         f"{tuple(parameter.full_shape)} nor this rank's {stored_numel(parameter)} elements of it. It was saved for "
-        "another model, or on another rank. Load the state that this rank saved, or a full one."
+        "another model, or on another rank. Load the state that this rank saved, or a full state."
     )
 
 
 def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
-    """Return whether a tensor of `shape` may be a factor of Adafactor's state for a parameter of `full_shape`."""
+    """Return whether `shape` may be that of a factor (row or column means) of Adafactor for this `full_shape`."""
     if len(shape) == len(full_shape):  # torch's Adafactor keeps reduced dimensions, of size 1
         return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]
@@ -249,7 +258,7 @@ def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
 
 
 def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
-    """Return the optimizer's parameters by their keys in a state dict.
+    """Return {key in a state dict: the optimizer's parameter}.
 
     Raises ValueError unless the sizes of the parameter groups are the same.
     """
@@ -267,9 +276,10 @@ def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any
 def _gather(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], world: World, keep: bool
 ) -> tuple[States, list[str]]:
-    """Gather every state tensor that has the layout of its parameter into host memory.
+    """Gather the full state of an optimizer in host memory.
 
-    Collective: every rank must call it. Returns the full state, and the names of the tensors that were gathered.
+    Collective: every rank must call it. Returns the full state, and the names of the tensors that were gathered because
+    they are sharded like their parameters.
 
     keep: if False, an empty state is returned, for ranks that do not need one.
     """
@@ -289,12 +299,12 @@ def _gather(
 
 
 def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
-    """Divide a state into tensors that have the layout of their parameters, and all other values.
+    """Divide a state into tensors that are sharded like their parameters, and all other values, such as step counts.
 
-    Collective: every rank must call it. A tensor has this layout if it has the shape of the local parameter on every
-    rank. One rank alone cannot tell, because a step count may have the shape of a local parameter of one element. Other
-    values, such as step counts, are taken from the rank that stores most elements of the parameter, because an
-    optimizer may not count steps on a rank without elements.
+    Collective: every rank must call it. A tensor is sharded like its parameter if, on every rank, it has the shape of
+    the local parameter. One rank alone cannot tell, because a step count may have the shape of a local parameter of one
+    element. Other values are taken from the rank that stores most elements of the parameter, because an optimizer may
+    not count steps on a rank without elements.
 
     Args:
         parameters: the parameters by their keys in `state`.
@@ -302,7 +312,7 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
         world: the ranks.
 
     Returns:
-        The (name, key) of the tensors that have the layout of their parameters, in the same order on all ranks; and a
+        The (name, key) of the tensors that are sharded like their parameters, in the same order on all ranks; and a
         state with copies of all other values.
 
     Raises:
@@ -354,7 +364,7 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the state `values` of a parameter, with the nested dict of 8-bit optimizers merged into it."""
+    """Return the state of a parameter, with the nested dict of bitsandbytes' 8-bit optimizers merged into it."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

@@ -1,5 +1,5 @@
-"""Parameters in flat buffers, of which every rank stores 1/N.
+"""Sharded parameters, stored in flat buffers of which every rank keeps 1/N.
 
-This package contains flat buffers, parameters, gradients and the entries of modules that hold parameters. It does not
-depend on blocks or optimizers.
+This package contains the flat buffers, the parameters that are views of them, their gradients, and the slots: the
+entries of modules' `_parameters` that hold the parameters. It does not depend on blocks or optimizers.
 """

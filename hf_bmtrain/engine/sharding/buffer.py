@@ -25,7 +25,10 @@ from .unused import UnusedParameters
 
 
 class State(Enum):
-    """The state of the full parameters: without memory, being all-gathered, or readable."""
+    """The state of a flat buffer's full parameters: not in memory, being all-gathered, or readable.
+
+    With one rank the state is always SHARDED, although the full parameters are always readable in the shard.
+    """
 
     SHARDED = auto()
     GATHERING = auto()
@@ -33,22 +36,24 @@ class State(Enum):
 
 
 class ShardedBuffer:
-    """Parameters of one dtype and device in one flat buffer, of which every rank stores 1/N.
+    """Parameters of one dtype and device in one flat buffer, of which every rank stores an equal part, its shard.
 
-    `shard` is updated by the optimizer; the full buffer, with memory for all elements, exists from `gather` to
-    `reshard`. The local parameters are views of `shard` and keep the buffer alive. The buffer refers to them weakly, so
-    that a model is freed as soon as nothing else refers to it. After a write to the shard, the next `gather` fills the
-    full buffer again.
+    The optimizer updates `shard`. `gather` allocates the full buffer, with memory for the elements of all ranks, and
+    fills it by an all-gather; `reshard` frees it. After a write to the shard, the next `gather` fills it again.
+
+    A local parameter contains this rank's elements of one parameter, as a view of `shard`. The local parameters keep
+    this object alive. It refers to them weakly, so that a model is freed as soon as nothing else refers to it.
 
     Attributes:
-        storage: keeps the shard and defines what an all-gather sends.
+        storage: determines how the shard is stored and what an all-gather sends.
         shard: (n,) this rank's elements of the flat buffer. It is never reallocated.
-        full_params: one Parameter of the full shape for each parameter. They are readable only while the buffer is
-            unsharded, that is, after `gather` and `wait` and until `reshard`.
-        number: the number of this buffer among all buffers of the world, from 1. It is the same on every rank.
+        full_params: for each parameter, a Parameter of the full shape. It is readable after `gather` and `wait`, and
+            until `reshard`.
+        number: the number of this buffer in the order of creation, from 1. It is the same on every rank.
         local_ranges: for each parameter, the range of its elements in this rank's shard.
-        update: the last asynchronous update of the shard.
-        resident: whether `reshard` does nothing while no parameter is trainable. It is the same on every rank.
+        update: the last asynchronous update of the shard by an optimizer.
+        resident: True keeps the full buffer from step to step: while all parameters are frozen, `reshard` does not free
+            it. The value is the same on every rank.
     """
 
     shard: torch.Tensor
@@ -61,18 +66,19 @@ class ShardedBuffer:
         reduction: Reduction,
         storage: Storage | None = None,
     ) -> None:
-        """Shard `parameters`, taking rank 0's values. Collective: every rank must call it.
+        """Shard `parameters`, with the values that they have on rank 0. Collective: every rank must call it.
 
         Args:
-            world: the ranks that share the buffer.
+            world: the ranks over which the parameters are sharded.
             parameters: the full parameters, all of one dtype.
             reduction: averages the gradients over the ranks.
-            storage: keeps the shard and defines what an all-gather sends; None to keep and send plain elements.
+            storage: determines how the shard is stored and what an all-gather sends. None stores and sends the elements
+                as they are.
         """
         world.buffers.made += 1
         self.number = world.buffers.made
         dtype = parameters[0].dtype
-        assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
+        assert all(p.dtype == dtype for p in parameters), "all parameters of a buffer must have the same dtype"
         self._gather, self.communicator = world.shards, world.shards.communicator
         self.rank, size = self.communicator.rank, self.communicator.size
         self.storage = storage or Storage()
@@ -105,13 +111,14 @@ class ShardedBuffer:
     def route(
         self, source: torch.Tensor, target: ResizableStorage | None, cut: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        """Set the memory that an all-gather sends, and the memory that it fills. The buffer must be sharded.
+        """Set which tensor an all-gather sends, and which memory it fills. Do not call it while unsharded.
 
         Args:
             source: this rank's tensor, which the all-gather sends.
             target: the memory that the all-gather fills; None if there is nothing to gather.
-            cut: the ranges of `source` that this rank itself reads from `target`, or None for the ranges of the
-                parameters that are split between ranks. The rest of this rank's part of `target` may stay unfilled.
+            cut: the (start, stop) ranges of `source` that must also be copied to this rank's own part of `target`. None
+                copies the parameters that are divided between ranks: this rank reads the others from its shard. The
+                rest of its own part of `target` may stay unfilled.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -120,9 +127,9 @@ class ShardedBuffer:
         self._filled_version = -1
 
     def make_local(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
-        """Return the local parameters, instances of `cls` that are 1-D views of `shard`.
+        """Create the local parameters: for each parameter, an instance of `cls` that is a 1-D view of `shard`.
 
-        parameters: the full parameters that this buffer stores.
+        parameters: the full parameters, from which `requires_grad`, `init_method` and `group` are copied.
         """
         slices: list[Any] = []
         for index, (parameter, local_range) in enumerate(zip(parameters, self.local_ranges)):
@@ -144,11 +151,14 @@ class ShardedBuffer:
 
     @property
     def version(self) -> int:
-        """Torch's version counter of the shard."""
+        """Torch's version counter of the shard, which every write to the shard increments."""
         return self.shard._version
 
     def gather(self) -> None:
-        """Start the all-gather of the present weights, unless the full buffer has them already or will get them."""
+        """Start to all-gather the weights, unless the full buffer contains them already or is being filled with them.
+
+        Collective if `needs_collective` is True.
+        """
         if self.update.ticket is not None:
             self.update.wait()
         if self._alone:
@@ -174,16 +184,16 @@ class ShardedBuffer:
 
     @property
     def needs_collective(self) -> bool:
-        """True if `gather` would now issue a collective, or might do so."""
+        """Whether `gather`, called now, may issue a collective. If False, it issues none."""
         if self._alone or (self._state is not State.SHARDED and self._filled_version == self.shard._version):
             return False
         return self.storage.prepares or (self._target is not None and self._gather.is_collective(self._source))
 
     def take_part(self) -> None:
-        """Take part in an all-gather that other ranks need, without using the result.
+        """Take part in an all-gather that only other ranks need, and discard the result.
 
-        Collective: every rank must call it. If this rank's full buffer is filled already, the result is received in
-        other memory and discarded.
+        Collective: every rank must call either this or `gather`. If this rank's full buffer is filled already, the
+        result is received in temporary memory.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()
@@ -196,9 +206,9 @@ class ShardedBuffer:
             self._gather.gather(torch.empty_like(self._target.tensor), self._source, self._cut).wait()
 
     def _note_gather(self) -> None:
-        """Record the all-gather in the collective log.
+        """Record the all-gather in the collective log, which the ranks compare to check that they do the same.
 
-        An all-gather of a forward without gradients has an entry of its own, so that the logs differ if one rank
+        In a forward without gradients, another entry is recorded than in training, so that the logs differ if one rank
         evaluates while others train.
         """
         if self._collective_log is not None:
@@ -206,7 +216,7 @@ class ShardedBuffer:
             self._collective_log.note(self._entries[evaluates])
 
     def wait(self) -> None:
-        """Make the current stream wait until the full parameters are readable."""
+        """Make the current stream wait for the all-gather that `gather` started, to make full parameters readable."""
         if self._state is State.GATHERING:
             if self._ticket is not None:
                 self._ticket.wait()
@@ -216,7 +226,7 @@ class ShardedBuffer:
                 self.storage.after_gather()
 
     def reshard(self) -> None:
-        """Free the full buffer, unless it is resident or is the shard itself."""
+        """Free the full buffer, unless it is resident (kept from step to step) or is the shard itself."""
         if self._state is State.SHARDED:
             return
         if self.resident and self.is_resident:
@@ -226,7 +236,7 @@ class ShardedBuffer:
 
     def drop(self) -> None:
         """Free the full buffer, even if it is resident."""
-        if self._ticket is not None:  # `wait` was not called, so nothing has read the full parameters
+        if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()
             self._ticket = None
         self.storage.reshard()
@@ -234,12 +244,12 @@ class ShardedBuffer:
 
     @property
     def is_resident(self) -> bool:
-        """True if the buffer stays unsharded once it is gathered, because it is marked resident and is frozen."""
+        """True if `reshard` keeps the full buffer now: `resident` is set, and all parameters are frozen."""
         return self.resident and not self.gradient.trainable
 
     @property
     def sharded(self) -> bool:
-        """True if the full buffer has its own memory. It has none with one rank, whose shard is the full buffer."""
+        """True if the full buffer has memory of its own. With one rank it has none: the shard is the full buffer."""
         return not self._alone
 
     @property
@@ -249,7 +259,7 @@ class ShardedBuffer:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes that `gather` allocates; 0 if the shard is the full buffer."""
+        """The number of bytes that `gather` allocates; 0 if the shard is the full buffer."""
         return self.storage.memory().nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -264,7 +274,7 @@ class ShardedBuffer:
         """Make the full parameters readable inside the context. Collective: every rank must call it.
 
         At the end, the buffer is resharded unless it was unsharded before. Then the current stream waits until no rank
-        reads shards, so that they may be written.
+        reads another rank's shard any more, so that shards may be written.
         """
         try:
             with self.storage.full_values():
@@ -273,22 +283,23 @@ class ShardedBuffer:
             self._gather.wait_for_readers()
 
     def prepare_write(self) -> None:
-        """Wait until no rank reads the shard. Call it before writing the shard, except in an optimizer.
+        """Make the current stream wait until no other rank reads this rank's shard, so that it may be written.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. An optimizer's step need not call it, because backward waits at its end.
         """
         self._gather.wait_for_readers()
 
     def gather_like_local(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the full tensors of which `values` are this rank's elements, using one all-gather.
+        """Gather sharded tensors that have the layout of parameters, such as optimizer state, in one all-gather.
 
         Collective: every rank must call it.
 
         Args:
-            values: by parameter index, a 1-D tensor laid out like the local parameter. All have one dtype.
+            values: {index of a parameter: this rank's elements of a tensor, 1-D, as many as the local parameter has}.
+                All have one dtype.
 
         Returns:
-            By index, a tensor of the full shape. All are views of one new flat tensor on the shard's device.
+            {index: tensor of the parameter's full shape}. All are views of one new flat tensor on the shard's device.
         """
         first = next(iter(values.values()))
         flat = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=self.shard.device)
@@ -309,7 +320,7 @@ class ShardedBuffer:
         only on a rank whose shard contains the whole parameter. Writes are allowed if the shard is the full buffer.
 
         Args:
-            copies: further Parameters over the same memory, which the caller has found to be written.
+            copies: further Parameters over the same memory. The caller has found that the forward wrote to them.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:
@@ -321,7 +332,8 @@ class ShardedBuffer:
             raise RuntimeError(
                 f"The forward modified sharded parameters in place (shapes {[tuple(full.shape) for full in written]}"
                 f"). With {self.communicator.size} ranks the change would be lost, or would reach only one rank. Load "
-                "the weights again, and keep such state in a buffer (register_buffer), or exclude this module."
+                "the weights again. Keep values that a forward changes in a buffer (register_buffer), or do not wrap "
+                "the module that changes them."
             )
 
     def _refuse_cast(self) -> NoReturn:
@@ -330,7 +342,7 @@ class ShardedBuffer:
             full.data = self.storage.view(index, full.shape)
         shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
         raise RuntimeError(
-            f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}. The "
-            "optimizer would not update the copies. Cast this module before auto_wrap (for example a router that "
-            "computes in float32), or cast the activations in its forward instead."
+            f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}, but "
+            "the optimizer would not update the cast values. Cast this module before auto_wrap (for example a router "
+            "that computes in float32), or cast the activations in its forward instead."
         )

@@ -14,7 +14,7 @@ from .parameter import DistributedParameter
 from .slots import Slot, find_slots
 
 Wholes = dict[DistributedParameter, torch.nn.Parameter]
-"""Copies of full parameters, by local parameter."""
+"""{local parameter: a copy of the full parameter}."""
 
 
 @contextmanager
@@ -27,8 +27,8 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     Args:
         what: a module, whose attributes and `parameters()` are full parameters inside the context; or one or several
             parameters.
-        modify: whether to write the values back at the end. All ranks get rank 0's values. AdamOptimizer sets the
-            float32 master of every changed weight to the new value.
+        modify: whether to write the values back at the end. All ranks get rank 0's values. The float32 copies (masters)
+            that AdamOptimizer has of half-precision weights follow the new values.
 
     Returns:
         A context manager. It yields the module, or a list of the full tensors of the parameters.
@@ -74,9 +74,9 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
 
 
 def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
-    """Yield each local parameter once, while the full parameters of its buffer are readable.
+    """Yield each local parameter once, at a time when its full parameter is readable.
 
-    Collective: every rank must call it. Only one buffer is unsharded at a time.
+    Collective: every rank must call it. Only one flat buffer is unsharded at a time.
     """
     unique = dict.fromkeys(sharded_params)
     for buffer in dict.fromkeys(sharded.buffer for sharded in unique):
@@ -91,9 +91,10 @@ def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
 
 @contextmanager
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
-    """Put full parameters into the model's modules. At the end, put back the local ones and undo replaced modules.
+    """Put full parameters into the model's modules inside the context, where forward and `state_dict` raise an error.
 
-    Raises RuntimeError at the end if the code inside the context has replaced a parameter or module.
+    At the end, the local parameters are put back. If the code inside the context has replaced a parameter or module,
+    this is undone, and RuntimeError is raised.
     """
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
@@ -143,8 +144,10 @@ def _write_back(world: World, full_params: Wholes) -> None:
         for sharded, full in full_params.items()
         if full.dtype != sharded.dtype or full.shape != sharded.full_shape
     ]
-    problem = f"Change shapes and dtypes before auto_wrap, not inside: {', '.join(misfits)}" if misfits else None
-    world.raise_everywhere("gathered: nothing was written back", problem)
+    problem = f"{', '.join(misfits)}" if misfits else None
+    world.raise_everywhere(
+        "gathered: nothing was written back, because shapes or dtypes changed. Change them before auto_wrap", problem
+    )
     for sharded, full in full_params.items():
         values = full.detach().to(sharded.device, copy=True).contiguous()
         if values.numel():
@@ -163,10 +166,10 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
         return
     changed = [p for p in _by_buffer(full_params) if not torch.equal(_bytes(full_params[p]), _bytes(p.full))]
     problem = f"shapes {', '.join(str(tuple(sharded.full_shape)) for sharded in changed)}" if changed else None
-    way_out = "write with bmt.gathered(..., modify=True)"
+    way_out = "the context is read-only. To write, use bmt.gathered(..., modify=True)"
     if modify:
         way_out = next(iter(full_params)).buffer.storage.read_only
-    world.raise_everywhere(f"gathered: parameters were changed inside, which has no effect: {way_out}", problem)
+    world.raise_everywhere(f"gathered: parameters were changed, but cannot keep the changes: {way_out}", problem)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

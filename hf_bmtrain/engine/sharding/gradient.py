@@ -23,16 +23,17 @@ from .unused import UnusedParameters
 class GradientBuffer:
     """Averages the gradient of a flat buffer over the ranks into a shard, and accumulates it over several backwards.
 
-    `send` starts the reduction of the gradients that autograd stored in the `.grad` of the full parameters. `receive`
-    waits for the mean and sets the `.grad` of the local parameters to views of `shard`. A new accumulation begins when
-    no local parameter has a `.grad`. Half-precision gradients of several backwards are summed in float32, and the sum
-    is rounded into `shard`. A parameter without a gradient on this rank counts as zero in the mean. Its `.grad` stays
-    None if no rank has a gradient.
+    `send` starts to average the gradients that autograd stored in the `.grad` of the full parameters. `receive` waits
+    for the mean and sets the `.grad` of the local parameters (this rank's elements of each) to views of `shard`. If a
+    local parameter already has a `.grad`, gradients are added to it. Half-precision gradients of several backwards are
+    summed in float32, and the sum is rounded into `shard`. A rank that did not use a parameter contributes zeros to the
+    mean. If no rank used it, its `.grad` does not change.
 
     Attributes:
         shard: (n,) this rank's shard of the flat gradient; None before the first backward, and after `free_if_unused`
             has freed it.
-        slices: weak references to the local parameters, set once they exist. A parameter is freed with its module.
+        slices: weak references to the local parameters, set when they are created. A parameter is freed with its
+            module.
         requires_grad: for each local parameter, whether it requires a gradient. Setting the parameter's own
             `requires_grad` changes this entry.
         trained: for each local parameter, whether it required a gradient in any reduction so far.
@@ -47,7 +48,7 @@ class GradientBuffer:
         like: torch.Tensor,
         unused: UnusedParameters,
     ) -> None:
-        """Create it for one flat buffer.
+        """Create the gradient buffer of one flat buffer.
 
         Args:
             placements: where each full parameter is in the buffer.
@@ -71,7 +72,7 @@ class GradientBuffer:
         self._begun = False  # True while the shard is being written: from a backward's first gradient to `receive`
         self._pending: PendingReduce | None = None  # set from `send` to `receive`
         self._collected: set[int] = set()
-        self._absent: list[int] = []  # parameters that this rank did not use and that have no `.grad`, until `decide`
+        self._absent: list[int] = []  # parameters without `.grad` that this rank did not use; see `decide`
         self._squares: torch.Tensor | None = None
         self._norms: SegmentNorms | None = None
         self.shard: torch.Tensor | None = None
@@ -96,7 +97,7 @@ class GradientBuffer:
         return any(self.requires_grad)
 
     def follow_requires_grad(self) -> None:
-        """Copy `requires_grad` from the local to the full parameters if it has changed since the last forward."""
+        """Copy `requires_grad` from the local to the full parameters if it has changed since the last call."""
         if self.requires_grad != self._full_params_require_grad:
             for full, required in zip(self._full_params, self.requires_grad):
                 full.requires_grad_(required)
@@ -154,33 +155,37 @@ class GradientBuffer:
 
     @torch.no_grad()
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Accept a gradient of parameter `index` before `send`. Several gradients of one parameter are added up."""
+        """Accept a full gradient of parameter `index`, which the next `send` averages.
+
+        Several gradients of one parameter are added up. Gradients of a frozen parameter are dropped.
+        """
         if self.requires_grad[index]:  # the parameter may have been frozen since the forward
             self._collected.add(index)
             self._reducer.collect(index, gradient, self._begin)
 
     @property
     def is_pending(self) -> bool:
-        """True from `send` to `receive`."""
+        """True while a reduction is pending, that is, from `send` to `receive`."""
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index, `.grad`) of every full parameter with a gradient. Call it before `send`, which drops them."""
+        """Yield (index, `.grad`) of every full parameter that has one. Call it before `send`, which drops them."""
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
                 yield index, full.grad
 
     def send(self) -> None:
-        """Start to average the collected gradients and the full parameters' `.grad` over the ranks.
+        """Start to average the full parameters' `.grad`, and the gradients passed to `collect`, over the ranks.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The `.grad` of the full parameters are set to None.
         """
         shard, total = self._begin()
         # Ignore the gradients of parameters that were frozen after the forward.
         gradients = [full.grad if required else None for full, required in zip(self._full_params, self.requires_grad)]
         for full in self._full_params:
             full.grad = None
-        # Recorded in the log, because a rank whose requires_grad differs would add zeros to the mean.
+        # Record changes in the collective log, which the ranks compare: a rank that has frozen a parameter which others
+        # train would contribute zeros to the mean.
         if self.requires_grad != self._noted_require_grad:
             self._noted_require_grad = list(self.requires_grad)
             self._communicator.collective_log.note(code("change of requires_grad in", self.number))
@@ -197,7 +202,7 @@ class GradientBuffer:
     def _note_absent(self, lacking: list[int]) -> None:
         """Tell the other ranks which parameters this rank did not use, except those that already have a `.grad`.
 
-        lacking: the indices of full parameters without `.grad`. Those whose gradients were collected were used.
+        lacking: the indices of full parameters without `.grad`. Those with gradients from `collect` count as used.
         """
         present = self._gradients
         self._absent = [
@@ -209,11 +214,11 @@ class GradientBuffer:
             self._unused.post(self._absent)
 
     def receive(self) -> bool:
-        """Wait for the mean, add it to a running accumulation, and set the `.grad` of the local parameters.
+        """Wait for the mean, add it to the accumulated gradient if there is one, and set the local parameters' `.grad`.
 
-        Each `.grad` is a view of `shard`. Returns True if `decide` must still decide about the `.grad` of parameters
-        that this rank did not use. Returns False, and decides at once, with one rank or if gradient hooks are
-        registered.
+        Each `.grad` is a view of `shard`. Whether a parameter that this rank did not use gets a `.grad` depends on the
+        other ranks. With one rank, or if the parameters have gradient hooks, this is decided at once. Otherwise the
+        result is True if there are such parameters, and `decide` must be called.
         """
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
@@ -226,7 +231,7 @@ class GradientBuffer:
         if not self._absent:
             self._hand_out(self._indices)
             return False
-        # Hooks may be collective, so all ranks must call them in the same order. With hooks, decide now.
+        # Hooks may be collective, so all ranks must call them in the same order. So find out now which ones are called.
         hooked = any(local is not None and local._gradient_hooks for local in (each() for each in self.slices))
         if hooked or self._alone:
             self._absent, unused = [], self._find_unused()
@@ -239,8 +244,8 @@ class GradientBuffer:
     def decide(self) -> None:
         """Set the `.grad` of parameters that this rank did not use but another rank did.
 
-        The host waits for the mean. Does nothing while a later reduction is pending, because `send` has called this
-        then.
+        The host waits for the mean. Does nothing while a later reduction is pending, because `decide` was called before
+        that reduction started.
         """
         if self._pending is not None or not self._absent:
             return
@@ -261,17 +266,20 @@ class GradientBuffer:
         self._collected.clear()
         self._absent = []
         if self._pending is not None:
-            self._pending.cancel()  # it may have written to the shard, so the sums of squares are not valid any more
+            self._pending.cancel()  # it may have written to the shard, so the sums of squares are invalid now
             self._pending = self._squares = None
         self._begun = False
-        self.free_if_unused()  # otherwise gradients that the user sets would be added to it; its padding may not be 0
+        # The contents of the shard are undefined now, padding included. If they were not freed, and the user set a
+        # `.grad`, the next backward would add to them.
+        self.free_if_unused()
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the shard that receives this backward's mean, and the running sum, if there is one.
+        """Return (the shard that receives this backward's mean, the running sum or None).
 
-        There is a running sum if this backward continues an accumulation. Otherwise it is None.
+        There is a running sum only if this backward is added to earlier ones, that is, if a local parameter has a
+        `.grad`.
         """
-        assert self._pending is None, "the previous gradient was not received"
+        assert self._pending is None, "`receive` was not called after the last `send`"
         if not self._begun:
             if self._absent:
                 self.decide()
@@ -288,7 +296,7 @@ class GradientBuffer:
 
     @property
     def intact(self) -> bool:
-        """True if no `.grad` of a local parameter was replaced since `receive` or `decide` set it."""
+        """True unless a local parameter's `.grad` was set to another tensor than `receive` or `decide` set it to."""
         for mine, handed in zip(self._gradients, self._handed):
             if mine is not None and mine is not handed:
                 return False
@@ -305,7 +313,7 @@ class GradientBuffer:
         since.
 
         Args:
-            indices: k consecutive indices.
+            indices: the indices of k consecutive parameters.
         """
         if self._squares is None or not self._unwritten:
             return None
@@ -315,16 +323,19 @@ class GradientBuffer:
         return self._squares[indices[0] : indices[-1] + 1]
 
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements start:stop of the running sum, a view in float32 or wider.
+        """Return elements start:stop of the sum over the accumulated backwards, a view in float32 or wider.
 
-        Returns None if there is no running sum, or if the shard was written since the last reduction.
+        Returns None if only one backward was accumulated, or if the shard was written since the last reduction.
         """
         if self._total is None or not self._unwritten:
             return None
         return self._total[start:stop]
 
     def _resume_total(self) -> None:
-        """Set the running sum to the present `.grad` of the local parameters, which the user may have replaced."""
+        """Prepare the running sum for another backward: set it to the local parameters' present `.grad`.
+
+        The user may have replaced some `.grad`.
+        """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)
         if self._total is None or not self._unwritten:
@@ -338,7 +349,7 @@ class GradientBuffer:
                 target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self, indices: Iterable[int]) -> None:
-        """Set the `.grad` of the local parameters with these indices, then call their hooks."""
+        """Set the `.grad` of the local parameters with these indices to views of `shard`, then call their hooks."""
         assert self.shard is not None
         norms = self._norms
         parts = self.shard.split_with_sizes(self._sizes)

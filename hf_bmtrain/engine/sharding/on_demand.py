@@ -1,4 +1,4 @@
-"""All-gather root parameters when a forward reads them, and reshard them when backward no longer needs them."""
+"""All-gather the parameters outside blocks (root parameters) when a forward reads them, and reshard them after use."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ class _Saved:
 
 
 class OnDemandGather:
-    """Unshards one buffer of root parameters from its first read in a forward pass until backward no longer needs it.
+    """Unshards a flat buffer of root parameters (outside blocks) from the first read until backward is done with it.
 
-    Inside the context `watch`, every tensor that autograd saves is seen. After a read inside `watch`, the buffer is
-    resharded as soon as no saved view of it remains: an embedding saves no weights, and a linear layer saves them until
-    its own backward is over. After a read outside `watch`, the buffer stays unsharded until the whole backward is over.
-    If the buffer was resharded too early (for example before a second backward), it is gathered again when autograd
-    unpacks a saved view. Every rank takes the same decisions.
+    The time of resharding depends on where the parameters are read:
+
+    * Inside the context `watch`, which sees every tensor that autograd saves, the buffer is resharded as soon as no
+      saved view of it remains. An embedding saves no weights, and a linear layer saves them until its own backward is
+      over.
+    * After a read outside `watch`, the buffer stays unsharded until the whole backward is over.
+
+    If autograd unpacks a saved view after the buffer was resharded, for example in a second backward, the buffer is
+    gathered again. Every rank takes the same decisions.
 
     Attributes:
         unwatched: whether the buffer was read outside `watch` in this forward pass.
@@ -44,9 +48,9 @@ class OnDemandGather:
 
     @classmethod
     def of(cls, sharded: Any, schedule: Schedule) -> OnDemandGather:
-        """Return the OnDemandGather of the buffer of the local parameter `sharded`. The first call creates it.
+        """Return the OnDemandGather of the flat buffer of the local parameter `sharded`.
 
-        The buffer's local parameters own it.
+        The first call creates it. It is referenced by all local parameters of the buffer.
         """
         gather = sharded.on_demand
         if gather is None:
@@ -57,12 +61,12 @@ class OnDemandGather:
 
     @property
     def buffers(self) -> tuple[ShardedBuffer]:
-        """The buffer, as a tuple: a backward asks each participant for its buffers."""
+        """The buffer, as a tuple, because other participants of a backward (blocks) have several buffers."""
         return (self._buffer,)
 
     @property
     def version(self) -> int:
-        """The version of the buffer's shard."""
+        """Torch's version counter of the buffer's shard, which every write to it increments."""
         return self._buffer.version
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -74,9 +78,9 @@ class OnDemandGather:
     def read(self, sharded: Any, reader: torch.nn.Module) -> torch.nn.Parameter:
         """Return the full parameter inside a forward or backward, and the local parameter `sharded` elsewhere.
 
-        The first read in a forward pass all-gathers the buffer. Tied parameters are read by several modules. Each of
-        these modules gets its own Parameter over the same memory, so that the module's gradient can be collected as
-        soon as it is complete, independently of the other modules.
+        The first read in a forward pass all-gathers the buffer, and so is collective. If several modules read a (tied)
+        parameter, each gets its own Parameter over the same memory. Thus each module's gradient can be passed on as
+        soon as it is complete, without waiting for the other modules.
 
         Args:
             sharded: the local parameter.
@@ -123,7 +127,7 @@ class OnDemandGather:
         return [own[index] for own in self._parameters.values() if index in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Pass on a gradient of parameter `index`, complete for one module that reads it, to the gradient buffer."""
+        """Pass on to the gradient buffer the gradient of parameter `index` from one of the modules that read it."""
         self._schedule.join_backward(self)
         if self._buffer.gradient.is_pending:  # the parameter belongs to a block, and was also read outside the block
             self._schedule.receive_all()
@@ -160,7 +164,7 @@ class OnDemandGather:
         return saved.view
 
     def prepare_backward(self, unwatched: bool) -> None:
-        """Start the all-gather, if backward needs the buffer.
+        """Start the all-gather if backward needs the full parameters. Called when backward begins.
 
         unwatched: the value of the attribute `unwatched` at the end of the forward pass.
         """
@@ -169,10 +173,13 @@ class OnDemandGather:
         if unwatched or self._saved:
             self._schedule.gather(self._buffer)
         if unwatched:
-            self._buffer.wait()  # nothing waits later, because backward reads these views without unpacking them
+            self._buffer.wait()  # wait now, because backward reads these views directly, without calling `_restore`
 
     def finish_backward(self) -> None:
-        """Reshard the buffer, unless an enclosing backward needs it, and start the reduction of its gradient."""
+        """Reshard the buffer, unless an enclosing backward needs it, and start the reduction of its gradient.
+
+        Collective: every rank must call it.
+        """
         if not self._schedule.is_member(self):
             self.reshard()
         if self._buffer.gradient.trainable:
@@ -186,9 +193,11 @@ class OnDemandGather:
 
 @contextmanager
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
-    """Keep track of the views of these buffers' full parameters that autograd saves inside the context.
+    """Keep track of the views of full parameters that autograd saves inside the context.
 
-    At the end, a buffer is resharded if autograd has saved none of its views and only one module reads it.
+    At the end, a buffer is resharded if autograd has saved no view of it, and only one module has read it so far.
+
+    group: the OnDemandGathers of the buffers whose views are tracked.
     """
 
     def pack(tensor: torch.Tensor):

@@ -22,7 +22,7 @@ class Origin(NamedTuple):
     """Where `auto_wrap` found a parameter.
 
     Attributes:
-        model: the model's number. Models that are wrapped later have larger numbers.
+        model: the number of the model in the order of wrapping.
         number: the parameter's position among the model's parameters.
         block: the name of the parameter's block in the model, "" for a root parameter.
         name: the parameter's name in the block or, for a root parameter, in the model.
@@ -39,10 +39,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective: every rank must call it.
 
-    The parameter has the full shape, but its memory contains only this rank's elements. They are a 1-D view of the
-    shard of a `ShardedBuffer`, so that writing to the parameter writes to the shard. `part` returns these elements as a
-    plain tensor, which may be empty. A forward that reads the parameter as an attribute of a `DistributedModule` gets
-    the full parameter.
+    The parameter has the full shape, but its memory contains only this rank's elements. They are a 1-D view of this
+    rank's shard of a flat buffer, so that writing to the parameter writes to the shard. `part` returns these elements
+    as a plain tensor, which may be empty. A forward that reads the parameter as an attribute of a `DistributedModule`
+    gets the full parameter.
 
     With tensor parallelism (`tp_size` of `init_distributed`), there are three cases:
 
@@ -54,10 +54,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     * without `tp_mode`: the ranks of a group use it for different rows, so its gradient is summed over the ranks of
       a group, and averaged over the groups.
 
-    A backward sets the `.grad` of every parameter that any rank used, in the blocks that backward passed through and in
-    the buffers of root parameters that the forward read. For a rank that did not use the parameter, the mean includes a
-    zero gradient. The `.grad` of a parameter that no rank used does not change (it is None at first), as in plain
-    torch.
+    After a backward, a parameter has a `.grad` if any rank used it. Ranks that did not use it contribute zeros to the
+    mean. The `.grad` of a parameter that no rank used does not change (it is None at first), as in plain torch.
 
     Args:
         data: the full values, of any shape. Rank 0's values are used.
@@ -105,8 +103,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         expect_flag("requires_grad", requires_grad)
         if requires_grad and not (data.is_floating_point() or data.is_complex()):
             raise ValueError(
-                f"data must have a floating-point or complex dtype, but has {data.dtype}. Convert it, or pass "
-                "requires_grad=False."
+                f"data has dtype {data.dtype}, but only floating-point and complex tensors can require a gradient. "
+                "Convert it, or pass requires_grad=False."
             )
         if init_method is not None:
             expect_callable("init_method", init_method, "a function that fills a tensor, or None")
@@ -170,8 +168,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def autograd_leaves(self) -> list[torch.nn.Parameter]:
         """Return the leaves of autograd's graph that represent this parameter.
 
-        For a parameter of a block, this is the full parameter. For a root parameter, there is one Parameter for each
-        module that has read it.
+        For a parameter of a block, this is the full parameter. For a root parameter (outside blocks), it is one
+        Parameter for each module that has read it.
         """
         return [self.full] if self.on_demand is None else self.on_demand.full_params(self.index)
 
@@ -193,9 +191,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.read_full()
 
     def gather_all(self) -> torch.Tensor:
-        """Return the tensor of which the ranks of a tensor-parallel group have parts, without a gradient.
+        """Return the full tensor, joined from the parts of a tensor-parallel group. It has no gradient.
 
-        Collective: every rank must call it. If the parameter is not split (see `tp_split_dim`), this is the full
+        Collective: every rank must call it. If the parameter is not split (see `tp_split_dim`), the result is the full
         parameter.
         """
         return self.buffer.storage.whole(self.index, self.gather().detach())
@@ -204,13 +202,16 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def storage_kind(self) -> StorageKind:
-        """The storage kind of the buffer to which `shard_places` moves the parameter."""
+        """How the parameter is stored (plain, quantized, …) if `shard_places` moves it to another flat buffer."""
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Give `full`, a full copy, this parameter's `init_method`, `group` and storage kind, for sharding it again."""
+        """Copy this parameter's `init_method`, `group` and storage kind to `full`, which may then be sharded again.
+
+        full: a full copy of this parameter.
+        """
         full.init_method, full.group = self.init_method, self.group
-        if self.storage_kind != PLAIN:  # pickled copies of ordinary parameters then need no class of this library
+        if self.storage_kind != PLAIN:  # otherwise omit it, so that pickled copies contain no class of this library
             full.storage_kind = self.storage_kind
 
     def gather_gradient(self) -> torch.Tensor | None:
@@ -235,17 +236,18 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         expect_tensor("full", full)
         if full.shape != self.full_shape:
             raise ValueError(
-                f"full must be a tensor of the full shape {tuple(self.full_shape)}, got {tuple(full.shape)}"
+                f"the tensor must have the full shape of the parameter, {tuple(self.full_shape)}, got "
+                f"{tuple(full.shape)}"
             )
         self.buffer.update.wait()  # the caller is about to write the result into the shard
         return ShardTensor.of(self.placement.cut(full), self.placement)
 
     def take_whole(self, whole: torch.Tensor) -> ShardTensor:
-        """Return this rank's elements of the tensor that a state dict has for this parameter. Not collective.
+        """Return this rank's elements of a tensor from a state dict. Not collective.
 
         Args:
-            whole: a tensor of the full shape or, if this parameter is split (see `tp_split_dim`), of the shape before
-                the split.
+            whole: a tensor of the full shape or, if this parameter is split over a tensor-parallel group (see
+                `tp_split_dim`), of the shape before the split.
 
         Raises:
             ValueError: `whole` has another shape.
@@ -254,7 +256,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.take(self.buffer.storage.own(self.index, whole))
 
     def register_post_accumulate_grad_hook(self, hook):
-        """Register a hook that is called after the gradient, averaged over all ranks, has been added to `.grad`.
+        """Register a hook that is called after a backward has added the gradient, averaged over ranks, to `.grad`.
 
         Args:
             hook: a function that takes this parameter.
@@ -295,7 +297,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         )
 
     def __deepcopy__(self, memo):
-        """Return a full Parameter in new memory, as in a deep copy of its module.
+        """Return a full Parameter in new memory, so that a deep copy of a module has full parameters.
 
         Collective: every rank must call it.
         """
@@ -318,12 +320,12 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
 
 def is_part(parameter: object) -> bool:
-    """Return whether `parameter` is a DistributedParameter that is a part of a whole tensor (see `tp_split_dim`)."""
+    """Return whether `parameter` is one part of a tensor that is split by tensor parallelism (see `tp_split_dim`)."""
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.is_part
 
 
 def is_read_only(parameter: object) -> bool:
-    """Return whether `parameter` is a DistributedParameter that can be neither written nor trained."""
+    """Return whether `parameter` is sharded and, being quantized, can be neither written nor trained."""
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.read_only is not None
 
 

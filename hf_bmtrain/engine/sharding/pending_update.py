@@ -1,4 +1,4 @@
-"""The last asynchronous update of a shard."""
+"""PendingUpdate: an optimizer's update of a shard that may still be running."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from ..comm.streams import Ticket
 
 
 class PendingUpdate:
-    """The last asynchronous update of a shard. Wait for it before reading or writing the shard.
+    """The last update of a shard that an optimizer started asynchronously, for example on another stream.
 
-    Everything that gathers the weights waits for the update, because `ShardedBuffer.gather` does: forward, backward,
-    `parameter.gather()` and `state_dict`. Torch operations on a local parameter, `.data` and `parameter.take` also
-    wait, through `settle`. Other ranks get the updated weights as well: a rank passes its shard to a collective only
-    after its own update, and `announce` makes copies between peers wait for the updates of all ranks. Gradients are
-    safe as well. The next gradient is written after a forward has gathered the buffer. By then the current stream has
-    waited for the update that reads the old gradient.
+    The current stream must wait for the update before the shard is read or written. These callers wait:
 
-    The gradients are referenced until the wait, because the update reads them on another stream. After the wait, the
-    current stream runs after the update, so the allocator may reuse the gradients' memory on the current stream.
+    * `ShardedBuffer.gather`, and so everything that gathers weights: forward, backward, `parameter.gather()` and
+      `state_dict`
+    * torch operations on a local parameter, its `.data`, and `parameter.take`
+
+    Other ranks also get the updated weights: each rank waits before it passes its shard to a collective, and
+    `announce` makes copies between peers wait for the updates of all ranks. The gradients that the update reads are not
+    overwritten too early either, because the next gradient is written after a forward that has waited.
+
+    This object refers to the gradients until `wait`, so that the allocator does not reuse their memory while the update
+    still reads them.
 
     Attributes:
         ticket: the ticket of the update; None if no update is pending.
@@ -44,10 +47,10 @@ class PendingUpdate:
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:
-        """Make later all-gathers of `shard` wait until every rank has made the update of the last `begin`.
+        """Make later all-gathers of `shard` wait until every rank has completed the update of the last `begin`.
 
-        Collective: every rank must call it. All ranks must begin and announce the same updates in the same order, in an
-        optimizer's step.
+        Collective: every rank must call it. In an optimizer's step, all ranks must begin and announce the same updates
+        in the same order.
         """
         assert self.ticket is not None, "call `begin` before `announce`"
         self._gather.announce(shard, self.ticket)

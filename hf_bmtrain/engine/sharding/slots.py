@@ -1,4 +1,4 @@
-"""Slots: the entries of modules that hold sharded parameters."""
+"""Slots: the entries of modules' `_parameters` that hold sharded parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .storage import PLAIN, StorageKind
 
 
 class Slot(NamedTuple):
-    """An entry of a module's `_parameters`, which is set to either the local or the full parameter.
+    """An entry of a module's `_parameters`, which is set to the full parameter when needed, else to the local one.
 
-    A tied parameter has several slots.
+    The local parameter contains only this rank's elements. A tied parameter has several slots.
 
     Attributes:
         parameters: the module's `_parameters`.
@@ -41,7 +41,7 @@ Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
 
 
 def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
-    """Return (module, name, parameter) of every parameter directly in these modules, not in their children."""
+    """Return (module, name, parameter) of every parameter of these modules, without those of their children."""
     return [
         (module, name, parameter)
         for module in modules
@@ -56,7 +56,7 @@ def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
 
 
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
-    """Return the slots directly in these modules that are set to local parameters now."""
+    """Return the entries of these modules, without their children, that are set to local parameters now."""
     return [
         Slot(module._parameters, name, parameter.full, parameter)
         for module, name, parameter in find_places(modules)
@@ -65,9 +65,9 @@ def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
 
 
 def tensor_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Return the facts about the parameters and buffers of `model` that must be equal on all ranks.
+    """Describe the parameters and buffers of `model` by strings that must be equal on all ranks.
 
-    The result maps names to strings, for `World.check_same_on_all_ranks`.
+    Returns {name: string}, for `World.check_same_on_all_ranks`.
     """
     facts: dict[str, str] = {"class": type(model).__qualname__}
     first: dict[int, str] = {}
@@ -94,14 +94,15 @@ def shard_places(
 ) -> tuple[list[ShardedBuffer], list[Slot]]:
     """Move parameters into flat buffers, and replace them in their modules by local parameters.
 
-    Collective: every rank must call it. Parameters share a buffer if they have the same dtype, `requires_grad`, storage
-    kind and membership of `separate`. Tied parameters are stored once. At most one buffer's full parameters are in
-    device memory at a time. The old parameters are marked `sharded_elsewhere`, so that an optimizer that still refers
-    to them raises an error instead of updating them without effect.
+    Collective: every rank must call it. Parameters share a buffer if they have the same dtype, `requires_grad` and
+    storage kind (plain, quantized, …), and if all or none of them are in `separate`. Tied parameters are stored once.
+    At most one buffer's full parameters are in device memory at a time. The old parameters are marked
+    `sharded_elsewhere`, so that an optimizer that still refers to them raises an error instead of updating them without
+    effect.
 
     Args:
         world: the ranks that share the buffers.
-        places: (module, name, parameter) of each slot.
+        places: (module, name, parameter) of each entry of a module that is to hold a local parameter.
         reduction: averages the gradients over the ranks.
         kind_of: returns a parameter's storage kind. If it returns None, the parameter's own `storage_kind` is used, or
             PLAIN if it has none.
@@ -134,7 +135,7 @@ def shard_places(
 
 
 class _Group(NamedTuple):
-    """The properties that all parameters of a buffer share."""
+    """The properties that all parameters of a flat buffer have in common."""
 
     dtype: torch.dtype
     requires_grad: bool
@@ -143,7 +144,10 @@ class _Group(NamedTuple):
 
 
 def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
-    """Move the plain parameters that match group `key` to its start, if its kind accepts them. Return their number."""
+    """Move parameters of the plain kind to the start of group `key`, if its storage kind accepts them.
+
+    They must have the same other properties as the group. Returns the number of moved parameters.
+    """
     plain = key._replace(kind=PLAIN)
     others = groups.get(plain, {})
     if not others or not key.kind.takes([*others.values()], [*groups[key].values()]):
@@ -153,7 +157,7 @@ def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group
 
 
 def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return `parameter` itself if it is an ordinary one, or a full copy of a DistributedParameter (collective)."""
+    """Return a full copy of a DistributedParameter, which is collective, or any other parameter itself."""
     if not isinstance(parameter, DistributedParameter):
         return parameter
     full: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
@@ -163,7 +167,7 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 @contextmanager
 def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
-    """Set the slots to None inside the context, so that `module._apply(convert)` does not convert the local parameters.
+    """Set the slots to None inside the context, so that `module._apply(convert)` leaves the local parameters alone.
 
     Raises RuntimeError at the start if `convert` would move local parameters to another device or cast them.
     """
@@ -173,8 +177,8 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
         if converted.dtype != probe.dtype or converted.device != probe.device:
             raise RuntimeError(
                 f"A sharded model cannot be moved or cast ({probe.dtype} on {probe.device} to {converted.dtype} on "
-                f"{converted.device}), because its parameters are views of flat buffers. Cast the model before "
-                "auto_wrap, which moves it to the rank's device."
+                f"{converted.device}), because each rank keeps its part of the weights in fixed memory. Cast the "
+                "model before auto_wrap, which moves it to the rank's device."
             )
     for slot in slots:
         slot.show(None)

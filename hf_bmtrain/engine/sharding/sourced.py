@@ -1,4 +1,4 @@
-"""SourcedParameter: a loaded parameter whose values stay in a file, or divided among ranks, until it is sharded."""
+"""SourcedParameter: a loaded parameter whose values stay in a file or divided among the ranks until it is sharded."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GATHERED_NUMEL = 1 << 20
 class SourcedParameter(torch.nn.Parameter):
     """A parameter of the full shape on the meta device, whose values are in a file or divided equally among the ranks.
 
-    It takes the place of a loaded parameter in the model until auto_wrap shards the model. Only when the model is
-    complete is it known which elements belong to which rank's shard.
+    It stands for a loaded parameter from loading until auto_wrap. Only auto_wrap knows which elements belong to which
+    rank's shard, and until then no rank should need memory for all of them.
 
     Attributes:
-        values: 1-D, or None after the values were moved to a shard. If `mapped`, all elements. Otherwise this rank's
-            share in host memory, which has the same length on every rank and is padded with zeros.
-        mapped: whether `values` is the memory of a file that this process has mapped, and so costs no memory.
-        fingerprint: the `fingerprint` of the full values, by which ranks compare them.
+        values: 1-D; None after `move`. If `mapped`, all elements. Otherwise this rank's share in host memory, which has
+            the same length on every rank and is padded with zeros.
+        mapped: whether `values` is a memory-mapped file, which needs no memory of its own.
+        fingerprint: a hash of the full values, by which ranks compare them.
     """
 
     values: torch.Tensor | None
@@ -39,7 +39,8 @@ class SourcedParameter(torch.nn.Parameter):
     def scatter(cls, full: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> SourcedParameter:
         """Return a SourcedParameter with the values of `full`. Not collective.
 
-        If the memory of `full` is a mapped file, the result refers to it. Otherwise this rank's share is copied.
+        If `full` is memory-mapped from a file and needs no cast, the result refers to it. Otherwise the result contains
+        a copy of this rank's share.
 
         Args:
             full: a tensor on the CPU with the same values on all `size` ranks.
@@ -56,14 +57,25 @@ class SourcedParameter(torch.nn.Parameter):
         return made
 
     def divide(self, rank: int, size: int) -> None:
-        """Replace `values`, which must contain all elements, by a copy of the share of `rank` in host memory."""
+        """Replace `values`, which must contain all elements, by a copy of this rank's share in host memory.
+
+        Args:
+            rank: this rank.
+            size: the number of ranks.
+        """
         assert self.values is not None
         values = _share_of(self.values, rank, size)
         self.values, self.mapped = _allocate(-(-len(self.values) // size), self.dtype), False
         self.values[: len(values)] = values
 
     def has_share_of(self, other: SourcedParameter, rank: int, size: int) -> bool:
-        """Return whether `other` has the same shape and, in this rank's share, the same values. Not collective."""
+        """Return whether `other` has the same shape and, within this rank's share, the same values. Not collective.
+
+        Args:
+            other: another loaded parameter.
+            rank: this rank.
+            size: the number of ranks.
+        """
         shares = [
             _share_of(each.values, rank, size) if each.mapped else each.values
             for each in (self, other)
@@ -71,24 +83,24 @@ class SourcedParameter(torch.nn.Parameter):
         ]
         if len(shares) < 2 or self.shape != other.shape:
             return False
-        count = min(map(len, shares))  # a share that was divided may be padded with zeros at its end
+        count = min(map(len, shares))  # a copied share may be padded with zeros at its end
         return torch.equal(shares[0][:count], shares[1][:count])
 
     @torch.no_grad()
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
-        """Fill `part` with the parameter's elements start:start+len(part), and drop `values`.
+        """Fill a part of a shard with this parameter's elements start:start+len(part), and drop `values`.
 
         Collective: every rank must call it.
 
         Args:
-            part: 1-D, this rank's elements in its shard.
-            start: the index of its first element in the flattened parameter.
+            part: 1-D, the memory in the shard for this rank's elements of the parameter.
+            start: the index of the first of these elements in the flattened parameter.
             communicator: the ranks among which the values are divided. `mapped` must be the same on all of them.
         """
         if self.values is None:
             raise RuntimeError(
-                f"The values of a loaded parameter of shape {tuple(self.shape)} were moved to a shard already. Load "
-                "the model again to shard it again."
+                f"The values of a loaded parameter of shape {tuple(self.shape)} were moved to a shard already, by an "
+                "earlier auto_wrap. Load the model again to shard it again."
             )
         share, self.values = self.values, None
         if self.mapped:
@@ -107,7 +119,7 @@ class SourcedParameter(torch.nn.Parameter):
 
 
 def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
-    """Divide each parameter's values among the ranks, unless every rank has mapped the file.
+    """Divide each parameter's values among the ranks, unless all ranks have them in a memory-mapped file.
 
     Collective: every rank must call it.
 
@@ -125,7 +137,7 @@ def _share_of(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of `tensor` is a mapped file. False if there is no /proc/self/maps to tell."""
+    """Return whether `tensor` is in a memory-mapped file. Returns False on systems without /proc/self/maps."""
     maps = Path("/proc/self/maps")
     if not tensor.is_contiguous() or not maps.exists():
         return False
@@ -139,9 +151,10 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros (numel,) in an anonymous memory mapping, which is returned to the system as soon as it is freed.
+    """Return zeros (numel,) in a separate anonymous memory mapping, or in ordinary memory if smaller than a page.
 
-    In malloc's heap, the full tensors that are freed during loading would leave unusable holes between the shares.
+    If the shares were in malloc's heap, the memory of the full tensors, which are freed during loading, would lie
+    between the shares, and could not be returned to the system.
     """
     if numel * dtype.itemsize < mmap.PAGESIZE:
         return torch.zeros(numel, dtype=dtype, device="cpu")

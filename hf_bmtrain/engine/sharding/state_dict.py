@@ -1,4 +1,4 @@
-"""The state dict of a sharded model: it contains full tensors, and loading it keeps this rank's elements."""
+"""Save sharded models as state dicts of full tensors, and load this rank's elements from such state dicts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .slots import Slot, find_slots
 
 
 class StateDict(OrderedDict):
-    """A state dict that all ranks build together.
+    """A state dict that all ranks fill together, because its full tensors have to be all-gathered.
 
-    keep: whether this rank keeps the values. If not, it takes part in the collectives and gets empty tensors.
+    keep: whether this rank keeps the values. If not, it takes part in the collectives, but its tensors are empty.
     """
 
     def __init__(self, keep: bool = True) -> None:
@@ -27,9 +27,9 @@ class StateDict(OrderedDict):
         self.copies: dict[Hashable, torch.Tensor] = {}
 
     def copy_to_cpu(self, source: Hashable, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `value` on the CPU. For the same `source` it is the same tensor.
+        """Return a copy of `value` on the CPU, or an empty tensor if this rank does not keep the values.
 
-        Tied weights therefore stay tied. The copy is empty if this rank does not keep values.
+        Later calls with the same `source` return the same tensor, so tied weights stay tied.
         """
         if source not in self.copies:
             self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0, device="cpu")
@@ -51,15 +51,15 @@ class StateDict(OrderedDict):
 
 
 def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
-    """Fill `destination` by calling `collect`, then replace full parameters in it by CPU copies.
+    """Fill a state dict with `collect`, which reads full parameters, and then replace these by copies on the CPU.
 
     Collective: every rank must call it. While `collect` runs, the slots are set to the full parameters.
 
     Args:
-        destination: a StateDict; or torch's own dict, if `state_dict` was called on a plain module that contains the
-            slots' modules.
-        slots: the slots whose parameters `collect` saves.
-        collect: fills `destination` from the slots' modules.
+        destination: the state dict: a StateDict, or torch's own dict if `state_dict` was called on a plain module that
+            contains the slots' modules.
+        slots: the entries of modules whose parameters are saved.
+        collect: fills `destination` with the parameters that the modules contain.
     """
     full_params = {slot.full: slot.sharded for slot in slots}
     with ExitStack() as stack:
@@ -79,21 +79,21 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
 
 
 def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
-    """Return the full state dict of `model`, copied to the CPU; tied weights share memory.
+    """Return a copy of the full state dict of `model` on the CPU, in which tied weights share memory.
 
     Collective: every rank must call it.
 
-    keep: whether this rank keeps the values. If not, it takes part in the collectives and gets empty tensors.
+    keep: whether this rank keeps the values. If not, it takes part in the collectives, but its tensors are empty.
     """
     destination = StateDict(keep)
-    type(model).state_dict(model, destination=destination)  # the instance may have a patched method
+    type(model).state_dict(model, destination=destination)  # of the class, because the instance's may be patched
     return destination.on_cpu()
 
 
 def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> None:
     """Raise RuntimeError unless all ranks are about to load the same parameters. Collective: every rank must call it.
 
-    The modules' own buffers are not compared, because a forward may write different values to them on each rank.
+    Entries for modules' buffers (`register_buffer`) are not compared, because they may differ between the ranks.
     """
     world = current_world()
     if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper is equal on all ranks
@@ -117,10 +117,10 @@ def shard_on_load(
     unexpected,
     errors: list[str],
 ) -> None:
-    """Replace the full tensors of the module's slots in `state_dict` by this rank's elements, which torch then copies.
+    """Replace full tensors of the module's parameters in `state_dict` by this rank's elements, which torch then loads.
 
-    This is a load_state_dict pre-hook. It may run twice for a module (a DistributedModule inside a block). The second
-    run does nothing.
+    This is a load_state_dict pre-hook. For a DistributedModule inside a block it runs twice; the second run does
+    nothing.
     """
     slots = find_slots([module])
     for buffer in dict.fromkeys(slot.sharded.buffer for slot in slots):
@@ -131,8 +131,8 @@ def shard_on_load(
             continue
         if metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
-                "load_state_dict(assign=True) would replace the parameters of a sharded model, which are views of flat "
-                "buffers. Use assign=False, which copies into them."
+                "load_state_dict(assign=True) would replace sharded parameters, of which each rank stores only a part, "
+                "by full tensors. Use assign=False, which copies this rank's part."
             )
         try:
             state_dict[key] = slot.sharded.take_whole(state_dict[key])
@@ -142,7 +142,7 @@ def shard_on_load(
 
 
 def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
-    """Make each module with one of these slots save full tensors, and load this rank's elements from full tensors."""
+    """Make each module with one of these slots save full tensors, and load this rank's elements of full tensors."""
     filled = {id(slot.parameters) for slot in slots}
     for module in layer.modules():
         if id(module._parameters) in filled:
@@ -153,8 +153,8 @@ def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
 def _gather_on_save(module, state_dict, prefix, metadata) -> None:
     """Replace local parameters in `state_dict` by full tensors on the CPU. Collective: every rank must call it.
 
-    This is a state_dict post-hook of the modules inside a block. It acts if the user calls a module's own `state_dict`.
-    If the `state_dict` of the block or the model runs, the slots are set to full parameters, and the hook does nothing.
+    This is a state_dict post-hook of the modules inside a block. It has an effect if the user calls such a module's own
+    `state_dict`. During `state_dict` of the block or the model, the modules hold full parameters, so nothing is done.
     """
     slots = find_slots([module])
     if slots:

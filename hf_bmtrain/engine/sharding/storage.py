@@ -1,7 +1,7 @@
-"""Storage: how a flat buffer keeps this rank's shard, and which memory its all-gather sends.
+"""Storage: the form in which a flat buffer stores this rank's shard, and in which its all-gather sends the shard.
 
-`Storage` itself keeps plain elements. A subclass may keep or send them in another form; a `StorageKind` creates it, and
-`shard_places` chooses the kind of each parameter.
+`Storage` itself stores elements as they are. A subclass may store or send them in another form, for example quantized.
+A `StorageKind` creates the storage of a buffer, and `shard_places` chooses the kind of each parameter.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """The memory of a flat buffer.
+    """The memory of a flat buffer, for memory estimates and messages.
 
     Attributes:
         stored: the tensors that this rank always keeps.
-        gathered: views of all memory that an all-gather may fill.
+        gathered: views that together cover all memory that an all-gather may fill.
         nbytes: the number of bytes that an all-gather allocates; 0 if the shard is the full buffer.
     """
 
@@ -40,20 +40,21 @@ class Memory(NamedTuple):
 
 
 class Storage:
-    """Keeps plain elements. The all-gather sends the shard itself and fills the memory of the full parameters.
+    """Stores elements as they are. The all-gather sends the shard itself and fills the memory of the full parameters.
 
-    With one rank, the shard is the full buffer, and nothing is gathered or freed.
+    With one rank, the shard is the full buffer, and nothing is gathered or freed. Subclasses store or send the elements
+    in another form.
 
     Attributes:
-        buffer: the buffer that owns this storage, referred to weakly. It is set before any method is called.
+        buffer: the flat buffer that owns this storage, referred to weakly. It is set before any method is called.
         prepares: whether `before_gather` does anything.
         unpacks: whether `after_gather` does anything.
-        read_only: the reason why the parameters can be neither written nor trained, and the way out, for messages; None
-            if they can.
+        read_only: None if the parameters can be written and trained. Otherwise a text for messages that says why not,
+            and what the user can do instead.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
-        is_part: whether the full parameters are parts of whole tensors (see `whole_shape`).
-        kind: the kind that makes the new storage if the parameters are moved to another buffer. None for the plain
-            kind, or if the kind is then chosen again.
+        is_part: whether the full parameters are parts of tensors that tensor parallelism splits (see `whole_shape`).
+        kind: the StorageKind to use if the parameters are moved to another buffer. None if it is then chosen anew, or
+            is the plain one.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -67,7 +68,7 @@ class Storage:
     @property
     def buffer(self) -> ShardedBuffer:
         buffer = self._buffer()
-        assert buffer is not None, "the buffer was dropped"
+        assert buffer is not None, "the flat buffer of this storage was garbage-collected"
         return buffer
 
     @buffer.setter
@@ -75,13 +76,19 @@ class Storage:
         self._buffer = weakref.ref(buffer)
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
-        """Return the layout of tensors with `numels` elements in `world_size` shards."""
+        """Return the positions of the parameters in the flat buffer and its shards.
+
+        Args:
+            numels: the number of elements of each full parameter.
+            world_size: the number of shards.
+            dtype: the dtype of the parameters.
+        """
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
-        """Allocate the buffer's `shard` and full buffer (which `fill` frees), and call `buffer.route`.
+        """Allocate the shard and the full buffer, and tell the buffer which memory an all-gather sends and fills.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. `fill` frees the full buffer after use.
         """
         buffer, layout = self.buffer, self.buffer.layout
         buffer.shard = world.shards.allocate(layout.shard_numel, dtype, world.device, buffer.update.wait)
@@ -90,9 +97,9 @@ class Storage:
         buffer.route(buffer.shard, self.full)
 
     def view(self, index: int, shape: torch.Size) -> torch.Tensor:
-        """Return a view of the full parameter `index`, in `shape`. It is readable while the buffer is unsharded.
+        """Return the full parameter `index` as a tensor of `shape`, which is readable while the buffer is unsharded.
 
-        It is a view of the shard if the shard contains the whole parameter, and of the full buffer otherwise.
+        It is a view of this rank's shard if that contains the whole parameter, and of the full buffer otherwise.
         """
         buffer = self.buffer
         local_range = buffer.local_ranges[index]
@@ -104,7 +111,7 @@ class Storage:
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Store rank 0's values on all ranks, because randomly initialized weights may differ.
+        """Fill the shards with rank 0's values of `parameters`, because random initial values differ between ranks.
 
         Collective: every rank must call it.
         """
@@ -115,7 +122,7 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
-            buffer.communicator.broadcast(buffer.shard, 0).wait()  # because other hosts may store the same shard
+            buffer.communicator.broadcast(buffer.shard, 0).wait()  # other hosts may have copies of it
             return
         flat = self.full.allocate().zero_()
         for offset, parameter in zip(buffer.layout.offsets, parameters):
@@ -125,9 +132,10 @@ class Storage:
         self.full.free()
 
     def _fill_singly(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Store the parameters one at a time, without the full buffer, from their files or from rank 0.
+        """Do the same as `fill`, but one parameter at a time, without memory for the full buffer.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. A SourcedParameter is read from its own source, such as a file, and not
+        from rank 0.
         """
         buffer = self.buffer
         if self.full is not None:
@@ -143,19 +151,19 @@ class Storage:
             part.copy_(values[local_range.tensor_start : local_range.tensor_stop])
 
     def before_gather(self) -> None:
-        """Prepare the memory that the all-gather sends, from the present shard. May be collective."""
+        """Fill the memory that the all-gather sends, for example with a quantized shard. May be collective."""
 
     def after_gather(self) -> None:
         """Compute the full parameters from the result of the all-gather, on the current stream."""
 
     def reshard(self) -> None:
-        """Free the memory that the all-gather and `after_gather` allocated. `after_gather` may not have been called."""
+        """Free the memory that the all-gather and `after_gather` allocated. Also called if `after_gather` was not."""
         if self.full is not None:
             self.full.free()
 
     @contextmanager
     def full_values(self) -> Iterator[None]:
-        """Make the full parameters readable inside the context, with exactly the shards' values.
+        """Make the full parameters readable inside the context, with exactly the values of all ranks' shards.
 
         Collective: every rank must call it.
         """
@@ -177,34 +185,34 @@ class Storage:
     # ranks. That tensor is called the whole tensor. State dicts contain it, and initializers fill it.
 
     def whole_shape(self, index: int) -> torch.Size:
-        """Return the shape of the whole tensor of parameter `index`. By default this is the full parameter."""
+        """Return the shape of parameter `index` before tensor parallelism split it; by default the full shape."""
         return self.buffer.full_params[index].shape
 
     def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor of which `full` is this rank's part. Without tensor parallelism, that is `full`.
+        """Join the parts of a tensor that tensor parallelism splits. Without tensor parallelism, return `full` itself.
 
         Collective: every rank must call it.
 
-        full: this rank's full parameter, or another tensor of its shape, such as optimizer state.
+        full: this rank's part: its full parameter, or another tensor of this shape, such as optimizer state.
         """
         return full
 
     def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's full parameter from the whole tensor. The inverse of `whole`. Not collective.
+        """Return this rank's part of a tensor that tensor parallelism splits, or else `whole` itself. Not collective.
 
-        Raises ValueError if `whole` has another shape.
+        This is the inverse of the method `whole`. Raises ValueError if `whole` has another shape.
         """
         return whole
 
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
-        """Return the shape of parameter `index` in checkpoints, and the place there of this rank's first element.
+        """Return (the shape of parameter `index` in checkpoints, the index of this rank's first element there).
 
-        The elements of this rank are contiguous there. The place is an index in the flattened tensor.
+        The index counts elements of the flattened tensor, in which this rank's elements are contiguous.
         """
         return self.buffer.full_params[index].shape, self.buffer.local_ranges[index].tensor_start
 
     def memory(self) -> Memory:
-        """Return the memory that the buffer uses."""
+        """Return the memory that the flat buffer uses on this rank."""
         buffer = self.buffer
         nbytes = 0 if self.full is None else buffer.layout.numel * buffer.shard.itemsize
         return Memory([buffer.shard], [*buffer.full_params], nbytes)
@@ -212,19 +220,22 @@ class Storage:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """Creates the storage of a flat buffer, here of plain elements. Parameters of equal kinds share buffers."""
+    """Creates the storage of flat buffers. This class is the plain kind, which stores elements as they are.
+
+    Parameters may share a flat buffer if their kinds compare equal.
+    """
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         """Return the storage of a buffer of `parameters`.
 
         Args:
             parameters: the full parameters, in the order of the buffer.
-            small: the number of parameters at the start that are of the plain kind and that `takes` accepted.
+            small: the number of parameters at the start that are of the plain kind. `takes` has accepted them.
         """
         return Storage()
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether parameters of the plain kind may join a buffer of this kind, at its start.
+        """Return whether parameters of the plain kind may be stored at the start of a flat buffer of this kind.
 
         Args:
             small: parameters of the plain kind, of the same dtype and `requires_grad` as `own`.

@@ -8,20 +8,20 @@ from ..comm.object_comm import ObjectComm
 
 
 class UnusedParameters:
-    """Finds the parameters of one flat buffer that no rank used in a backward.
+    """Finds the parameters of one flat buffer that no rank used in a backward. Their `.grad` must not change.
 
-    A rank that used all parameters does nothing. Any other rank writes the unused ones to the ranks' key-value store (a
-    post) before it starts the reduction of the buffer's gradient. After the CPU has waited for the mean, it reads the
-    posts of all ranks. Every rank has started the reduction by then, so a rank without a post used all parameters. The
-    posts of one reduction are deleted after the CPU has waited for the mean of a later one, because every rank has
-    read them by then.
+    Before the reduction of the buffer's gradient, each rank with unused parameters posts their indices in a key-value
+    store that all ranks share. A rank that used all parameters posts nothing. After the CPU has waited for the mean,
+    the ranks with unused parameters read all posts. By then every rank has started the reduction, so a rank without a
+    post used all parameters. The posts of a reduction are deleted after a later reduction, when every rank has read
+    them.
 
     Attributes:
         sent: the number of reductions that were started so far. The owner increments it.
     """
 
     def __init__(self, control: ObjectComm, number: int) -> None:
-        """Create it for one flat buffer.
+        """Create an object that serves one flat buffer.
 
         Args:
             control: exchanges posts between the ranks.
@@ -36,9 +36,9 @@ class UnusedParameters:
         self._control.post(self._key, ",".join(map(str, indices)))
 
     def agree(self, indices: Sequence[int]) -> set[int]:
-        """Return the parameters that no rank used. The host must have waited for the mean of the gradient.
+        """Return the indices of the parameters that no rank used. The host must have waited for the mean gradient.
 
-        indices: the parameters that this rank did not use, as it posted them.
+        indices: the parameters that this rank did not use, as passed to `post`.
         """
         if self._control.size == 1:
             return set(indices)

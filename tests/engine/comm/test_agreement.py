@@ -306,10 +306,10 @@ STEPS = {
     by_rate_in_a_tensor: "lr of group 0: ranks 0-1 have 0.25, rank 2 has 0.5",
     by_option: "betas of group 0: ranks 0-1 have (0.9, 0.999), rank 2 has (0.9, 0.99)",
     by_dtype_of_moments: "exp_avg_dtype: ranks 0-1 have torch.float32, rank 2 has torch.bfloat16",
-    by_groups: "parameter 'head.bias' of the buffer of 'embedding.weight' and 2 other parameters of Tower*"
-    ": ranks 0-1 have group 0, shape (2,), requires_grad=True, rank 2 has group 1",
+    by_groups: "parameter 'head.bias' (sharded together with 'embedding.weight' and 2 other parameters of Tower*"
+    "): ranks 0-1 have group 0, shape (2,), requires_grad=True, rank 2 has group 1",
     by_number_of_groups: "number of parameter groups: ranks 0-1 have 2, rank 2 has 1",
-    by_order_of_parameters: ": ranks 0-1 have parameter 'embedding.weight' of the buffer of 'embedding*"
+    by_order_of_parameters: ": ranks 0-1 have parameter 'embedding.weight' (sharded together with 'embedding*"
     ", rank 2 has parameter 'head.bias'",
     by_scheduler: "OptimManager.step: the ranks differ, * scheduler 0: ranks 0-1 have Cosine, rank 2 has Linear",
     by_loss_scale: "loss_scale: ranks 0-1 have False, rank 2 has 1024.0",

@@ -262,7 +262,7 @@ class Residents:
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard the resident buffers. If another model's forward, which may use them, is running, wait for its end."""
+        """Reshard the resident buffers. During another model's forward, which may use them, that waits for its end."""
         for buffer in self._kept():
             buffer.resident = False
             if self._schedule.inside.depth <= 1:

@@ -135,7 +135,7 @@ class _Saved:
 
 
 class _Inputs:
-    """The inputs of one forward of a block. They live as long as autograd's graph, which stores the results of `pack`."""
+    """The inputs of a block's forward. They live as long as autograd's graph, which stores the results of `pack`."""
 
     def __init__(self, store: HostInputs) -> None:
         self._store, self._event = store, DONE
@@ -173,7 +173,7 @@ class _Inputs:
             self._event = self._store.upload(copies)
 
     def take(self, saved: _Saved) -> torch.Tensor:
-        """Return the tensor of `saved` on the device for the block's backward, and fetch the preceding block's inputs."""
+        """Return the tensor of `saved` on the device for the block's backward. Fetch the preceding block's inputs."""
         self.fetch()
         self._event.wait()
         saved.check_unwritten()

@@ -270,7 +270,7 @@ class Float8Storage(Storage):
         return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(full.shape).data
 
     def _show(self) -> None:
-        """Make `.data` of every full parameter a view of the memory that contains its values now (NaN for none)."""
+        """Set `.data` of every full parameter to a view of its values or, if they are not in memory, to NaN."""
         for index, full in enumerate(self.buffer.full_params):
             full.data = self.view(index, full.shape)
 

@@ -182,7 +182,7 @@ class Meter:
         return self.memory.allocated() - self._resident_bytes()
 
     def taken(self) -> int:
-        """Return how many more bytes were allocated at the allocator's peak than when `begin` was called."""
+        """Return by how many bytes the allocator's peak exceeds `began`. Resident buffers do not count."""
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:

@@ -1,4 +1,4 @@
-"""The division of tokens and attention heads among the ranks that share rows."""
+"""The division of tokens and attention heads among the ranks of a group, which share rows (sequences)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ...engine.runtime.world import current_world
 
 
 def divide(count: int, size: int) -> list[range]:
-    """Divide `count` items among `size` ranks, in order. If they do not divide evenly, the first ranks get one more."""
+    """Divide `count` items among `size` ranks, in order, and return the range of each rank's items.
+
+    If the division leaves a remainder, the first ranks get one item more.
+    """
     least, more = divmod(count, size)
     starts = [rank * least + min(rank, more) for rank in range(size + 1)]
     return [range(start, stop) for start, stop in zip(starts, starts[1:])]
@@ -20,9 +23,9 @@ def divide(count: int, size: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The division of rows of `length` tokens among the `size` ranks of a group. This rank has number `rank` in it.
+    """The division of rows of `length` tokens among the `size` ranks of a group. `rank` is this rank's index in it.
 
-    It does not refer to a communicator, so that a model that stores it can be copied.
+    This object stores no communicator, so that a model that refers to it can be copied.
     """
 
     length: int
@@ -53,8 +56,8 @@ class Parts:
 class Heads:
     """The division of attention heads among the ranks of a group.
 
-    Query heads are divided evenly. A rank gets the key-value heads that its query heads use, so several ranks may get
-    the same key-value head.
+    Query heads are divided as evenly as possible. Each rank gets the key-value heads that its query heads use, so
+    several ranks may get the same key-value head.
 
     Attributes:
         queries: the number of query heads.
@@ -81,7 +84,8 @@ class Heads:
     def repeated(self, rank: int) -> list[int] | None:
         """Return, for each query head of `rank`, the index of its key-value head among those of the rank.
 
-        Return None if each key-value head has the same number of query heads, in order, as attention functions expect.
+        Returns None if every key-value head of the rank has the same number of query heads, in order. Attention
+        functions then need no such indices.
         """
         share, queries, keys = self.queries // self.keys, self.of_queries[rank], self.of_keys[rank]
         places = [head // share - keys.start for head in queries]

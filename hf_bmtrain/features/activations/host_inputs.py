@@ -33,7 +33,7 @@ class HostInputs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: WorkStream | Any = None  # created in the first forward; before that, the model can be deep-copied
+        self._stream: WorkStream | Any = None  # created in the first forward, when it is needed
         self._free: list[torch.Tensor] = []  # host memory that no input uses, as bytes, in ascending order of size
         self._saved: list[weakref.ref[_Inputs]] = []  # inputs of forwards whose backward has not run, in forward order
 
@@ -66,7 +66,7 @@ class HostInputs:
         return None
 
     def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queue copies, given as (target on the device, source in host memory), and return the event of their end."""
+        """Queue `copies`, pairs (target on the device, source in host memory). Return the event of their completion."""
         return self._queue(copies)
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Event]:

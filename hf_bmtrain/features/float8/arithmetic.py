@@ -274,7 +274,7 @@ def _tiles(x: Tensor, parts: int) -> int:
 
 
 def _blocks(numel: int, itemsize: int) -> int:
-    """Return the number of CUDA thread blocks for `numel` elements of `itemsize` bytes, with _PARTS * 16 B a thread."""
+    """Return how many CUDA thread blocks process `numel` elements of `itemsize` bytes, _PARTS * 16 bytes a thread."""
     return -(-numel * itemsize // (_THREADS * _PARTS * 16))
 
 

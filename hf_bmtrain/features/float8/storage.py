@@ -47,8 +47,8 @@ class Float8Requantizer:
 
     A shard that an optimizer updates asynchronously is rounded by itself instead, after its own update.
 
-    A storage is skipped once the objects that were added as its owners are deleted. Its own lifetime is no criterion,
-    because an optimizer may keep the storages of a deleted model alive, on one rank longer than on another.
+    The storages of a deleted model are skipped. They are recognized by their deleted owners (see `add`), because an
+    optimizer may keep the storages themselves alive, on one rank longer than on another.
     """
 
     def __init__(self, communicator: Communicator) -> None:

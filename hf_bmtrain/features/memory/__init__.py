@@ -60,12 +60,12 @@ class MemoryPlanner(Observer):
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes that all planned resident buffers take while they are unsharded."""
+        """The bytes of all buffers that the plans keep unsharded between steps, including those not yet gathered."""
         return sum(plan.nbytes for plan in self.residents.values())
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes that planned resident buffers take now. Those that are not unsharded yet take none."""
+        """The bytes that are allocated now for the buffers that the plans keep unsharded between steps."""
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:

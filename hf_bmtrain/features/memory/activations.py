@@ -316,10 +316,10 @@ class Activations:
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
-        """Record the allocator's peak since the last call, and reset it. Store the measurements when backward ends.
+        """Record the allocator's peak since the last call, and reset it. Called in the backward of a measured pass.
 
         The peak counts as the backward's if recomputed activations of a block were alive since the last call, and
-        otherwise as the forward's.
+        otherwise as the forward's. The first call makes the schedule call `finish_backward` at the backward's end.
 
         recomputed: True at the start of a block's recomputation, False at the start of a block's backward.
         """

@@ -26,7 +26,7 @@ class SavedBytes:
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
-        # Weak references keep no storage alive. While they exist, no other storage gets the same address.
+        # Weak references keep no storage alive, but no other storage gets the same address while they exist.
         self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
         self.nbytes = 0
 
@@ -159,7 +159,7 @@ class Meter:
         self._versions: list[int] = []
 
     def enters_pass(self, backwards: int) -> bool:
-        """Return whether the training forward that begins now is the first of a pass.
+        """Return whether the training forward that begins now is the first since the last backward, and begins a pass.
 
         backwards: the number of backwards that have ended so far.
         """
@@ -242,9 +242,9 @@ class Agreed:
 
 
 def agree(world: World, mine: Reading) -> Agreed | None:
-    """Exchange the readings of all ranks, and return them combined. Collective: every rank must call it.
+    """Exchange the measurements of all ranks, and return them combined. Collective: every rank must call it.
 
-    Returns None if it is too early for a plan: no rank's optimizer has stepped, or a rank does not know its `rooms`.
+    Returns None if it is too early for a plan: no rank's optimizer has stepped, or the `rooms` of a rank are None.
 
     Args:
         world: the ranks.
@@ -254,7 +254,7 @@ def agree(world: World, mine: Reading) -> Agreed | None:
 
 
 def combine(readings: Sequence[Reading]) -> Agreed | None:
-    """Combine the readings of the ranks that plan together. Return None if it is too early for a plan (see `agree`)."""
+    """Combine the measurements of the ranks that plan together; None if it is too early for a plan (see `agree`)."""
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):
         return None

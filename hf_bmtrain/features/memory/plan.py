@@ -45,7 +45,10 @@ class Plan:
     left: int = 0
 
     def table(self, sizes: Sizes, forward_room: int) -> str:
-        """Return a table for the log: how many blocks keep what, and the GiB of it. Arguments: as for `make_plan`."""
+        """Return a table for the log: how many blocks keep what until backward, and how many GiB it takes.
+
+        sizes, forward_room: as for `make_plan`.
+        """
         rows = [
             ("keep their activations", self.kept, sizes.activations),
             ("recompute all but attention", self.attention, sizes.attention),
@@ -60,7 +63,9 @@ class Plan:
 
 
 def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
-    """Choose which blocks keep activations. If every block keeps all, also choose which stay unsharded until backward.
+    """Choose which blocks keep activations instead of being recomputed, and which stay unsharded until backward.
+
+    Blocks stay unsharded only if no block is recomputed.
 
     There are two passes over the blocks: one chooses the blocks that keep all activations, and the other those that
     keep only the outputs of attention. The one that saves more time per byte comes first. Each pass goes from the last

@@ -91,12 +91,12 @@ class Residents:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the resident buffers of this plan take while they are unsharded."""
+        """The bytes of all buffers that this plan keeps unsharded between steps, including those not yet gathered."""
         return sum(buffer.full_nbytes for buffer in self._kept())
 
     @property
     def gathered(self) -> int:
-        """The bytes that the resident buffers of this plan take now. Those that are not unsharded yet take none."""
+        """The bytes that are allocated now for the buffers that this plan keeps unsharded between steps."""
         return sum(buffer.full_nbytes for buffer in self._kept() if buffer.is_unsharded)
 
     def _kept(self) -> list[ShardedBuffer]:
@@ -212,9 +212,10 @@ class Residents:
         return None if self._peak is None else free + self._planner.gathered_bytes - others - self._peak
 
     def _agree(self) -> None:
-        """Choose the same resident buffers on all ranks. Does nothing before an optimizer's first step.
+        """Choose the same resident buffers (which stay unsharded between steps) on all ranks.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Does nothing before an optimizer's first step, and while the available
+        memory of a rank is unknown.
         """
         buffers, room = self._buffers(), self._room()
         reading = Reading(self._meter.has_stepped(buffers), None if room is None else (room,))
@@ -262,7 +263,7 @@ class Residents:
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard the resident buffers. During another model's forward, which may use them, that waits for its end."""
+        """Reshard the resident buffers: now, or at the end of another model's running forward, which may use them."""
         for buffer in self._kept():
             buffer.resident = False
             if self._schedule.inside.depth <= 1:

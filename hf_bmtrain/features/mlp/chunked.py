@@ -64,7 +64,7 @@ class _Call:
     gradient: Tensor | None = field(default=None)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return a context that restores the forward's autocast, without its cache, which would keep casted weights."""
+        """Return a context with the forward's autocast, but without its cache, which would keep the cast weights."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
@@ -138,10 +138,10 @@ class _Compute(torch.autograd.Function):
 
 
 def _pieces(count: int, *tensors: Any) -> Any:
-    """Split `tensors` into `count` chunks of tokens. Yield for each the index of its first token, and its tensors."""
+    """Split `tensors` into `count` chunks of tokens. For each chunk, yield (index of its first token, *its tensors)."""
     at = 0
     for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
-        yield at, *(view.contiguous() for view in views)  # a module may require a contiguous input
+        yield at, *(view.contiguous() for view in views)  # contiguous, like an input that is not split
         at += views[0].shape[-2]
 
 

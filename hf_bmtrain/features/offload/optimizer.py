@@ -149,7 +149,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._delta = moments if found_inf is None else torch.where(found_inf != 0, earlier, moments)
 
     def _not_early(self) -> list[int]:
-        """Return the indices of the runs that were not updated during the backward."""
+        """Return the indices of the runs (parameters that are updated together) not updated during the backward."""
         return [n for n, state in enumerate(self._states) if state.run.parameters[0] not in self._early.parameters]
 
     def _update(self, numbers: Sequence[int]) -> None:
@@ -178,7 +178,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 ticket.wait()  # wait now, because a later read of an ordinary parameter does not wait
 
     def _in_order(self, numbers: Sequence[int]) -> list[int]:
-        """Return the indices of runs, sorted so that the runs of a flat buffer are adjacent; the same on all ranks."""
+        """Return `numbers`, indices of runs, in an order that is the same on all ranks.
+
+        A run consists of parameters that are updated together. The runs of a flat buffer are adjacent in this order.
+        """
         return sorted(numbers, key=lambda number: self._states[number].index_base)
 
     # -- during the backward ------------------------------------------------------------------------------------
@@ -197,7 +200,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
         * ordinary parameters (those that are not sharded),
         * the parameters of a flat buffer (those that are sharded together) in the first step, in the first step after
-          a load, and whenever other parameters of the buffer have a gradient than in the last step,
+          a load, and in each step in which a different set of them has gradients than in the step before,
         * all parameters of a model whose ranks may enter different blocks, because a rank may still need a block when
           others have reduced its gradient.
 

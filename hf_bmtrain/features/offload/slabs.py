@@ -25,7 +25,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a run's state: the slab that contains it, and the index of its first element there."""
+    """Where the state of a run (parameters that are updated together) is: its slab, and its first element there."""
 
     slab: StateTensors
     start: int
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a chunk that belongs to one run.
+    """The part of a chunk that belongs to one run (parameters that are updated together).
 
     Attributes:
         run: the index of the run.
@@ -68,10 +68,10 @@ class Chunk:
 def allocate_slabs(
     runs: Sequence[Run], masters: Sequence[torch.dtype | None], exp_avg_dtype: torch.dtype
 ) -> dict[Run, Place]:
-    """Allocate slabs of page-locked host memory for the Adam state of all runs, in the given order.
+    """Allocate slabs (large pieces) of page-locked host memory for the Adam state of all runs, in the given order.
 
     Args:
-        runs: the runs.
+        runs: the runs (parameters that are updated together).
         masters: for each run, the dtype in which its master weights are stored, or None if it needs none. Runs of
             different dtypes get different slabs.
         exp_avg_dtype: the dtype of the first moment.
@@ -105,10 +105,10 @@ def allocate_slabs(
 
 
 def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> list[Chunk]:
-    """Cut the state of runs into chunks.
+    """Cut the Adam state of runs into chunks, the ranges that are copied to the device and updated there one by one.
 
     Args:
-        runs: the runs.
+        runs: the runs (parameters that are updated together).
         places: the place of each run's state.
         order: the indices of the runs whose state is cut, in the order in which their chunks are returned.
 

@@ -1,4 +1,4 @@
-"""auto_wrap(sequence_parallel=P): groups of P ranks share each row (sequence) of a batch that is too long for one GPU.
+"""auto_wrap(sequence_parallel=P): groups of P ranks share each row, a sequence that is too long for one GPU.
 
 Each rank computes a part of the row's tokens. For attention, the ranks of a group exchange queries, keys and values:
 each rank gets all tokens of some heads, computes their attention with transformers' own functions and masks, and sends

@@ -24,6 +24,8 @@ Division = Sequence[Sequence[range]]
 def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
 
+    Collective: every rank of the group that shares the rows must call it.
+
     Args:
         parts: the division of the tokens.
         heads: for each tensor, the heads of each rank. Several ranks may have the same head.
@@ -38,6 +40,8 @@ def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Te
 def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Tensor:
     """Exchange all tokens of this rank's heads for this rank's tokens of all heads.
 
+    Collective: every rank of the group that shares the rows must call it.
+
     Args:
         parts: the division of the tokens.
         heads: the heads of each rank; no two ranks have the same head.
@@ -50,24 +54,25 @@ def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Ten
 
 
 def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
-    """Gather the tokens of all ranks of the group: (rows, this rank's tokens, ...) becomes (rows, all tokens, ...).
+    """Gather the tokens of all ranks that share rows: (rows, this rank's tokens, ...) becomes (rows, all tokens, ...).
 
-    Every rank of the group must compute the same from the result, because the backward assumes equal gradients.
+    Collective: every rank of the group must call it. All must compute the same from the result, because the backward
+    assumes that its gradient is equal on all ranks.
     """
     return _GatherTokens.apply(parts, tensor)
 
 
 def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
-    """Return the mean of the losses (scalars) of the group's ranks.
+    """Return the mean of the losses (scalars) of the ranks that share rows.
 
-    In backward, each rank's own loss gets the gradient of the mean undivided, because parameter gradients are later
-    averaged over the ranks.
+    Collective: every rank of the group must call it. In backward, each rank's own loss gets the gradient of the mean
+    undivided, because parameter gradients are later averaged over the ranks.
     """
     return _MeanOverGroup.apply(parts, loss)
 
 
 def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Do the exchange of `heads_from_rows`, without autograd."""
+    """Do the exchange of `heads_from_rows`, without autograd. Collective: every rank of the group must call it."""
     own, rows = len(parts.own), tensors[0].shape[1]
     widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
     sent = tensors[0].new_empty(own * rows * sum(widths))
@@ -84,6 +89,8 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
 
 def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
     """Do the inverse exchange of `_scatter_heads`. Where several ranks have the same head, add up their values.
+
+    Collective: every rank of the group must call it.
 
     totals: for each tensor, the number of heads of all ranks together.
     """
@@ -106,7 +113,7 @@ def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], tot
 
 
 def _width(heads: Division, tensors: Sequence[Tensor], rank: int) -> int:
-    """Return how many elements `rank` has for each token, in its heads of all `tensors`."""
+    """Return how many elements the heads of `rank` have for one token of a row, in all `tensors` together."""
     return sum(len(each[rank]) * tensor.shape[3] for each, tensor in zip(heads, tensors))
 
 

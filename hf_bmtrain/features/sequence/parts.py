@@ -23,7 +23,11 @@ def divide(count: int, size: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The division of rows of `length` tokens among the `size` ranks of a group. `rank` is this rank's index in it.
+    """The division of the tokens of rows (sequences) among the ranks of a group, which share the rows.
+
+    length: the number of tokens in a row.
+    size: the number of ranks in the group.
+    rank: the index of this rank in the group.
 
     This object stores no communicator, so that a model that refers to it can be copied.
     """
@@ -34,17 +38,17 @@ class Parts:
 
     @cached_property
     def tokens(self) -> list[range]:
-        """The positions of each rank's tokens."""
+        """For each rank of the group, the positions of its tokens in the row."""
         return divide(self.length, self.size)
 
     @property
     def own(self) -> range:
-        """The positions of this rank's tokens."""
+        """The positions of this rank's tokens in the row."""
         return self.tokens[self.rank]
 
     @property
     def group(self) -> Communicator:
-        """The communicator of the group."""
+        """The communicator of the group of ranks that share rows."""
         return current_world().open_group(self.size)
 
     def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -54,7 +58,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Heads:
-    """The division of attention heads among the ranks of a group.
+    """The division of attention heads among the ranks of a group, which share rows (sequences).
 
     Query heads are divided as evenly as possible. Each rank gets the key-value heads that its query heads use, so
     several ranks may get the same key-value head.
@@ -62,7 +66,7 @@ class Heads:
     Attributes:
         queries: the number of query heads.
         keys: the number of key-value heads, a divisor of `queries`.
-        size: the number of ranks.
+        size: the number of ranks in the group.
     """
 
     queries: int

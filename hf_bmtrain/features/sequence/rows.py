@@ -77,7 +77,8 @@ class SharedRows:
             layer.register_forward_pre_hook(hook, with_kwargs=True)
         if sets_shape(trunk):
             layers[-1].register_forward_hook(self._after_last_layer)
-        trunk.register_forward_hook(self._after_trunk, prepend=True)  # the trunk may be the outermost module
+        # If the trunk is the outermost module, this hook must run before `_after_forward`.
+        trunk.register_forward_hook(self._after_trunk, prepend=True)
 
     # -- before the forward ---------------------------------------------------------------------------------------
 
@@ -89,7 +90,8 @@ class SharedRows:
         if row is None or row.dim() < 2:
             raise NotImplementedError(
                 f"sequence_parallel: {type(base).__name__} must be called with input_ids or inputs_embeds of shape "
-                f"(rows, tokens, ...), but got {sorted(name for name, value in given.items() if value is not None)}."
+                "(rows, tokens, ...), but no such tensor is among its arguments: "
+                f"{sorted(name for name, value in given.items() if value is not None)}."
             )
         _refuse_arguments(base, given)
         rows, length = row.shape[:2]
@@ -145,7 +147,10 @@ class SharedRows:
         own[0, 0] = torch.where(present == 0, 0, own[0, 0])
 
     def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:
-        """Raise RuntimeError if the ranks of the group have different rows. Every rank of the group must call it."""
+        """Raise RuntimeError if the ranks of the group got different rows.
+
+        Collective: every rank of the group must call it.
+        """
         if row.is_meta:  # a prediction of memory, which has no values to compare
             return
         facts = [torch.tensor([*row.shape[:2]], device=row.device)]
@@ -172,7 +177,10 @@ class SharedRows:
     def _before_layer(
         self, attentions: Sequence[torch.nn.Module], layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict]:
-        """Select this rank's tokens in the arguments of `layer`. attentions: the attention modules in it."""
+        """Select this rank's tokens in the arguments of the block `layer`, and tell its attention about the row.
+
+        attentions: the attention modules in `layer`.
+        """
         parts = self._active
         if parts is None:
             raise RuntimeError(
@@ -265,7 +273,10 @@ class SharedRows:
         return self._whole(parts, "", output)
 
     def _whole(self, parts: Parts, name: str, value: Any) -> Any:
-        """Return the output `name` with all tokens instead of this rank's. Collective in the group."""
+        """Return the output `name` with all tokens of the rows instead of this rank's.
+
+        Collective: every rank of the group that shares the rows must call it.
+        """
         if name not in _DIVIDED:
             return value
 

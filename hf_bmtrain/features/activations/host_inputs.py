@@ -33,7 +33,7 @@ class HostInputs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: WorkStream | Any = None  # created in the first forward, when it is needed
+        self._stream: WorkStream | Any = None  # created in the first forward
         self._free: list[torch.Tensor] = []  # host memory that no input uses, as bytes, in ascending order of size
         self._saved: list[weakref.ref[_Inputs]] = []  # inputs of forwards whose backward has not run, in forward order
 

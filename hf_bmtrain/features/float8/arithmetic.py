@@ -289,7 +289,11 @@ def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
 
 
 def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligned: bool) -> None:
-    """Launch the kernel `name` over the ranges of x, unless all are empty. values, aligned: as for `_launch`."""
+    """Launch the kernel `name` over the ranges of x. Does nothing if all are empty.
+
+    values: further arguments of the kernel.
+    aligned: whether all ranges start and stop at multiples of ALIGNMENT.
+    """
     if pieces.blocks:
         _launch(name, pieces.blocks, x, pieces.table, len(pieces), *values, aligned=aligned)
 

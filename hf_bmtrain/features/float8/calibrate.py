@@ -82,7 +82,7 @@ class Calibration(Observer):
         raise NotImplementedError
 
     def decide(self) -> None:
-        """Combine the measurements of all ranks, and switch off float8 for layers below LEAST_DECIBELS.
+        """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
         Collective: every rank must call it. From then on weights are all-gathered in float8, except those of layers
         that were switched off or that no rank called, and except in models with adapters. Does nothing if some rank has

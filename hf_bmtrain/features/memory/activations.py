@@ -234,7 +234,7 @@ class Activations:
         self._forward = self._backward = 0  # the two peaks, in bytes above those allocated when the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
-        self._stale = True  # until the first plan, and from a later measurement to the next plan
+        self._stale = True  # True until the first plan, and from a later measurement to the next plan
         self._left = 0
         self.measuring = False
 

@@ -201,7 +201,7 @@ class Residents:
             self._peak = max(self._peak, self._meter.taken())
 
     def _room(self) -> int | None:
-        """Return how many bytes resident buffers of this model may take, or None while that is unknown."""
+        """Return how many bytes buffers of this model that stay unsharded may take, or None while that is unknown."""
         # No buffer of this model is resident here, so `resident_bytes` contains only buffers of other models.
         free, others = self._read_free(), self._planner.resident_bytes
         self._free = free if self._peak is None else min(self._free, free)
@@ -256,7 +256,7 @@ class Residents:
             _log.info("keep_frozen='auto': %s", "\n".join(lines))
 
     def _keep(self) -> None:
-        """Make the chosen buffers resident from their next all-gather on."""
+        """Make the chosen buffers resident: from their next all-gather on, they stay unsharded between steps."""
         if not self._keeping:
             self._keeping = True
             for buffer in self._kept():

@@ -120,7 +120,7 @@ class SharedRows:
         labels, kind, name = given["labels"], loss_kind(base), type(base).__name__
         if tuple(labels.shape) != (rows, parts.length):
             raise NotImplementedError(
-                f"sequence_parallel: {name} got labels of shape {tuple(labels.shape)}, but its rows have shape "
+                f"sequence_parallel: {name} got labels of shape {tuple(labels.shape)}, but its input has shape "
                 f"{(rows, parts.length)}. Only losses with one label for each token are supported. For another loss, "
                 "call the model without labels, and compute the loss from its outputs."
             )
@@ -164,10 +164,10 @@ class SharedRows:
         if any(each != found[0] for each in found):
             shapes = ", ".join(str(tuple(each[:2])) for each in found)
             raise RuntimeError(
-                f"sequence_parallel={self.size}: the ranks of a group must get the same rows, but they got different "
-                f"rows (shapes {shapes}). With Trainer, add bmt.hf.BMTrainCallback(), and for an IterableDataset pass "
-                "accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator before "
-                f"auto_wrap. In another loop, let rank r read the data of rank r - r % {self.size}: "
+                f"sequence_parallel={self.size}: {self.size} consecutive ranks must get the same rows, but these got "
+                f"different rows (shapes {shapes}). With Trainer, add bmt.hf.BMTrainCallback(), and for an "
+                "IterableDataset pass accelerator_config={'dispatch_batches': False}. With Accelerate, create the "
+                f"Accelerator before auto_wrap. In another loop, let rank r read the data of rank r - r % {self.size}: "
                 f"DistributedSampler(data, num_replicas=world_size() // {self.size}, rank=rank() // {self.size})."
             )
 

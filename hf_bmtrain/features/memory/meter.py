@@ -244,7 +244,8 @@ class Agreed:
 def agree(world: World, mine: Reading) -> Agreed | None:
     """Exchange the measurements of all ranks, and return them combined. Collective: every rank must call it.
 
-    Returns None if it is too early for a plan: no rank's optimizer has stepped, or the `rooms` of a rank are None.
+    Returns None if it is too early for a plan: no rank's optimizer has stepped, or a rank does not know yet how much
+    memory its steps leave free (`rooms`).
 
     Args:
         world: the ranks.

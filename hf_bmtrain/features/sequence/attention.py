@@ -122,7 +122,7 @@ def _attend(
 
 
 def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which to exchange the tensors: that of autocast or, without it, their common promoted dtype."""
+    """Return the dtype in which to exchange the tensors: that of autocast or, without it, the promoted one of all."""
     device = autocast_type(tensors[0].device)
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

@@ -47,7 +47,10 @@ class SharedRows:
     """
 
     def __init__(self, model: torch.nn.Module, size: int) -> None:
-        """Open the communicators of the groups. Collective: every rank must call it."""
+        """Open communicators for the groups of ranks that share rows, and register hooks around the forward of `model`.
+
+        Collective: every rank must call it.
+        """
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
         self._parts: Parts | None = None  # the division in the last forward

@@ -1,10 +1,10 @@
 """auto_wrap(offload_activations=True): the inputs of recomputed blocks are kept in host memory until backward.
 
-With recomputation, only the inputs of the blocks stay on the GPU from forward to backward: one tensor (tokens, hidden
-size) for each block. With long rows, these are most of the memory that a step allocates. They are copied to page-locked
-host memory while the GPU computes, and copied back one block before backward needs them.
+With recomputation, only the inputs of the blocks stay on the GPU from forward to backward: one tensor of shape (tokens,
+hidden size) for each block. For long sequences, these make up most of the memory that a step allocates. They are copied
+to page-locked host memory while the GPU computes, and copied back one block before backward needs them.
 
-`host_inputs` copies them. On the CPU the option changes nothing, because there is no other memory to copy to.
+`host_inputs` copies them. On the CPU the option changes nothing, because activations are in host memory anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 def input_store(world: World) -> InputStore | None:
-    """Return a store for the block inputs of one model of `world`, or None on the CPU, where it would save nothing."""
+    """Return a store in host memory for the block inputs of one model; None on the CPU, where it would save nothing.
+
+    world: the world of the model.
+    """
     if has_own_memory(world.device):
         return HostInputs(world.device)
     _log_once("offload_activations=True changes nothing on the CPU, because activations are already in host memory")

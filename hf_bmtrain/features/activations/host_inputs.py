@@ -1,4 +1,4 @@
-"""HostInputs: copies the inputs of recomputed blocks to host memory in forward, and back in backward."""
+"""HostInputs: copies the inputs of recomputed blocks to host memory in the forward, and back in the backward."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ _INSTEAD = "pass offload_activations=False"
 
 
 class HostInputs:
-    """The inputs of the recomputed blocks of one model.
+    """Keeps the inputs of one model's recomputed blocks in host memory from the forward to the backward.
 
     The copies run on a separate stream, in the order in which they are queued. The computation waits as follows:
 
     * When a block saves its input, it waits until the input of the block before it has been copied, and frees that
-      input's memory on the device. So at most one input is on the device only because its copy may be incomplete.
+      input's memory on the device. So at most one input still takes device memory because its copy is not complete.
     * The input of the last block stays on the device, because backward needs it first.
     * When a block's backward reads its input, it waits for the copy to the device, and queues the copy for the block
       before it. So at most two inputs are on the device.
 
-    Host memory is allocated in the first steps and reused afterwards, also for shorter rows. Longer rows replace it.
+    Host memory is allocated in the first steps and reused afterwards, also for smaller inputs. For larger inputs, it is
+    replaced.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: WorkStream | Any = None  # created in the first forward; before that, the model can be deep-copied
+        self._stream: WorkStream | Any = None  # created in the first forward
         self._free: list[torch.Tensor] = []  # host memory that no input uses, as bytes, in ascending order of size
-        self._saved: list[weakref.ref[_Inputs]] = []  # the inputs of forwards whose backward has not run, in order
+        self._saved: list[weakref.ref[_Inputs]] = []  # inputs of forwards whose backward has not run, in forward order
 
     def __deepcopy__(self, memo: dict) -> HostInputs:
         return HostInputs(self._device)
@@ -42,7 +43,8 @@ class HostInputs:
     def saving(self) -> AbstractContextManager[Any] | None:
         """Return a context for the call in which torch's checkpoint saves the inputs of one forward of a block.
 
-        Returns None inside other saved-tensor hooks. (Torch 2.6 cannot detect them, so there it returns a context.)
+        Returns None inside other saved-tensor hooks, which decide what is saved. (Torch 2.6 cannot detect such hooks;
+        there it always returns a context.)
         """
         if top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None:
             return None
@@ -55,7 +57,7 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs of the forward before that of `inputs`, or None if no such backward is left to run."""
+        """Return the inputs of the forward that preceded that of `inputs`, or None if no earlier inputs are left."""
         found = None
         for each in (reference() for reference in self._saved):
             if each is inputs:
@@ -64,14 +66,15 @@ class HostInputs:
         return None
 
     def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queue copies, given as (target on the device, source in host memory). Return an event: they are complete."""
+        """Queue `copies`, pairs (target on the device, source in host memory). Return the event of their completion."""
         return self._queue(copies)
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Event]:
         """Queue a copy of a contiguous tensor to host memory.
 
         Returns:
-            The copy, of the same shape, its memory for `give_back`, and the event of its completion.
+            The copy, which has the shape of `tensor`; the host memory that contains it, for `give_back`; and the event
+            of the copy's completion.
         """
         nbytes = tensor.numel() * tensor.element_size()
         memory = self._memory(nbytes)
@@ -79,7 +82,10 @@ class HostInputs:
         return copy, memory, self._queue([(copy, tensor)])
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        """Return at least `nbytes` of host memory: the smallest that is free, or new memory in place of the largest."""
+        """Return `nbytes` or more of host memory: the smallest free piece that is large enough, or new memory.
+
+        New memory replaces the largest free piece.
+        """
         position = bisect.bisect_left(self._free, nbytes, key=_size)
         if position < len(self._free):
             return self._free.pop(position)
@@ -88,7 +94,7 @@ class HostInputs:
         return pinned_bytes(nbytes, self._device, "inputs of recomputed blocks", _INSTEAD)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Allow reuse of host memory. Copies that are already queued run before any that reuse it."""
+        """Allow other inputs to reuse `memory`. Copies that are queued already run before those that reuse it."""
         bisect.insort(self._free, memory, key=_size)
 
     def _queue(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
@@ -105,19 +111,19 @@ class HostInputs:
 
 
 class _Saved:
-    """One tensor of the inputs of a forward: its copy in host memory and, at times, the tensor on the device.
+    """One input tensor of a block's forward: its copy in host memory and, while it exists, the tensor on the device.
 
-    The original tensor is checked for writes. A tensor that was fetched back needs no check, because only this object
-    refers to it.
+    The tensor that the forward saved is checked for writes by the user's code. A tensor that was copied back needs no
+    check, because only this object refers to it.
     """
 
     def __init__(self, inputs: _Inputs, tensor: torch.Tensor, copy: torch.Tensor, memory: torch.Tensor) -> None:
         self.inputs, self.copy, self.memory = inputs, copy, memory
         self.tensor: torch.Tensor | None = tensor
-        self.version: int | None = tensor._version  # None for a tensor that was fetched
+        self.version: int | None = tensor._version  # None for a tensor that was copied back to the device
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if the tensor that the forward saved was modified since."""
+        """Raise RuntimeError if the tensor that the forward saved has been modified in place since."""
         if self.tensor is not None and self.version not in (None, self.tensor._version):
             raise RuntimeError(
                 "The input of a sharded block was modified in place after the block's forward, but backward needs it. "
@@ -129,16 +135,16 @@ class _Saved:
 
 
 class _Inputs:
-    """The inputs of one forward. They live as long as autograd's graph, which refers to the results of `pack`."""
+    """The inputs of a block's forward. They live as long as autograd's graph, which stores the results of `pack`."""
 
     def __init__(self, store: HostInputs) -> None:
         self._store, self._event = store, DONE
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return the object that is saved in place of `tensor`: the tensor itself, unless it is an activation.
+        """Return what autograd saves for `tensor`: a _Saved if it is an activation, otherwise `tensor` itself.
 
-        Masks and positions, which need no gradient, are not offloaded, because all blocks share the same tensors.
+        Masks and positions, which need no gradient, stay on the device, because all blocks share the same tensors.
         """
         if not tensor.requires_grad or tensor.is_leaf or not tensor.is_contiguous() or not tensor.numel():
             return tensor
@@ -149,14 +155,14 @@ class _Inputs:
         return saved
 
     def leave_device(self) -> None:
-        """Free the tensors on the device after their copies to the host are complete."""
+        """Wait until the copies to the host are complete, and free the tensors on the device."""
         self._event.wait()
         for saved in self._saved:
             saved.check_unwritten()
             saved.tensor = None
 
     def fetch(self) -> None:
-        """Queue the copies back to the device, for tensors that are not on it."""
+        """Queue copies to the device for the tensors that are not on it."""
         copies = []
         for saved in self._saved:
             if saved.tensor is None:
@@ -167,7 +173,7 @@ class _Inputs:
             self._event = self._store.upload(copies)
 
     def take(self, saved: _Saved) -> torch.Tensor:
-        """Return a tensor on the device for the block's backward, and fetch the inputs of the block before it."""
+        """Return the tensor of `saved` on the device for the block's backward. Fetch the preceding block's inputs."""
         self.fetch()
         self._event.wait()
         saved.check_unwritten()
@@ -179,7 +185,10 @@ class _Inputs:
         return tensor
 
     def give_back(self, saved: _Saved) -> None:
-        """Allow reuse of the memory of `saved`, which is no longer referenced, after the copies that are queued."""
+        """Allow reuse of the host memory of `saved`, to which nothing refers any more.
+
+        If its tensor is still on the device, wait for the queued copies before the tensor is freed.
+        """
         if saved.tensor is not None:
             self._event.wait()
         self._store.give_back(saved.memory)

@@ -3,8 +3,8 @@
 Float8 pays off for layers that process thousands of tokens on GPUs with float8 matrix products (Ada, Hopper,
 Blackwell). On a CPU it is emulated, which is slow. Embeddings, the head, norms, attention, routers and adapters compute
 in their own dtype. The first training step measures the rounding noise of each layer, and layers with too much noise
-stop using float8. `auto_wrap(float8=True)` refuses a model in which no layer can use float8, and a model that was
-wrapped without float8 before.
+stop using float8. `auto_wrap(float8=True)` raises an error for a model in which no layer can use float8, and for a
+model that was wrapped without float8 before.
 
 Files: `arithmetic` rounds and multiplies; `linear` is the layer; `choose` selects the layers; `calibrate` measures
 their noise; `storage` stores and sends weights in float8; `gather` selects those weights.
@@ -24,7 +24,7 @@ from .storage import Float8Kind
 
 
 class Float8(Extension):
-    """The feature of `auto_wrap(float8=, keep=)`: linear layers that compute in float8."""
+    """The extension that applies `auto_wrap(float8=, keep=)`: linear layers that compute in float8."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

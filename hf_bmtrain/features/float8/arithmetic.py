@@ -1,16 +1,16 @@
-"""Matrix products of float8 factors: e4m3 values with float32 scales, one per row or one per weight.
+"""Quantize matrices to float8, and multiply them: e4m3 values with float32 scales, one per row or one per weight.
 
-An element is its value times its scale. A scale is absmax / 448, where absmax is the largest magnitude among the
-elements that share the scale, but at least 1e-30. A value is the element times 448 / absmax, computed in float32 and
-rounded to float8_e4m3fn. If absmax is inf or NaN, all these elements become NaN, so that overflows are detected as in
-other dtypes.
+A quantized element is value * scale. The scale is absmax / 448, where absmax is the largest magnitude among the
+elements that share the scale, but at least 1e-30. The value is the element times 448 / absmax, computed in float32 and
+rounded to float8_e4m3fn. If absmax is inf or NaN, all elements that share it become NaN, so that overflows are detected
+as in other dtypes.
 
 A product multiplies the values, sums in float32, and multiplies the sums by both scales. Both factors of `product` have
 the summed dimension last. On a GPU all terms of a sum must share one scale. So a matrix that is summed over its columns
-in one product and over its rows in another is rounded twice: `quantize_both` rounds it by rows, and its transpose by
-rows. A weight has a single scale, so one rounding serves both products. Once the ranks know a weight's absmax, each can
-round its own part (`measure_pieces`, `round_pieces`). On a GPU the kernels in kernels/float8.cu round; their bits equal
-those of the reference in torch, except for the sign of NaN.
+in one product and over its rows in another is quantized twice, with a scale per row and with a scale per column
+(`quantize_both`). A weight has a single scale, so quantizing it once serves both products. As soon as the ranks know a
+weight's absmax, each rank can round its own part (`measure_pieces`, `round_pieces`). On a GPU the kernels in
+kernels/float8.cu do this; their results equal those of torch's operations bit for bit, except for the sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
@@ -32,7 +32,8 @@ from ...engine.base.torch_internals import autocast_type, scaled_mm
 MOST = 448.0
 """The largest value of float8_e4m3fn."""
 ALIGNMENT = 16
-"""Rows of factors and results have a multiple of this number of elements, since GPUs read 16 bytes at a time."""
+"""On a GPU, the rows of factors and results must have a multiple of this many elements, because it reads 16 bytes at a
+time."""
 _LEAST = 1e-30
 _THREADS = 256
 _TILE = 64  # rows of a tile, the part of a matrix that one CUDA thread block processes
@@ -61,14 +62,18 @@ def check_device(device: torch.device) -> None:
 
 
 class Float8(NamedTuple):
-    """A float8 matrix. values: (R, C) float8_e4m3fn, contiguous. scales: (R, 1) float32."""
+    """A float8 matrix, whose elements are values * scales.
+
+    values: (R, C) float8_e4m3fn, contiguous.
+    scales: (R, 1) float32.
+    """
 
     values: Tensor
     scales: Tensor
 
 
 def quantize_rows(x: Tensor) -> Float8:
-    """Quantize x (M, K), float32, float16 or bfloat16, with one scale per row."""
+    """Quantize x, (M, K) float32, float16 or bfloat16, with one scale per row."""
     expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))
@@ -79,9 +84,10 @@ def quantize_rows(x: Tensor) -> Float8:
 
 
 def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
-    """Quantize x (M, K) with one scale per row, and its transpose (K, M') with one scale per row of the transpose.
+    """Quantize x (M, K) with one scale per row, and also with one scale per column.
 
-    M' is M rounded up to a multiple of ALIGNMENT; the added columns are zero.
+    The second result is the transpose of x, (K, M'), so its scales are per row too. M' is M rounded up to a multiple of
+    ALIGNMENT; the added columns are zero.
     """
     if torch.compiler.is_compiling():
         values, scales, transposed, transposed_scales = torch.ops.hf_bmtrain.quantize_both(x)
@@ -101,7 +107,7 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def quantize_full(weight: Tensor) -> Float8:
-    """Quantize weight (N, K) with one scale for all elements, which `scales` of the result repeats N times."""
+    """Quantize weight (N, K) with one scale for all elements. The result's `scales` contains it N times."""
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
@@ -118,15 +124,14 @@ def quantize_transposed(weight: Tensor) -> Float8:
 
 
 class Pieces:
-    """This rank's part of each weight, as ranges of a flat tensor.
+    """The ranges of this rank's shard that belong to each weight, for `measure_pieces` and `round_pieces`.
 
-    Construct it once per layout, because it copies a table of the ranges to the device.
+    Create it once per shard and not in each step, because it copies a table of the ranges to the device.
 
     Args:
-        ranges: (start, stop) of this rank's part of each weight, in ascending order, possibly with gaps; a range may be
-            empty.
-        dtype: the dtype of the flat tensor.
-        device: the device of the flat tensor.
+        ranges: (start, stop) of each weight in the shard, in ascending order, possibly with gaps. A range may be empty.
+        dtype: the dtype of the shard.
+        device: the device of the shard.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device):
@@ -144,14 +149,14 @@ class Pieces:
 
 
 def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
-    """Write the absmax of each of the k ranges of x to `bits`, as the bit pattern of a float32.
+    """Write the absmax (largest magnitude) of each of the k ranges of x to `bits`, as the bit pattern of a float32.
 
-    Compared as integers, the bit patterns are in the order of the magnitudes, with NaN as the largest, so ranks can
-    combine them with an integer maximum.
+    As integers, these bit patterns are in the order of the magnitudes, with NaN as the largest. So the maximum over
+    ranks can be computed on the integers.
 
     Args:
-        x: (n,), a flat tensor.
-        pieces: the k ranges of x.
+        x: (n,), a shard.
+        pieces: the k ranges of x, one per weight.
         bits: (k,) int32, the output. It must be zero before the call, and stays 0 for an empty range.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
@@ -165,13 +170,13 @@ def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
 
 
 def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
-    """Write the float8 codes of the k ranges of x to `out`, rounded as `quantize_full` would round the full weights.
+    """Round the k ranges of x to float8, as `quantize_full` would round the full weights.
 
     Args:
-        x: (n,), a flat tensor.
+        x: (n,), a shard.
         pieces: the k ranges of x, one per weight.
         bits: (k,) int32, the maximum over all ranks of the `bits` that `measure_pieces` wrote.
-        out: (n,) uint8, the output. Elements outside the ranges are not written.
+        out: (n,) uint8, the output: the float8 values as bytes. Elements outside the ranges are not written.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
@@ -186,9 +191,12 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 
 
 def scales_of(bits: Tensor) -> Tensor:
-    """Return the scales (n,) float32 of weights. bits: (n,) int32, each absmax as the bit pattern of a float32."""
+    """Return the scales of n weights, (n,) float32.
+
+    bits: (n,) int32, the absmax of each weight as the bit pattern of a float32.
+    """
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
-    return absmax / torch.full_like(absmax, MOST)  # a GPU computes `absmax / MOST` as absmax times the rounded 1 / MOST
+    return absmax / torch.full_like(absmax, MOST)  # for `absmax / MOST`, a GPU multiplies by the rounded 1 / MOST
 
 
 def transpose(values: Tensor) -> Tensor:
@@ -208,14 +216,14 @@ def transpose(values: Tensor) -> Tensor:
 def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     """Return a @ b.T, (M, N).
 
-    On a GPU K and N must be multiples of ALIGNMENT, and the result is rounded to bfloat16 before it is converted to
+    On a GPU, K and N must be multiples of ALIGNMENT, and the result is rounded to bfloat16 before it is converted to
     `dtype`.
 
     Args:
-        a: (M, K), with a scale per row.
-        b: (N, K), with a scale per row.
+        a: (M, K), with one scale per row.
+        b: (N, K), with one scale per row.
         dtype: the dtype of the result.
-        fast: allow tensor cores to accumulate with fewer bits.
+        fast: whether tensor cores may accumulate sums with fewer bits, which is faster.
     """
     device = a.values.device.type  # torch 2.6 cannot compile `is_meta` and `is_cuda` here
     if device == "meta":
@@ -228,24 +236,24 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     else:
         with torch.autocast(autocast_type(a.values.device), enabled=False):
             y = torch.mm(a.values.float(), b.values.float().t()) * a.scales * b.scales.t()
-    # If this function returned a `to` that changes nothing, torch 2.11 would lose the gradient in compiled code.
+    # Without this condition, `to` may change nothing, and torch 2.11 would then lose the gradient in compiled code.
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether our own kernels round x: on GPUs and on the meta device, which stands for one.
+    """Return whether the kernels of this package quantize x: on GPUs, and on the meta device, which stands for a GPU.
 
-    Compiled code does not use them: it rounds with kernels that Inductor generates. The exception is `quantize_both`,
-    a custom operator: Inductor would fuse the column-wise absmax with the computation of the elements, which took 1.3
-    ms, while separate passes take 0.6 ms (H200, backward of a SwiGLU of 8192 x 14336).
+    Compiled code uses kernels that Inductor generates instead, except in `quantize_both`, which is a custom operator:
+    Inductor would fuse the column-wise absmax with the computation of the elements, which took 1.3 ms, while separate
+    passes take 0.6 ms (H200, backward of a SwiGLU of 8192 x 14336).
     """
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
 
 def _rounded(x: Tensor, absmax: Tensor) -> Float8:
-    """Quantize x in torch, given an absmax that broadcasts to it."""
+    """Quantize x with torch's operations. absmax: the largest magnitudes, in a shape that broadcasts to x."""
     absmax = absmax.float().clamp(min=_LEAST)
-    factor = torch.full_like(absmax, MOST) / absmax  # `MOST / absmax` rounds twice: 1 / absmax, then times MOST
+    factor = torch.full_like(absmax, MOST) / absmax  # `MOST / absmax` would round twice: 1 / absmax, then times MOST
     values = (x.float() * factor).clamp(-MOST, MOST)
     return Float8(values.to(torch.float8_e4m3fn), absmax / MOST)
 
@@ -261,17 +269,17 @@ def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def _tiles(x: Tensor, parts: int) -> int:
-    """Return the number of tiles, of _TILE rows by `parts` * 16 bytes, that cover x."""
+    """Return how many tiles cover x. A tile has _TILE rows, and `parts` * 16 bytes of each."""
     return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
 
 
 def _blocks(numel: int, itemsize: int) -> int:
-    """Return the number of CUDA thread blocks for `numel` elements of `itemsize` bytes; a thread has _PARTS * 16 B."""
+    """Return how many CUDA thread blocks process `numel` elements of `itemsize` bytes, _PARTS * 16 bytes a thread."""
     return -(-numel * itemsize // (_THREADS * _PARTS * 16))
 
 
 def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
-    """Launch a kernel that computes the absmax of `weight`, then the kernel `name`, which rounds it into `out`."""
+    """Launch a kernel that computes the absmax of `weight`, and the kernel `name`, which quantizes it into `out`."""
     aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
     most = torch.zeros(1, dtype=torch.int32, device=weight.device)
     blocks = _blocks(weight.numel(), weight.element_size())
@@ -281,7 +289,11 @@ def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
 
 
 def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligned: bool) -> None:
-    """Launch the kernel `name` over the ranges of x, unless all are empty. values, aligned: as for `_launch`."""
+    """Launch the kernel `name` over the ranges of x. Does nothing if all are empty.
+
+    values: further arguments of the kernel.
+    aligned: whether all ranges start and stop at multiples of ALIGNMENT.
+    """
     if pieces.blocks:
         _launch(name, pieces.blocks, x, pieces.table, len(pieces), *values, aligned=aligned)
 
@@ -304,7 +316,7 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants of the kernels that this module can compile."""
+    """Return all variants of the kernels that this file can launch. They are the same for every GPU architecture."""
     return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
 
 
@@ -312,7 +324,7 @@ def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:
     return tuple(tensor for factor in factors for tensor in factor)
 
 
-# Custom operators, which are used for `quantize_both` and `transpose` in compiled code.
+# Custom operators for compiled code, in which torch.compile must not trace `quantize_both` and `transpose`.
 _library = torch.library.Library("hf_bmtrain", "DEF")
 _library.define("quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)", tags=torch.Tag.needs_fixed_stride_order)
 _library.define("transpose_codes(Tensor values) -> Tensor", tags=torch.Tag.needs_fixed_stride_order)

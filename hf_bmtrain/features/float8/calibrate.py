@@ -1,7 +1,8 @@
-"""Calibration of float8: measures each layer's rounding noise once, and takes noisy layers out of float8.
+"""Calibration of float8: measure each layer's rounding noise once, and stop using float8 in layers with too much noise.
 
-Layers measure their noise in the first training step. Compiled blocks measure it in a separate, uncompiled forward
-before that step, so that no graph contains the measurement or is recompiled when a layer stops using float8.
+The noise is measured in the first training step. For compiled blocks, it is measured in a separate, uncompiled forward
+before that step: the compiled graphs then do not contain the measurement, and are not recompiled when a layer stops
+using float8.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from .linear import Float8Linear, Float8State
 
 _log = logging.getLogger("hf_bmtrain")
 LEAST_DECIBELS = 20.0
-"""The least signal-to-noise ratio, in dB, of a layer that stays in float8: at 20 dB the error is 10 % of the output."""
+"""The lowest signal-to-noise ratio, in dB, with which a layer keeps using float8. At 20 dB, the error is 10 % of the
+output."""
 
 
 def install_signal_guard(
     model: torch.nn.Module, layers: Mapping[str, Any], blocks: Sequence[Any], world: World, compiled: bool
 ) -> None:
-    """Install the observer that measures float8 layers in the first training step.
+    """Install the observer that measures the rounding noise of float8 layers, and switches off float8 where it is high.
 
-    After its decision, weights are gathered in float8. On the meta device nothing is measured, and weights are gathered
-    in float8 immediately.
+    From then on, the weights of the other float8 layers are all-gathered in float8. On the meta device nothing is
+    measured, and weights are all-gathered in float8 immediately.
 
     Args:
         model: the model.
@@ -56,10 +58,10 @@ def install_signal_guard(
 
 
 class Calibration(Observer):
-    """Decides before a forward which float8 layers of a model have too much noise, and then removes itself.
+    """Decides which float8 layers of a model have too much rounding noise, and then removes itself.
 
-    A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS stops computing in float8, on every rank.
-    Subclasses determine when layers measure and when the ranks decide.
+    The decision is made before a forward. A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS
+    stops computing in float8, on every rank. Subclasses determine when layers measure and when the ranks decide.
 
     Attributes:
         handle: removes this observer from the schedule.
@@ -76,15 +78,15 @@ class Calibration(Observer):
 
     @property
     def has_measured(self) -> bool:
-        """True if all measurements are done and only the decision is left."""
+        """True if all measurements of this rank are done, but the ranks have not decided yet."""
         raise NotImplementedError
 
     def decide(self) -> None:
-        """Compare the measurements of all ranks, and switch off float8 for layers below LEAST_DECIBELS.
+        """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
-        Collective: every rank must call it. From then on weights are gathered in float8, except in layers that were
-        switched off or that no rank called, and except in models with adapters. Does nothing while the backward of a
-        block is pending on some rank, because that block would be recomputed in another dtype.
+        Collective: every rank must call it. From then on weights are all-gathered in float8, except those of layers
+        that were switched off or that no rank called, and except in models with adapters. Does nothing if some rank has
+        yet to run the backward of a block, because that backward would recompute the block in another dtype.
         """
         nothing = torch.zeros(2, device=self._world.device)
         mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])
@@ -101,17 +103,17 @@ class Calibration(Observer):
             ratios[path] = decibels(signal, noise)
             state.active = ratios[path] >= LEAST_DECIBELS
             if not state.active:
-                state.reason = "has left float8"
+                state.reason = "has too much rounding noise"
             elif not any(called[number] for _, called, _ in found):
                 state.reason = "was not called"
             elif adapters:
-                state.reason = "of a model with adapters"
+                state.reason = "belongs to a model with adapters"
         if self._world.rank == 0:
             _tell(ratios)
         self.finish()
 
     def finish(self) -> None:
-        """Remove this observer, and from now on gather each weight as its layer's state says.
+        """Remove this observer, and from now on all-gather weights in float8 if their layers have decided for it.
 
         Collective: every rank must call it.
         """
@@ -122,9 +124,9 @@ class Calibration(Observer):
 
 
 class CalibrationInStep(Calibration):
-    """Measures layers in the first training forward, and decides before a later one.
+    """Measures layers in the first training forward. The ranks decide before a later training forward.
 
-    The decision is made once the backward of the measured forward has ended on every rank.
+    They decide once the backward of the measured forward has ended on every rank.
     """
 
     _begun: int | None = None  # how many backwards had ended before the measured forward
@@ -148,10 +150,10 @@ class CalibrationInStep(Calibration):
 
 
 class CalibrationAhead(Calibration):
-    """Measures layers in a separate forward just before the first training forward, and decides at once.
+    """Measures layers in a separate forward just before the first training forward, and decides right after it.
 
-    The separate forward gets the arguments of the training forward; it is neither compiled nor differentiated. Random
-    generators, buffers, attributes and containers are restored afterwards, even if the separate forward raises.
+    The separate forward gets copies of the training forward's arguments. It is not compiled and runs without gradients.
+    Random generators and the model's buffers, attributes and containers are restored afterwards, even if it raises.
     """
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -184,13 +186,13 @@ class CalibrationAhead(Calibration):
 
 
 Decision = dict[str, tuple[bool, str | None]]
-"""Maps the path of each float8 layer to (whether it computes in float8, why its weight is not gathered in float8)."""
+"""{path of a float8 layer: (whether it computes in float8, why its weight is not all-gathered in float8 or None)}."""
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
-    """Return the decisions about the float8 layers of `model` that have been decided.
+    """Return which float8 layers of `model` keep using float8, for a checkpoint. Undecided layers are left out.
 
-    Collective: every rank must call it. A calibration whose measurements are done on every rank decides first.
+    Collective: every rank must call it. If all ranks have measured a model but not yet decided, they decide first.
     """
     states = _states_of(model)
     for guard in _guards_of(states):
@@ -200,12 +202,12 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
 
 
 def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -> None:
-    """Apply a saved decision to the float8 layers of `model`, which then skip the measurement.
+    """Apply a checkpoint's decision about float8 to the layers of `model`, which are then not measured.
 
     Collective: every rank must call it.
 
-    A layer that is decided already is not changed; a warning is logged if the saved decision differs. If the saved
-    decision lacks a layer of a calibration, all layers of that calibration are measured as usual.
+    Layers that have been measured and decided already keep their decision; a warning is logged if the checkpoint's
+    differs. Layers of a model are measured as usual if the checkpoint lacks the decision for one of them.
 
     Args:
         world: the world of the model.
@@ -216,9 +218,10 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
     differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
     if differing and world.rank == 0:
         _log.warning(
-            "float8: for %d of %d layers, such as '%s', the checkpoint and this model chose differently between float8 "
-            "and bf16. This model chose before the checkpoint was loaded, and keeps its choice, so training will not "
-            "continue bit for bit. Load the checkpoint before the first training step to get its choice.",
+            "float8: %d of %d layers, such as '%s', use float8 either only in the checkpoint or only in this model. "
+            "This model decided in a training step before the checkpoint was loaded, and keeps its decision, so "
+            "results will differ slightly from those of the run that saved the checkpoint. To use the checkpoint's "
+            "decision, load it before the first training step.",
             len(differing), len(states), differing[0],
         )  # fmt: skip
     paths = {state: path for path, state in states.items()}
@@ -231,22 +234,23 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
             guard.finish()
         elif known and world.rank == 0:
             _log.warning(
-                "float8: this model has %d float8 layers, and the checkpoint has the "
-                "calibration of only %d of them. All are measured again, and training will "
-                "not continue bit for bit.", len(found), len(known),
+                "float8: this model has %d float8 layers, but the checkpoint says of only %d of them whether they use "
+                "float8. So the next training step measures all of them again, and results may differ slightly from "
+                "those of the run that saved the checkpoint. To avoid this, wrap the model with the arguments float8 "
+                "and keep of that run.", len(found), len(known),
             )  # fmt: skip
 
 
 def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
-    """Return whether a layer's decision agrees with its saved decision `found`.
+    """Return whether a layer's decision does not contradict its saved decision `found`.
 
-    A layer without a decision, or without a saved one (None), agrees.
+    Returns True if the layer is undecided, or has no saved decision (None).
     """
     return state.guard is not None or found is None or found[0] == state.active
 
 
 def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
-    """Return the calibrations, without duplicates, that have yet to decide about a layer of `states`."""
+    """Return the calibrations that have yet to decide about layers of `states`, each once."""
     found = [state.guard() for state in states.values() if state.guard is not None]
     return [guard for guard in dict.fromkeys(found) if guard is not None]
 
@@ -259,8 +263,9 @@ def _tell(ratios: dict[str, float]) -> None:
     for path, ratio in ratios.items():
         if ratio < LEAST_DECIBELS:
             _log.warning(
-                "float8: the signal-to-noise ratio of '%s' is %.1f dB, below %.0f. From now on this layer computes in "
-                "its own dtype. To leave such layers out from the start, pass keep=[%r] to auto_wrap.",
+                "float8: the output of '%s' has a signal-to-noise ratio of %.1f dB, below the minimum of %.0f dB. From "
+                "now on this layer computes in its own dtype. To leave such layers out from the start, pass keep=[%r] "
+                "to auto_wrap.",
                 path, ratio, LEAST_DECIBELS, path.rpartition(".")[2],
             )  # fmt: skip
     _log.info(
@@ -271,7 +276,7 @@ def _tell(ratios: dict[str, float]) -> None:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise), or inf if an argument is zero or not finite. Both are sums of squares."""
+    """Return 10 log10(signal / noise) of two sums of squares, or inf if one of them is zero or not finite."""
     if not math.isfinite(signal) or not math.isfinite(noise):
-        return math.inf  # the output overflowed. Rounding does not cause this, and the loss scale handles it
+        return math.inf  # the output overflowed, which rounding does not cause, and which the loss scale handles
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

@@ -1,7 +1,7 @@
 """Choose which linear layers of blocks compute in float8, for `auto_wrap(float8=...)`, and log why others do not.
 
-Activations and gradients have one scale per token, weights one scale each. On an H200 such products are 1.7 to 1.9
-times as fast as in bfloat16. One scale per 128 x 128 elements would be slower: 1.4 to 1.7 times as fast.
+Activations and gradients have one scale per token, and each weight has one scale. On an H200 such products are 1.7 to
+1.9 times as fast as in bfloat16. With one scale per 128 x 128 elements, they would be only 1.4 to 1.7 times as fast.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def choose_float8(
     model: torch.nn.Module, blocks: Chain, device: torch.device, float8: UseFloat8, keep: Sequence[str]
 ) -> dict[str, torch.nn.Module]:
-    """Return the linear layers in `blocks` that will compute in float8, by path; log why the others will not.
+    """Return the linear layers in `blocks` that will compute in float8, by path, and log why the others will not.
 
     Args:
         model: the model that is about to be sharded.
         blocks: its blocks.
         device: the device on which the layers compute.
-        float8: the keyword of `auto_wrap`; False selects no layers.
-        keep: names of layers, or of modules around them, that must not compute in float8.
+        float8: the argument of `auto_wrap`. False selects no layers.
+        keep: names of layers that must not compute in float8, or of modules that contain such layers.
 
     Raises:
-        ValueError: there is no such layer, a name in `keep` matches no layer, or the device cannot multiply float8
-            matrices.
+        ValueError: no layer can compute in float8, a name in `keep` matches no layer, `keep` is given without
+            `float8`, or the device cannot multiply float8 matrices.
     """
     if not float8:
         if keep:
             raise ValueError(
-                f"auto_wrap: keep={[*keep]} names layers that stay out of float8, so it has no effect without float8. "
-                "Pass float8=True as well, or leave out keep=."
+                f"auto_wrap: keep={[*keep]} has no effect without float8, because it names the layers that do not use "
+                "float8. Pass float8=True as well, or leave out keep=."
             )
         return {}
     check_device(device)
@@ -53,7 +53,7 @@ def choose_float8(
 
 
 def check_late_float8(model: torch.nn.Module, float8: UseFloat8) -> None:
-    """Raise ValueError if `float8` is requested for a `model` that was wrapped before without it."""
+    """Raise ValueError if `float8` is requested for `model`, which has already been wrapped, but without float8."""
     if float8 and not any(isinstance(module, Float8Linear) for module in model.modules()):
         raise ValueError(
             "auto_wrap: this model was wrapped without float8, which cannot be added later. Load the model again and "
@@ -62,21 +62,21 @@ def check_late_float8(model: torch.nn.Module, float8: UseFloat8) -> None:
 
 
 def apply_float8(layers: dict[str, torch.nn.Module]) -> None:
-    """Make `layers` compute in float8. Call `install_signal_guard` after they are sharded."""
+    """Make `layers` compute in float8. After they are sharded, call `install_signal_guard` to measure their noise."""
     inputs = Float8Inputs()
     for layer in layers.values():
         extend_linear(layer, is_conv1d(layer), inputs)
 
 
 def is_conv1d(module: torch.nn.Module) -> bool:
-    """Return whether `module` is transformers' Conv1D, a linear layer whose weight is (K, N)."""
+    """Return whether `module` is transformers' Conv1D: a linear layer with a weight of shape (inputs, outputs)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
 def _choose(
     model: torch.nn.Module, blocks: Chain, keep: Sequence[str]
 ) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
-    """Return {path: layer} of the layers of `blocks` that will use float8, and {path: reason} of the others.
+    """Return the linear layers of `blocks` that will use float8, {path: layer}, and the others, {path: reason}.
 
     keep: as for `choose_float8`.
     """
@@ -93,31 +93,36 @@ def _choose(
         asked = [name for name in keep if f".{name}." in f".{path}."]
         unused.difference_update(asked)
         reason = "named in keep" if asked else _reason(module, path, adapters)
-        reason = "its weight is read by the attention around it" if module in inside and not reason else reason
+        reason = "the attention module around it reads its weight" if module in inside and not reason else reason
         if reason:
             left[path] = reason
         else:
             layers[path] = module
     if unused:
         raise ValueError(
-            f"auto_wrap: names in keep= match no linear layer in a block, and no module around one: {sorted(unused)}. "
+            f"auto_wrap: names in keep= match no linear layer in a block and no module around one: {sorted(unused)}. "
             f"The linear layers are named: {', '.join(sorted({path.rpartition('.')[2] for path in [*layers, *left]}))}."
         )
     if not layers:
         reasons = "; ".join(_grouped(left)) or "blocks have no linear layers"
-        raise ValueError(f"auto_wrap: no linear layer of {type(model).__name__} can use float8: {reasons}.")
+        raise ValueError(
+            f"auto_wrap: no linear layer of {type(model).__name__} can use float8: {reasons}. Leave out float8."
+        )
     return layers, left
 
 
 def _reason(module: torch.nn.Module, path: str, adapters: set[int]) -> str:
-    """Return why a linear layer cannot use float8; "" if it can. adapters: the ids of all parameters of adapters."""
+    """Return why the linear layer `module` cannot use float8; "" if it can.
+
+    adapters: the ids of all parameters of adapters.
+    """
     weight: Any = module.weight
     if not is_conv1d(module) and type(module).forward is not torch.nn.Linear.forward:
         return f"{type(module).__name__} has a forward of its own"
     if "forward" in vars(module):
         return "its forward is replaced"
     if id(weight) in adapters:
-        return "of an adapter"
+        return "part of an adapter"
     if path.rpartition(".")[2] in _ROUTERS:
         return "a router"
     if weight.dtype not in _DTYPES:
@@ -128,12 +133,12 @@ def _reason(module: torch.nn.Module, path: str, adapters: set[int]) -> str:
 
 
 def _reads_weights(module: torch.nn.Module) -> bool:
-    """Return whether a module reads the weights of linear layers inside it without calling these layers."""
+    """Return whether `module` reads the weights of linear layers inside it instead of calling these layers."""
     return isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer))
 
 
 def _table(layers: Iterable[str], left: dict[str, str]) -> str:
-    """Return a table for the log: per layer name, how many layers use float8, and how many in `left` do not and why."""
+    """Return a table for the log: how many layers of each name use float8, and how many do not (`left`) and why."""
     lines = ["float8: matrix products of linear layers in blocks, with one scale per token and one per weight"]
     lines.append(f"  in float8: {', '.join(_counted(layers))}")
     lines += [f"  not: {text}" for text in _grouped(left)]

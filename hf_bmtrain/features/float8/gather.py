@@ -1,7 +1,7 @@
-"""Select the weights of float8 layers that are all-gathered in float8, and switch their buffers to it.
+"""Select the weights of float8 layers that are all-gathered in float8, and switch their flat buffers to float8.
 
-A buffer is gathered in float8 once `Calibration` has found that all its layers compute in float8 and are called. The
-rounded copy of the shard takes one additional byte per element.
+A flat buffer (weights that are sharded together) is all-gathered in float8 once `Calibration` has found that all its
+layers keep computing in float8 and are called. The rounded copy of the shard takes one additional byte per element.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], world: World) -> set[int]:
-    """Return the ids of the weights of float8 `layers` that may be gathered in float8.
+    """Return the ids of those weights of the float8 `layers` that may be all-gathered in float8.
 
-    A weight that is used in several places of the model is left out. The set is empty if one rank stores all shards,
-    and for a model with adapters, because some adapters (DoRA) read the weights of their base layers.
+    A weight that is used in several places of the model is left out. The set is empty if a single rank stores all
+    shards, and for a model with adapters, because some adapters (DoRA) read the weights of their base layers.
     """
     if world.shard_group.size == 1 or adapter_parameters(model):
         return set()
@@ -37,7 +37,10 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
 
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Store in each layer's float8 state where its weight is: a Float8Storage, and the weight's index in it."""
+    """Store in each layer's float8 state where its weight is: its Float8Storage, and the weight's index there.
+
+    Layers whose weight is stored in another way are skipped.
+    """
     for layer in layers:
         sharded: Any = layer._parameters.get("weight")
         storage = sharded.buffer.storage if isinstance(sharded, DistributedParameter) else None
@@ -47,10 +50,10 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
-    """Gather the weights of float8 layers in float8 from now on, and log the number of buffers.
+    """All-gather the weights of float8 layers in float8 from now on, and log how many flat buffers this concerns.
 
-    Collective: every rank must call it. A buffer that contains the weight of a layer whose state has a `reason` is
-    still gathered in its own dtype.
+    Collective: every rank must call it. A flat buffer that contains the weight of a layer whose state has a `reason` is
+    still all-gathered in its own dtype.
 
     Args:
         world: the world of the layers.
@@ -70,8 +73,8 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
             storage.switch(requantizer, [states[path] for path in paths])
     if world.rank == 0 and layers:
         count = sum(left.values())
-        reasons = f": {', '.join(f'{number} ({reason})' for reason, number in left.items())}" if left else ""
+        reasons = f": {', '.join(f'{number} because {reason}' for reason, number in left.items())}" if left else ""
         _log.info(
-            "float8: %d buffers are gathered in float8, %d in their own dtype%s",
+            "float8: %d groups of weights (usually one per block) are all-gathered in float8, %d in their own dtype%s",
             len(layers) - count, count, reasons,
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Float8Linear: a linear layer in a block whose three matrix products have float8 factors.
+"""Float8Linear: a linear layer in a block, whose three matrix products are computed in float8.
 
 The forward computes y = x Wᵀ from x quantized by rows. The backward computes dx = dy W from dy quantized by rows, and
-dW = dyᵀ x from both quantized by columns (see `arithmetic`). Autograd saves x quantized by columns (8 bits per element)
-instead of x. The weight is either the block's full parameter in its own dtype, which is quantized at each use, or it
-was all-gathered in float8 (`Float8Storage`). The bias is added in the dtype of the activations.
+dW = dyᵀ x from dy and x quantized by columns (see `arithmetic`). Autograd saves x quantized by columns (8 bits per
+element) instead of x. The weight is either the full parameter in its own dtype, which is quantized at each use, or it
+has been all-gathered in float8 (`Float8Storage`). The bias is added in the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _CHUNK = 1024  # number of rows that are measured at a time
 
 
 class Float8Inputs:
-    """Caches the quantized input that several layers share, such as the query, key and value projections.
+    """Caches a quantized input for several layers that get the same one, such as the query, key and value projections.
 
-    The cache has one entry. The entry is dropped when the input tensor is garbage-collected or a layer gets another
-    input.
+    The cache has one entry, which is dropped when the input tensor is garbage-collected or a layer gets another input.
     """
 
     def __init__(self) -> None:
@@ -43,14 +42,15 @@ class Float8Inputs:
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
         """Return x, converted to `dtype` and quantized by rows and, if `both`, also by columns.
 
-        Returns the values and scales by rows, then those by columns, which are None unless `both`.
+        Returns four tensors: the values and the scales by rows, then those by columns, which are None without `both`.
         """
-        # torch.compile removes repeated computations itself, and cannot trace `_is_view`.
+        # In compiled code no cache is needed, as torch.compile removes repeated computations; it also cannot trace
+        # `_is_view`.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _flattened(*_round(x, dtype, both))
         # Two kinds of tensors are not cached, because their values can change unnoticed: a tensor of
-        # torch.inference_mode has no version, and the version of a full parameter stays the same when it is gathered
-        # again.
+        # torch.inference_mode has no version counter, and that of a full parameter does not change when the parameter
+        # is gathered again.
         owner = x._base if x._is_view() else x
         if x.is_inference() or isinstance(owner, torch.nn.Parameter):
             return _flattened(*_round(x, dtype, both))
@@ -75,10 +75,12 @@ class Float8State:
         inputs: the cache of quantized inputs, shared with the model's other float8 layers.
         active: whether it computes in float8.
         guard: a weak reference to the calibration that will decide `active`; None once it has decided.
-        reason: why the weight is gathered in its own dtype; None before the decision, or if it is gathered in float8.
-        measures: whether the next forward sets `powers`.
-        powers: (2,) float32, the sum of squares of the output without rounding, and of the error that rounding adds.
-        storage: the storage that may gather the weight in float8; None if the weight is stored in another way.
+        reason: why the weight is all-gathered in its own dtype; None before the decision, or if it is all-gathered in
+            float8.
+        measures: whether the next forward measures rounding noise and sets `powers`.
+        powers: (2,) float32, the sum of squares of the output without rounding, and that of the error by rounding; None
+            before the measurement.
+        storage: the storage that may all-gather the weight in float8; None if the weight is stored in another way.
         index: the weight's index in the buffer of `storage`.
     """
 
@@ -95,19 +97,19 @@ class Float8State:
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
         """Return the weight as it was all-gathered in float8.
 
-        None if it was gathered in its own dtype, or if `weight` is not the full parameter of the storage.
+        Returns None if it was all-gathered in its own dtype, or if `weight` is not the full parameter of the storage.
         """
         storage = self.storage
         if storage is None or not storage.in_float8:
             return None
         # Compiled code does not compare: it always gets the block's own full parameters, and the comparison would
-        # become a part of the graph.
+        # become part of the graph.
         shown = torch.compiler.is_compiling() or weight is storage.buffer.full_params[self.index]
         return storage.factors[self.index] if shown else None
 
 
 class Float8Linear(torch.nn.Module):
-    """A linear layer that was extended in place to compute in float8."""
+    """A linear layer that computes in float8. `extend_linear` replaces the class of an existing layer by a subclass."""
 
     float8_state: Float8State
     weight: Any
@@ -142,7 +144,7 @@ def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the subclass of `cls` that all float8 layers of class `cls` get."""
+    """Return the class that replaces `cls`: a subclass of Float8Linear and `cls`."""
     return extend_class(Float8Linear, cls, {})
 
 
@@ -168,12 +170,11 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx, x, weight, rows, row_scales, columns, column_scales, values, of_rows, of_columns, transposed: bool
     ):
-        """Return x Wᵀ in the dtype of x. Of x itself only the dtype is read, because its values come quantized.
+        """Return x Wᵀ in the dtype of x. Only the dtype of x is read, because its values are passed quantized.
 
-        rows, row_scales, columns, column_scales: x quantized by rows and by columns; the last two are None if the
-        weight needs no gradient. values, of_rows, of_columns: the fields of a GatheredFactor, or None, in which case
-        `weight` is quantized here.
-
+        rows, row_scales: x quantized by rows.
+        columns, column_scales: x quantized by columns; None if the weight needs no gradient.
+        values, of_rows, of_columns: the fields of a GatheredFactor. If they are None, `weight` is quantized here.
         transposed: whether `weight` is (K, N).
         """
         ctx.transposed, ctx.dtype, ctx.weight_dtype = transposed, x.dtype, weight.dtype
@@ -201,7 +202,7 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
-    """Return a weight, or its transpose if `turned`, as a factor.
+    """Return a weight in float8 or, if `turned`, its transpose.
 
     weight: either one tensor, the full weight in its own dtype, or the three fields of a GatheredFactor.
     """
@@ -212,7 +213,7 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 
 @torch.no_grad()
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
-    """Return (2,): the sum of squares of the output without rounding, and of the error that rounding added in y.
+    """Return (2,): the sum of squares of the output without rounding, and that of the error by rounding in y.
 
     y: the layer's float8 output for the input x, without the bias.
     transposed: whether `weight` is (K, N).

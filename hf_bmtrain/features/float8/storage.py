@@ -1,4 +1,4 @@
-"""Storage of weights of float8 layers that are all-gathered in float8, in half the bytes of bfloat16."""
+"""Storage for the weights of float8 layers. They are all-gathered in float8, in half the bytes of bfloat16."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from ...engine.sharding.storage import Memory, Storage, StorageKind
 from .arithmetic import Float8, Pieces, measure_pieces, quantize_full, round_pieces, scales_of, transpose
 
 LEAST_WEIGHTS = 32
-"""Small parameters share the weights' buffer only if the weights have 32 times as many elements as they have bytes."""
+"""Small parameters (norms, biases) share the weights' flat buffer only if the weights have at least this many elements
+for each byte of the small parameters."""
 
 
 class GatheredFactor(NamedTuple):
-    """A weight (R, C) in float8 with one scale. It is readable while its buffer is unsharded.
+    """A weight (R, C) that was all-gathered in float8, with one scale. It can be read while its buffer is unsharded.
 
     values: (R, C) float8_e4m3fn, contiguous.
-    row_scales: (R, 1) float32, all equal.
-    column_scales: (C, 1) float32, all equal.
+    row_scales: (R, 1) float32, the scale repeated for each row.
+    column_scales: (C, 1) float32, the scale repeated for each column.
     """
 
     values: torch.Tensor
@@ -35,19 +36,19 @@ class GatheredFactor(NamedTuple):
     column_scales: torch.Tensor
 
     def factor(self, turned: bool) -> Float8:
-        """Return the weight as a factor of a product; if `turned`, its transpose, in new memory."""
+        """Return the weight as a factor for `product` or, if `turned`, its transpose, in new memory."""
         if turned:
             return Float8(transpose(self.values), self.column_scales)
         return Float8(self.values, self.row_scales)
 
 
 class Float8Requantizer:
-    """Rounds the changed shards of all Float8Storages, with one all-reduce for the absmax of all their weights.
+    """Rounds all shards of float8 weights that have changed, with a single all-reduce for the absmax of the weights.
 
     A shard that an optimizer updates asynchronously is rounded by itself instead, after its own update.
 
-    The storages and their owners are referred to weakly, and a storage whose owners no longer exist is skipped: an
-    optimizer may keep the storages of a deleted model alive, on one rank longer than on another.
+    The storages of a deleted model are skipped. They are recognized by their deleted owners (see `add`), because an
+    optimizer may keep the storages themselves alive, on one rank longer than on another.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -59,7 +60,7 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round `gathered`, which is about to be all-gathered, and all other changed shards.
+        """Round the shard of `gathered`, which is about to be all-gathered, and all other shards that have changed.
 
         Collective: every rank must call it.
         """
@@ -84,40 +85,41 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """The kind of storage for weights that may be gathered in float8."""
+    """The kind of storage (see StorageKind) of weights that may be all-gathered in float8."""
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         return Float8Storage(small)
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether the parameters `small` are small enough to share the buffer of the weights `own`.
+        """Return whether the parameters `small` are small enough to share the flat buffer of the weights `own`.
 
-        The answer does not depend on the world size.
+        The result does not depend on the world size.
         """
         nbytes = sum(parameter.numel() * parameter.itemsize for parameter in small)
         return LEAST_WEIGHTS * nbytes <= sum(parameter.numel() for parameter in own)
 
 
 class Float8Storage(Storage):
-    """Weight matrices of float8 layers: gathered in their own dtype at first, and in float8 after `switch`.
+    """Stores weights of float8 layers. They are all-gathered in their own dtype at first, and in float8 after `switch`.
 
     After `switch`, an all-gather sends the weights rounded to float8, one byte per element. Before the all-gather, each
-    rank rounds its own part if its shard has changed since the last rounding. The result equals `quantize_full` of the
-    full weight, bit for bit, and is in `factors`, with which the layers compute. The full weights themselves then have
-    no memory: every element reads as NaN, so that an unexpected read is noticed. Only within `full_values` do they have
-    their values, in their own dtype.
+    rank rounds its own part of them if its shard has changed since the last rounding. The gathered weights equal
+    `quantize_full` of the full weights bit for bit. They are in `factors`, and the layers compute with these. The full
+    parameters themselves then have no memory: all their elements read as NaN, so that an unexpected read is noticed.
+    Only within `full_values` do they have their values, in their own dtype.
 
-    The block's other parameters (norms, biases), called small ones, share this buffer, because a buffer of their own
-    would need its own all-gather and reduction. They come first, rank 0 stores all of them, and they are sent
-    unrounded. The sent buffer has one byte for each element of the layout, so the layout reserves as many elements for
-    a small parameter as that parameter has bytes.
+    The block's other parameters (norms, biases), called small here, share the flat buffer of the weights, because a
+    buffer of their own would need its own all-gather and reduction. They come first in it, rank 0 stores all of them,
+    and they are sent unrounded. What is sent has one byte for each element of the layout, so the layout reserves as
+    many elements for a small parameter as that parameter has bytes.
 
     Args:
         small: the number of small parameters.
 
     Attributes:
-        in_float8: whether an all-gather sends float8.
-        factors: a GatheredFactor for each weight, None for a small parameter, by index; empty before `switch`.
+        in_float8: whether the weights are all-gathered in float8.
+        factors: for each parameter in the buffer, a GatheredFactor if it is a weight, None if it is a small parameter;
+            empty before `switch`.
     """
 
     in_float8 = False
@@ -127,10 +129,10 @@ class Float8Storage(Storage):
 
     def __init__(self, small: int = 0) -> None:
         self._small = small
-        self._shown: list[torch.Tensor] = []  # views of the small parameters, made by `_show_small`
+        self._shown: list[torch.Tensor] = []  # views from which the small parameters are read (see `_show_small`)
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
-        grain = ALIGNMENT_BYTES  # in elements, because the float8 copy, of one byte per element, must be aligned, too
+        grain = ALIGNMENT_BYTES  # in elements: the float8 copy, which has one byte per element, must be aligned too
         return Layout.build(numels, world_size, grain, spread=(self._small, dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
@@ -162,23 +164,23 @@ class Float8Storage(Storage):
     def switch(self, requantizer: Float8Requantizer, owners: Iterable[object]) -> None:
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
-        Call it while no forward is waiting for its backward. A resident buffer (one that stays unsharded between steps)
-        is gathered again right away: later only some ranks may run its frozen block, and an all-gather would wait for
-        the others.
+        Call it while no forward is waiting for its backward. The weights are all-gathered at once, to check the result.
+        A resident buffer (one that stays unsharded between steps) then stays unsharded: if it were gathered later, only
+        some ranks might run its frozen block, and the all-gather would wait for the others.
 
         Args:
-            requantizer: rounds this storage together with others.
+            requantizer: the object that rounds the shards of all such storages together.
             owners: objects that live as long as the layers of this storage. Once none of them exists, `requantizer`
                 skips this storage.
 
         Raises:
-            RuntimeError: the gathered codes are not those of the full weights.
+            RuntimeError: the gathered weights are not the full weights rounded to float8.
         """
         buffer, layout = self.buffer, self.buffer.layout
         device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident
         buffer.drop()
-        # The memory is zero at first. `round` writes only the parameters and, between small ones, the shard's zero
-        # padding, so that the padding that is sent stays zero.
+        # This memory is zero at first. `round` writes only parameters and, between small ones, the zero padding of the
+        # shard, so the padding that is sent is always zero.
         self._rounded = self._shards.allocate(layout.shard_numel, torch.uint8, device, buffer.update.wait)
         self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
         ranges = [
@@ -203,10 +205,10 @@ class Float8Storage(Storage):
             buffer.reshard()
 
     def _check(self) -> None:
-        """Raise RuntimeError if this rank did not receive the small parameters and the rounded weights.
+        """Raise RuntimeError if this rank has received wrong small parameters or wrongly rounded weights.
 
-        Collective: every rank must call it. The received values are compared with the parameters all-gathered in their
-        own dtype.
+        Collective: every rank must call it, because the received values are compared with the parameters, which are
+        all-gathered in their own dtype for this.
         """
         full_params = self.buffer.full_params
         shown = [small.clone() for small in self._shown]
@@ -222,13 +224,13 @@ class Float8Storage(Storage):
         for full, is_same in zip(full_params, same):
             if not is_same:
                 raise RuntimeError(
-                    f"rank {self.buffer.rank}: a parameter of shape {tuple(full.shape)} that was gathered in float8 "
-                    "differs from the full parameter rounded to float8. Leave out float8 on this machine, and report "
-                    "this error."
+                    f"rank {self.buffer.rank} received a wrong parameter of shape {tuple(full.shape)}: after an "
+                    "all-gather in float8, it differs from the full parameter rounded to float8. Leave out float8 on "
+                    "this machine, and report this error."
                 )
 
     def _make_factors(self) -> None:
-        """Set `factors` to views of the memory for codes and scales, which the all-gather and `round` fill."""
+        """Set `factors` to views of the memory that an all-gather fills with values and `round` fills with scales."""
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]
         sides = [max(shape) for shape in shapes]
@@ -244,10 +246,10 @@ class Float8Storage(Storage):
         self.factors = (*[None] * first, *factors)
 
     def _codes(self, index: int) -> torch.Tensor:
-        """Return a view of the float8 codes of the weight with this index.
+        """Return a view of the float8 values, as bytes, of the weight with this index in the buffer.
 
-        If this rank's shard contains the full weight, the view is of the rounded shard, otherwise of the gathered
-        codes.
+        If this rank's shard contains the full weight, the view is of the rounded shard. Otherwise it is of the memory
+        into which the weight is gathered.
         """
         local_range, shape = self.buffer.local_ranges[index], self.buffer.full_params[index].shape
         if local_range.length < shape.numel():
@@ -258,7 +260,7 @@ class Float8Storage(Storage):
         """Return a view, in its own dtype and shape, of the small parameter (a norm or bias) with this index.
 
         Rank 0 stores all small parameters, so its view is of the shard. On other ranks the view is of the gathered
-        bytes, and is readable while the buffer is unsharded.
+        bytes, and can be read while the buffer is unsharded.
         """
         buffer = self.buffer
         full, dtype, offset = buffer.full_params[index], buffer.shard.dtype, buffer.layout.offsets[index]
@@ -268,7 +270,7 @@ class Float8Storage(Storage):
         return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(full.shape).data
 
     def _show(self) -> None:
-        """Point `.data` of every full parameter at the memory from which it can be read now."""
+        """Set `.data` of every full parameter to a view of its values or, if they are not in memory, to NaN."""
         for index, full in enumerate(self.buffer.full_params):
             full.data = self.view(index, full.shape)
 
@@ -286,25 +288,25 @@ class Float8Storage(Storage):
 
     @property
     def count(self) -> int:
-        """The number of float8 weights in this buffer, without the small parameters."""
+        """The number of weights in this buffer. Small parameters (norms, biases) do not count."""
         return len(self.buffer.full_params) - self._small
 
     @property
     def is_stale(self) -> bool:
-        """True if the shard has changed since it was rounded. The same on every rank."""
+        """True if the shard has been written since it was last rounded, or never rounded. The same on every rank."""
         return self._rounded_version != self.buffer.shard._version
 
     def measure(self, bits: torch.Tensor) -> None:
-        """Write the absmax of this rank's part of each of the k weights to `bits`, as the bit pattern of a float32.
+        """Write the absmax (largest magnitude) of this rank's part of each weight to `bits`, as float32 bit patterns.
 
-        bits: (k,) int32, which must be zero before the call.
+        bits: (k,) int32 for k weights. It must be zero before the call.
         """
         measure_pieces(self.buffer.shard.data, self._pieces_here, bits)
 
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
-        """Round this rank's parts of the k weights into the shard that is sent, and copy its small parameters there.
+        """Round this rank's parts of the k weights into the memory that is sent, and copy the small parameters there.
 
-        bits: (k,) int32, the absmax of each full weight as the bit pattern of a float32.
+        bits: (k,) int32, the absmax (largest magnitude) of each full weight as the bit pattern of a float32.
         scales: (k, 1) float32, the scale of each weight.
         """
         shard = self.buffer.shard
@@ -313,8 +315,8 @@ class Float8Storage(Storage):
             small = shard.data[: self._small_numel].view(torch.uint8)
             self._rounded[: len(small)].copy_(small)
         torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
-        # The version must change on every rank, even if this rank stores no weights and wrote nothing: a changed
-        # version makes the next gather publish the shard, and with peer copies publishing is collective.
+        # The version (torch's counter of writes) must change even on a rank that stores no weights and wrote nothing: a
+        # changed version makes the next all-gather publish the shard, and with peer copies publishing is collective.
         torch.autograd.graph.increment_version(self._rounded)
         self._rounded_version = shard._version
 
@@ -343,6 +345,6 @@ class Float8Storage(Storage):
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return float8 values as bytes, with the same byte for both bit patterns of NaN in e4m3."""
+    """Return float8 values as bytes, for a comparison. Both bit patterns of NaN in e4m3 become the same byte."""
     codes = values.view(torch.uint8)
     return torch.where(codes & 0x7F == 0x7F, 0x7F, codes)

@@ -1,10 +1,13 @@
-"""Plans of device memory: which blocks are recomputed, and which frozen parameters stay unsharded between steps.
+"""Device memory: the options `use_checkpoint` and `keep_frozen` of `auto_wrap`, and advice when memory runs out.
 
-With "auto", which needs a GPU, training passes are measured and the ranks agree on a plan. `activations` plans
-`use_checkpoint="auto"`; `residents` plans `keep_frozen="auto"`. Both measure with `meter`. A MemoryPlanner forwards the
-events of training to them. `plan` chooses the blocks that are recomputed. `attention` keeps the outputs of attention in
-recomputed blocks, so that attention is not recomputed. `shortage` explains out-of-memory errors: it lists what takes
-memory and how to save some.
+With the value "auto", which needs a GPU, the first training steps measure memory, and then the ranks agree on a plan:
+
+* `activations` plans use_checkpoint="auto": which blocks are recomputed. `plan` contains the algorithm.
+* `residents` plans keep_frozen="auto": which frozen parameters stay unsharded between steps.
+* Both measure with `meter`. A MemoryPlanner tells them when forwards and backwards begin and end.
+
+`attention` implements use_checkpoint="attention", which recomputes blocks except for their attention. `shortage` adds
+to out-of-memory errors what takes memory and how to save some.
 """
 
 from __future__ import annotations
@@ -34,19 +37,20 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 class MemoryPlanner(Observer):
-    """Plans which activations stay in device memory until backward, and which frozen buffers stay unsharded.
+    """Owns the plans for use_checkpoint="auto" and keep_frozen="auto", and passes the events of training on to them.
 
-    There is at most one planner per world. It is an observer, called before each forward of a wrapped model and after
-    each backward. It also takes part in each backward in which memory is measured.
+    There is at most one planner per world. As an observer, it is called before each forward of a wrapped model and
+    after each backward. If memory is measured during a backward, `finish_backward` or `abandon_backward` is called too.
 
     Attributes:
-        activations: the plan for all blocks with use_checkpoint="auto". It counts resident buffers as memory in use.
-        residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers (buffers that stay
-            unsharded between steps). These plans share the memory that `activations` leaves.
+        activations: the plan for all blocks with use_checkpoint="auto". It does not use the memory of resident buffers
+            (buffers that stay unsharded between steps).
+        residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers. All these plans
+            share the memory that `activations` leaves.
     """
 
-    buffers = ()  # a participant of a backward lists its buffers; the planner has none
-    position = 10  # early: resident buffers are resharded before other observers may need the memory
+    buffers = ()  # the schedule reads the buffers of everything that takes part in a backward; the planner has none
+    position = 10  # before the other observers, so that the memory of resharded buffers is free when they run
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
         self.world, self.memory = world, memory
@@ -56,18 +60,18 @@ class MemoryPlanner(Observer):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all buffers that a plan keeps resident, gathered or not."""
+        """The bytes of all buffers that the plans keep unsharded between steps, including those not yet gathered."""
         return sum(plan.nbytes for plan in self.residents.values())
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the buffers that a plan keeps resident and that are gathered now."""
+        """The bytes that are allocated now for the buffers that the plans keep unsharded between steps."""
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
-        """Return a new recomputation policy for `block`.
+        """Return a recomputation policy for `block` that follows the plan in `activations`.
 
-        `activations` plans for it once the block has been measured.
+        `activations` is replaced by a new, empty plan if all blocks that it has measured are deleted.
         """
         self._has_policies = True
         if self.activations.outlived:
@@ -85,7 +89,7 @@ class MemoryPlanner(Observer):
             self.activations.begin_together(shapes_of(args, kwargs))
 
     def finish_backward(self) -> None:
-        """Use the measurements of a backward. Called at its end, before its last gradients are received."""
+        """Store what was measured in this backward. Called at its end, before the last reduced gradients arrive."""
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -97,7 +101,7 @@ class MemoryPlanner(Observer):
 
 
 def planner_of(world: World) -> MemoryPlanner | None:
-    """Return the planner of `world`, creating it if needed. Return None on the CPU, whose free memory is unknown."""
+    """Return the planner of `world`, creating it if needed; None on the CPU, where free memory is not known."""
     if world.device_memory is None:
         return None
     planner = world.schedule.observer(MemoryPlanner)
@@ -111,41 +115,42 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
     """Return the recomputation policy that `use_checkpoint` selects for `block`.
 
     Args:
-        use_checkpoint: the argument of `auto_wrap`: whether the block is recomputed in backward. "attention" recomputes
-            everything except attention. "auto" lets a plan choose.
+        use_checkpoint: the argument of `auto_wrap`. True recomputes the block in backward, False does not, and
+            "attention" recomputes everything except attention. "auto" decides from the measured memory; on the CPU it
+            is the same as False.
         block: the state of the block.
         world: the world whose device runs the block.
 
     Raises:
-        RuntimeError: "auto" with torch 2.6, which cannot count the bytes that autograd saves, or "attention" with a
-            version of torch that cannot intercept the operations of compiled code.
+        RuntimeError: this version of torch is too old: for "auto", it cannot count the bytes that autograd saves (torch
+            2.6); for "attention", it cannot intercept the operations of compiled code.
     """
     if use_checkpoint is True or use_checkpoint is False:
         return ALWAYS if use_checkpoint else NEVER
     if use_checkpoint == "attention":
         if not modes_see_compiled:
             raise RuntimeError(
-                f"use_checkpoint='attention' is not supported by torch {torch.__version__}, in which finding attention "
-                "would keep functions from being compiled. Pass True, or install a newer torch."
+                f"use_checkpoint='attention' needs a newer torch than {torch.__version__}, in which torch.compile does "
+                "not work while calls of attention are intercepted. Pass use_checkpoint=True, or install a newer torch."
             )
         return KeepAttention()
     planner = planner_of(world)
     if planner is None:
         _log_once(
             "use_checkpoint='auto' recomputes no block on the CPU, because free memory is known only on GPUs. To "
-            "recompute every block, pass True."
+            "recompute every block, pass use_checkpoint=True."
         )
         return NEVER
     if top_saved_tensors_hooks is None:
         raise RuntimeError(
-            f"use_checkpoint='auto' counts the bytes that autograd saves, which torch {torch.__version__} does not "
-            "support. Pass True or False, or install a newer torch."
+            f"use_checkpoint='auto' needs a newer torch than {torch.__version__}, which cannot count the bytes that "
+            "autograd saves. Pass use_checkpoint=True or False, or install a newer torch."
         )
     return planner.policy(block)
 
 
 class Memory(Extension):
-    """The extension for `auto_wrap(keep_frozen=)`. It also adds an explanation to out-of-memory errors."""
+    """The extension that applies `auto_wrap(keep_frozen=)`, and makes out-of-memory errors say how to save memory."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -159,9 +164,11 @@ class Memory(Extension):
 
 
 def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:
-    """Apply `keep_frozen` to `model`, which has just been wrapped. Collective: every rank must call it.
+    """Keep frozen parameters of `model`, which has just been wrapped, unsharded between steps.
 
-    keep_frozen: True makes all frozen buffers resident now; "auto" lets a plan choose some later; False makes none.
+    Collective: every rank must call it.
+
+    keep_frozen: True keeps all of them unsharded from now on, False none. "auto" chooses some after measured steps.
     """
     if keep_frozen is False or world.shard_group.size == 1:
         return
@@ -174,14 +181,14 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
     elif any(not buffer.gradient.trainable for buffer in buffers_of(model)):
         _log_once(
             "keep_frozen='auto' keeps no frozen parameters unsharded on the CPU, because free memory is known only on "
-            "GPUs. To keep all of them unsharded between steps, pass True."
+            "GPUs. To keep all of them unsharded between steps, pass keep_frozen=True."
         )
 
 
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
-    """Make buffers resident that were added to `model`, or frozen, after it was wrapped.
+    """With keep_frozen=True, also keep parameters unsharded that were added or frozen after `model` was wrapped.
 
-    Collective: every rank must call it. Does nothing unless `model` was wrapped with keep_frozen=True.
+    Collective: every rank must call it. Does nothing if `model` was wrapped with another value of `keep_frozen`.
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):

@@ -1,4 +1,7 @@
-"""use_checkpoint="auto": keep as many activations, and as many blocks unsharded, as fit in the device's memory."""
+"""use_checkpoint="auto": recompute only as many blocks as memory requires, and use memory that is left for parameters.
+
+If no block is recomputed and memory is left, some blocks stay unsharded from their forward to their backward.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _OCCASION = "a step with use_checkpoint='auto'"
 
 
 class Block(Protocol):
-    """The attributes of a BlockState that a plan reads. A plan also writes `zero_level`."""
+    """The attributes of a BlockState that a plan reads. It sets `zero_level` to 2 to keep the block unsharded."""
 
     buffers: list[ShardedBuffer]
     zero_level: int
@@ -52,8 +55,8 @@ class Measurement:
         shapes: the shapes of the forward's inputs.
         nbytes: the bytes that autograd saved in the forward for backward.
         calls: how many forwards of the block, including this one, were waiting for their backward.
-        attention: the size in bytes of the outputs of attention.
-        watch: the stopwatch of the forward.
+        attention: the bytes of the outputs of attention in the forward.
+        watch: the time that the forward took.
         meter: the time that attention took in the forward.
     """
 
@@ -68,16 +71,15 @@ class Measurement:
 class AutoCheckpoint(Recompute):
     """The policy of a block with use_checkpoint="auto": the plan in `activations` decides whether it is recomputed.
 
-    A recomputed block may keep the outputs of attention.
+    If it is, the plan may still keep the outputs of its attention, so that attention is not recomputed.
 
-    A plan is valid for inputs that are in no dimension larger than the inputs of some measured forward, because they
+    The plan holds for inputs that are, in every dimension, at most as large as the inputs of a measured forward: they
     need no more memory. Larger inputs start a new measurement.
 
     Attributes:
-        kept: whether the plan keeps the block's activations.
-        attention: whether the plan recomputes the block but keeps the outputs of attention.
-        calls: in all measured passes, the largest number of the block's forwards that were waiting for their backward
-            at the same time.
+        kept: whether the block keeps its activations, and so is not recomputed.
+        attention: whether the block is recomputed but keeps the outputs of attention.
+        calls: the largest number of the block's measured forwards that were waiting for their backward at once.
     """
 
     def __init__(self, activations: Activations, block: Block) -> None:
@@ -89,18 +91,18 @@ class AutoCheckpoint(Recompute):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block's activations when backward begins: of its largest measured forward, times `calls`."""
+        """The bytes of the block's activations when backward begins: those of its largest forward, times `calls`."""
         return self._most * self.calls
 
     @property
     def attention_nbytes(self) -> int:
-        """The part of `nbytes` that is outputs of attention, or 0 if these cannot be kept separately."""
+        """The bytes of the outputs of attention, a part of `nbytes`; 0 if these cannot be kept by themselves."""
         return self._attention * self.calls
 
     def prefers_attention(self) -> bool:
         """Return whether keeping only the outputs of attention saves more time per byte than keeping all activations.
 
-        Waits for the device. Returns False on the CPU and in a simulation, where times are not known.
+        The host waits for the GPU. Returns False where no times are measured: on the CPU, and in predictions of memory.
         """
         last = self._measured
         if last is None or not last.attention:
@@ -109,11 +111,13 @@ class AutoCheckpoint(Recompute):
 
     @property
     def parameters(self) -> int:
-        """Bytes that it takes to keep the block unsharded from its forward to its backward.
+        """The bytes that it takes to keep the block unsharded from its forward to its backward.
 
-        0 if the plan must not keep it unsharded. That is so if its ZeRO level is 2, so that it stays unsharded anyway.
-        It is also so if most of its parameters are frozen and keep_frozen="auto" may make them resident: that takes the
-        same memory, and saves two all-gathers per step instead of one.
+        0 if the plan must not do so, for one of two reasons:
+
+        * The block's ZeRO level is 2, so the block stays unsharded anyway.
+        * Most of its parameters are frozen, and keep_frozen="auto" may keep these unsharded from step to step. That
+          takes the same memory, and saves two all-gathers per step instead of one.
         """
         if self.block.zero_level == 2:
             return 0
@@ -140,9 +144,11 @@ class AutoCheckpoint(Recompute):
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the block's training forward that is about to begin is recomputed in backward.
 
-        Call it before the block is gathered. The ranks exchange measurements here: until there is a plan, every rank
-        must call it for the first forward of a pass. Inside saved-tensor hooks, such as those of torch's checkpoint or
-        of offloading around the block, it returns True, because such hooks decide which tensors are kept.
+        Call it before the block's all-gather. Collective until there is a plan: every rank must then call it for the
+        first forward of a pass, because the ranks exchange their measurements.
+
+        Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
+        block), because these hooks decide which tensors are kept. Also returns True inside a backward.
 
         Args:
             args: the positional arguments of the forward.
@@ -158,10 +164,9 @@ class AutoCheckpoint(Recompute):
 
     @contextmanager
     def _measure(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
-        """Under `with`, measure the block's forward: the bytes that autograd saves, and the time. Add a Measurement.
+        """Return a context that measures the block's forward, and adds the Measurement to `activations`.
 
-        A forward inside a backward is not measured, because it is a recomputation by torch's checkpoint around the
-        block.
+        A forward inside a backward is not measured: it is a recomputation, by torch's checkpoint around the block.
 
         pending: the number of earlier forwards of the block that are waiting for their backward.
         """
@@ -170,7 +175,8 @@ class AutoCheckpoint(Recompute):
             return
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
-        # Inputs that a recomputed block has in host memory stay on the device if the block keeps its activations.
+        # `held` tensors are on the device anyway, so they do not count. With offload_activations, a block's inputs do
+        # count: they are in host memory while the block is recomputed, and on the device if it keeps its activations.
         held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
         saved, meter = SavedBytes([*held, *views]), AttentionMeter()
         device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))
@@ -180,39 +186,41 @@ class AutoCheckpoint(Recompute):
         self.activations.add(self, Measurement(shapes, saved.nbytes, pending + 1, meter.nbytes, watch, meter))
 
     def learn(self, measurement: Measurement) -> None:
-        """Update this block's maxima with a measurement. It is called when the backward of the measured pass ends."""
+        """Update this block's maxima with `measurement`. Called when the backward of the measured pass ends."""
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._attention, self._measured = max(self._attention, measurement.attention), measurement
         self._inputs.add(measurement.shapes)
 
 
 class Activations:
-    """The plan for all blocks of a world with use_checkpoint="auto". A new plan is made when needed.
+    """The plan for all blocks of a world with use_checkpoint="auto": which are recomputed, and which stay unsharded.
 
-    A pass begins with the first training forward of a block after a backward, and ends with the next backward. In a
-    measured pass every block is recomputed. For each block the bytes that autograd saves are counted, and two memory
-    peaks are recorded, for which the allocator's peak is reset. The backward's peak covers the times when recomputed
-    activations of a block are alive: from its recomputation to the next block's backward. The forward's peak covers the
-    rest of the pass. After an optimizer's first step the ranks agree on a plan. They assume for each block the largest
-    activations on any rank, and for each peak the least free memory on any rank.
+    A pass begins with the first training forward of a block after a backward, and ends with the next backward. The
+    first passes are measured. In a measured pass every block is recomputed, and the bytes that autograd saves are
+    counted for each block. Two peaks of allocated memory are recorded, for which the allocator's peak statistics are
+    reset: the backward's peak, while recomputed activations of a block are alive (from its recomputation to the next
+    block's backward), and the forward's peak, during the rest of the pass.
 
-    If a forward's inputs are larger than any measured, it is recomputed, and the rest of its pass is measured. After
-    that, or when a pass begins with less free memory than the plan assumed, a rank chooses by itself which blocks it
-    recomputes, because this choice changes no collective. The choice of the blocks that stay unsharded until their
-    backward does change collectives, so all ranks make it together, once. In an uneven model, where ranks may enter
-    different blocks, each rank makes this choice by itself too, because the ranks negotiate each collective anyway.
+    Once an optimizer has stepped, and so has allocated its state, the ranks agree on the first plan. For each block
+    they assume the largest activations of any rank, and for each peak the least free memory of any rank.
 
-    If layers issue collectives of their own (`together`), all ranks measure the same passes and make every plan
-    together. A pass is then measured if the inputs of the model are larger on any rank than those that it has measured.
-    Before each training forward the ranks exchange one message about this, and when a pass begins, one about the free
-    memory.
+    If the inputs of a later forward are larger than all measured ones, the rest of its pass is measured, and a new plan
+    is made when the next pass begins. A new plan is also made when a pass begins with less free memory than the plan
+    assumed. Each rank makes new plans by itself. They change only which blocks are recomputed, because this affects no
+    collective. Which blocks stay unsharded until their backward does affect collectives, so only the first plan decides
+    it. In an uneven model, whose ranks may enter different blocks, each rank makes even the first plan by itself,
+    because the ranks negotiate each collective anyway.
+
+    If layers have collectives in their own forwards (`together`), recomputing them is collective. Then all ranks
+    measure the same passes and make every plan together: before each training forward, one message tells whether a rank
+    has larger inputs than it has measured, and at the start of a pass, another one whether a rank needs a new plan.
 
     Attributes:
         measuring: whether the rest of this pass is measured.
-        left: the bytes that the last plan leaves for resident frozen buffers, including those that are resident
-            already. None before the first plan, and after a measurement until a plan uses it. Activations have
-            priority over resident buffers: keeping them saves the computation of a forward, while a resident frozen
-            block saves two all-gathers, which overlap with computation anyway.
+        left: the bytes that the last plan leaves for resident buffers (of frozen parameters that stay unsharded between
+            steps), including those that are resident already. None before the first plan, and from a measurement to the
+            next plan. Activations have priority, because keeping them saves the computation of a forward, while a
+            resident block saves two all-gathers, which overlap with computation anyway.
     """
 
     def __init__(self, planner: MemoryPlanner) -> None:
@@ -222,11 +230,11 @@ class Activations:
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
         self._inputs = MeasuredInputs()  # the input shapes of models, if all ranks plan together
         self._seen: list[Shapes] = []  # the inputs of the models in this pass
-        self._free: int | None = None  # minimum of free bytes when a planned pass begins; None before the first plan
+        self._free: int | None = None  # the least bytes free at the start of a pass since the first plan; None before
         self._forward = self._backward = 0  # the two peaks, in bytes above those allocated when the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
-        self._stale = True  # whether there is no plan yet, or a pass was measured after the last plan
+        self._stale = True  # True until the first plan, and from a later measurement to the next plan
         self._left = 0
         self.measuring = False
 
@@ -241,7 +249,7 @@ class Activations:
 
     @property
     def together(self) -> bool:
-        """True if every plan is made by all ranks together, because recomputations of layers are collective."""
+        """True if all ranks make every plan together, because recomputing a layer is collective."""
         return self._schedule.collective_layers
 
     @property
@@ -250,7 +258,7 @@ class Activations:
 
     @property
     def outlived(self) -> bool:
-        """True if no block of the plan exists any more."""
+        """True if blocks have been measured, and all of them have since been deleted."""
         return bool(self._blocks) and not self._present()
 
     def _present(self) -> list[AutoCheckpoint]:
@@ -265,9 +273,9 @@ class Activations:
             self._begin_pass(self._present())
 
     def begin_together(self, shapes: Shapes) -> None:
-        """Begin a training forward of a model. Called instead of `begin_forward` if plans are made together.
+        """Begin a training forward of a model, and measure this pass if any rank's inputs are larger than measured.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Called only if all ranks make plans together.
 
         shapes: the shapes of the model's inputs.
         """
@@ -279,7 +287,10 @@ class Activations:
             self.measure()
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
-        """Make a plan if one is needed and possible; otherwise measure this pass. blocks: those measured so far."""
+        """Make a plan if one is needed. While it is too early for the first plan, measure this pass instead.
+
+        blocks: the policies of the blocks measured so far.
+        """
         self._meter.begin(_buffers(blocks))
         self._fresh, self._seen, self.measuring = [], [], False
         if self._free is None:
@@ -288,7 +299,7 @@ class Activations:
             return
         free = self._read_free()
         replan = self._stale or free < self._free
-        if self.together:  # a rank may have measured alone before the first such layer was wrapped
+        if self.together:  # ranks may differ: before layers with collectives were wrapped, each measured by itself
             replan = self._planner.world.control.any(replan, _OCCASION)
         self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
         if replan:
@@ -305,10 +316,10 @@ class Activations:
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
-        """Record the allocator's peak since the last call of `mark`, and reset it.
+        """Record the allocator's peak since the last call, and reset it. Called in the backward of a measured pass.
 
-        It counts as the backward's peak if recomputed activations of a block were alive during that time, and otherwise
-        as the forward's peak.
+        The peak counts as the backward's if recomputed activations of a block were alive since the last call, and
+        otherwise as the forward's. The first call makes the schedule call `finish_backward` at the backward's end.
 
         recomputed: True at the start of a block's recomputation, False at the start of a block's backward.
         """
@@ -316,7 +327,7 @@ class Activations:
         self._schedule.join_backward(self._planner)
 
     def _take_peak(self, recomputed: bool) -> None:
-        """Do the work of `mark`. recomputed: whether recomputed activations are alive from now on."""
+        """Record and reset the allocator's peak. recomputed: whether recomputed activations are alive from now on."""
         taken = self._meter.taken()
         if self._recomputed:
             self._backward = max(self._backward, taken)
@@ -345,14 +356,14 @@ class Activations:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _read_free(self) -> int:
-        """Return the bytes that were free when the pass began. Resident buffers count as free."""
+        """Return the bytes that were free when the pass began. Resident buffers, which can be freed, count as free."""
         return self._meter.memory.usable() - self._meter.began
 
     def _rooms(self, free: int) -> tuple[int, int]:
-        """Return the bytes of kept activations that fit at the forward's peak, and at the backward's peak.
+        """Return how many bytes of activations can be kept at the forward's peak, and at the backward's peak.
 
-        Each is `free` (the bytes free when the pass began), minus all resident buffers, minus the bytes that a pass
-        which recomputes every block takes at that peak.
+        Each is `free` (the bytes that were free when the pass began), minus all resident buffers, minus what the pass
+        takes at that peak if every block is recomputed.
         """
         free -= self._planner.resident_bytes
         return free - self._forward, free - self._backward
@@ -360,8 +371,8 @@ class Activations:
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
         """Make the first plan, and return True. Collective: every rank must call it.
 
-        The plan is the same on every rank, except in an uneven model. If no optimizer has stepped on any rank, the
-        optimizer's state is not allocated yet; then no plan is made, and False is returned.
+        The plan is the same on every rank, except in an uneven model. Returns False, without a plan, as long as no
+        optimizer has stepped on any rank, because the optimizer's state is not allocated yet.
 
         blocks: the policies of the measured blocks.
         """
@@ -370,7 +381,7 @@ class Activations:
             self._meter.has_stepped(_buffers(blocks)), self._rooms(free), tuple(block.nbytes for block in blocks),
             tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
         )  # fmt: skip
-        # Ranks of an uneven model have measured different blocks, and may also gather in different order.
+        # Ranks of an uneven model plan alone: they have measured different blocks, and negotiate their collectives.
         agreed = agree(world, mine) if self._schedule.negotiated is None else combine([mine])
         if agreed is None:
             return False
@@ -387,9 +398,10 @@ class Activations:
         return True
 
     def _plan_again(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
-        """Choose anew which blocks are recomputed: this rank by itself, or all ranks if plans are made together.
+        """Choose anew which blocks are recomputed: on this rank alone, or on all ranks if they plan together.
 
-        blocks: the policies of the measured blocks. free: the minimum of free bytes when a pass began.
+        blocks: the policies of the measured blocks.
+        free: the least bytes that were free at the start of a pass since the first plan.
         """
         world = self._planner.world
         mine = Reading(
@@ -397,21 +409,25 @@ class Activations:
             tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
         )  # fmt: skip
         agreed = agree(world, mine) if self.together else combine([mine])
-        assert agreed is not None  # None only if a Reading is incomplete
+        assert agreed is not None  # it is None only before an optimizer's first step, or for a Reading without `rooms`
         sizes = Sizes(agreed.activations, agreed.attention, [0] * len(blocks), agreed.attention_first)
         plan = make_plan(sizes, *agreed.rooms)
         chosen = list(zip(plan.kept, plan.attention))
         if [(block.kept, block.attention) for block in blocks] != chosen and not (self.together and world.rank):
-            _log.info("rank %d: use_checkpoint='auto', new plan: %s", world.rank, plan.table(sizes, agreed.rooms[0]))
+            _log.info(
+                "rank %d: use_checkpoint='auto', new plan, because inputs are larger or less memory is free: %s",
+                world.rank, plan.table(sizes, agreed.rooms[0]),
+            )  # fmt: skip
         for block, (kept, attention) in zip(blocks, chosen):
             block.kept, block.attention = kept, attention
         self._stale, self._left = False, plan.left + self._planner.resident_bytes
 
 
 def _attention_first(blocks: Sequence[AutoCheckpoint]) -> bool:
-    """Return whether most of the blocks with measured attention prefer to keep only the outputs of attention.
+    """Return whether, for most blocks, keeping only attention's outputs saves more time per byte than keeping all.
 
-    A majority decides, because some measurements may be wrong: the first block's often includes compilation.
+    Only blocks with measured attention count. A majority decides, because some times are wrong: that of the first block
+    often includes compilation.
     """
     votes = [block.prefers_attention() for block in blocks if block.attention_nbytes]
     return 2 * sum(votes) > len(votes)

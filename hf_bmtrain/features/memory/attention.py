@@ -1,15 +1,15 @@
 """Keep the output of attention in a block's forward, so that the block's recomputation does not run attention again.
 
-With long rows, attention takes a large part of a forward's time, and its output is only as large as the block's input.
-The output is kept if one operation computes attention as a whole: the operations of `scaled_dot_product_attention`
-(flash, memory-efficient, cuDNN), and those that packages such as flash-attn register with torch. They are found by
-name, in eager and in compiled blocks. Other implementations are recomputed: compiled FlexAttention, whose kernel is not
-an operation of torch, and attention as separate products and a softmax, such as torch's "math" and transformers'
-"eager" implementations.
+For long sequences, attention takes a large part of a forward's time, and its output is only as large as the block's
+input. The output is kept if one operation computes attention as a whole: the operations of
+`scaled_dot_product_attention` (flash, memory-efficient, cuDNN), and those that packages such as flash-attn register
+with torch. They are found by name, in eager and in compiled blocks. Other implementations are recomputed: compiled
+FlexAttention, whose kernel is not an operation of torch, and attention as separate products and a softmax, such as
+torch's "math" and transformers' "eager" implementations.
 
 torch's selective checkpointing (`create_selective_checkpoint_contexts`) is not used, because it requires that a
-recomputation runs the same operations as the first forward. This is not so if only one of them gathers parameters or
-fills a cache. It also does not allow a second backward. Here, a second backward recomputes attention.
+recomputation runs the same operations as the first forward. They differ if only one of the two all-gathers parameters
+or fills a cache. It also does not allow a second backward. Here, a second backward recomputes attention.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ATEN = {
 
 @functools.cache
 def _dropout_of(operator: Any) -> tuple[int, str] | None:
-    """Return the position and the name of the dropout probability in the arguments of an attention operator.
+    """Return the position and the name of the argument of an attention operator that is its dropout probability.
 
-    Returns (-1, "") if the operator has no dropout. Returns None if it does not compute attention, or writes to an
+    Returns (-1, "") if the operator has no such argument, and None if it does not compute attention or writes to an
     argument.
     """
     schema = schema_of(operator)
@@ -57,9 +57,9 @@ def _is_dropout(argument: Any) -> bool:
 
 
 def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return whether the output of this call of an operator is kept, because it is attention without dropout.
+    """Return whether the output of this call of an operator is kept: whether it is attention without dropout.
 
-    If a recomputation skipped a call with dropout, it would draw other random numbers after it.
+    With dropout, a recomputation that skipped the call would draw other random numbers in later calls.
     """
     dropout = _dropout_of(operator)
     if dropout is None:
@@ -69,13 +69,13 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 class _Attention(TorchDispatchMode):
-    """A context that intercepts the calls whose output is kept, also in compiled code."""
+    """A context in which `attend` replaces each call of attention without dropout, also in compiled code."""
 
-    supports_higher_order_operators = True  # they run in the same way as without this mode
+    supports_higher_order_operators = True  # without this, torch refuses to run them inside the mode
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # torch.compile compiles inside this mode, and this mode sees the compiled code's operations
+        return True  # lets torch.compile compile inside this mode, and lets the mode see the compiled code's operations
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -84,12 +84,12 @@ class _Attention(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a call that computes attention."""
+        """Return the output of `function(*args, **kwargs)`, a call of attention without dropout."""
         raise NotImplementedError
 
 
 class _Keep(_Attention):
-    """Under `with`, appends the outputs of attention to `outputs`."""
+    """A context for the first forward: appends each output of attention to `outputs`."""
 
     def __init__(self, outputs: list[Any]) -> None:
         super().__init__()
@@ -97,21 +97,24 @@ class _Keep(_Attention):
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
-        # If the output needs no gradient, autograd does not keep it, and compiled code may reuse its memory. So it is
-        # copied. Inside compiled code no tensor requires a gradient.
+        # An output that autograd does not keep is copied, because compiled code may reuse its memory. Inside compiled
+        # code no tensor requires a gradient.
         graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         self._outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach if graph else _copied, output))
         return output
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same strides, because compiled code expects these strides."""
+    """Return a copy with the same strides, which compiled code expects."""
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
 
 
 class _Reuse(_Attention):
-    """Under `with`, attention returns the outputs in `outputs`. Each is used once; in a later pass it is computed."""
+    """A context for a recomputation: each call of attention returns the next of `outputs` instead of computing it.
+
+    Each output is used once and then freed. If the forward is recomputed a second time, attention is computed.
+    """
 
     def __init__(self, outputs: list[Any]) -> None:
         super().__init__()
@@ -130,16 +133,19 @@ class _Reuse(_Attention):
 
 
 def keep_attention() -> Contexts:
-    """Return two contexts: for a forward that keeps the outputs of attention, and for recomputations that use them."""
+    """Return two contexts: one in which a forward keeps the outputs of attention, one in which recomputations use them.
+
+    Both share the list of outputs, so each forward needs its own pair.
+    """
     outputs: list[Any] = []
     return _Keep(outputs), _Reuse(outputs)
 
 
 class AttentionMeter(_Attention):
-    """Under `with`, measures the size of the outputs of attention, and the time that attention takes.
+    """A context that measures how many bytes the outputs of attention take, and how long attention takes.
 
     Attributes:
-        nbytes: the size of all outputs, in bytes.
+        nbytes: the bytes of all outputs so far.
     """
 
     def __init__(self) -> None:
@@ -155,12 +161,12 @@ class AttentionMeter(_Attention):
         return output
 
     def milliseconds(self) -> float:
-        """Return the milliseconds that attention took, or nan if the time is not known. Waits for the device."""
+        """Return how many milliseconds attention took, or nan if it was not timed (CPU). The host waits for the GPU."""
         return sum(watch.milliseconds() for watch in self._watches)
 
 
 class KeepAttention(Recompute):
-    """The policy of a block that is recomputed except for attention."""
+    """The policy of use_checkpoint="attention": the block is recomputed, but its attention is not."""
 
     def contexts(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Contexts | None:
         return None if inside_hooks() else keep_attention()

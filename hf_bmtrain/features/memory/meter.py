@@ -1,4 +1,4 @@
-"""Measures how much memory is free and how much a training pass takes; plans are made from these measurements."""
+"""Measure how much device memory is free and how much training takes, as the basis of memory plans."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Shapes = tuple[torch.Size, ...]
 
 
 class SavedBytes:
-    """Counts the bytes of the storages that autograd saves inside `counting()`.
+    """Counts the bytes that autograd saves for backward inside `counting()`.
 
-    Each storage counts once. Two kinds of tensors do not count: those in `held`, because they exist anyway, and tensors
-    that are not strided.
+    Each tensor storage counts once. Tensors in `held` do not count, because they exist anyway, and neither do tensors
+    that are not strided (such as sparse ones).
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
-        # Weak references keep no storage alive. While they exist, no other storage gets the same address.
+        # Weak references keep no storage alive, but no other storage gets the same address while they exist.
         self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
         self.nbytes = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Under `with`, count saved storages. Saved-tensor hooks that were active before still take effect."""
+        """Return a context that counts what autograd saves inside it. Saved-tensor hooks set outside it still work."""
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
         def count(tensor: torch.Tensor) -> Any:
@@ -61,9 +61,9 @@ def inside_hooks() -> bool:
 
 
 class Stopwatch:
-    """Measures, under `with`, the time that a GPU takes for the operations queued on its current stream.
+    """A context that measures how long a GPU takes for the operations that are queued inside it on the current stream.
 
-    device: the device. On the CPU and on the meta device nothing is measured.
+    device: the GPU. On the CPU and on the meta device nothing is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class Stopwatch:
             end.record()
 
     def milliseconds(self) -> float:
-        """Return the milliseconds, or nan if nothing is measured. Waits for the device."""
+        """Return the time in milliseconds, or nan if nothing is measured. The host waits for the GPU."""
         if not self._events:
             return math.nan
         self._events[1].synchronize()
@@ -88,7 +88,7 @@ class Stopwatch:
 
 
 def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of the tensor arguments or, if there are none, of the tensors nested in the arguments."""
+    """Return the shapes of the tensors among the arguments; if none is a tensor, of the tensors nested in them."""
     shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if shapes:
         return shapes
@@ -96,18 +96,25 @@ def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
 
 
 def _is_within(shapes: Shapes, measured: Shapes) -> bool:
-    """Return whether each of `shapes` is at most the measured shape at the same position, in every dimension."""
+    """Return whether each of `shapes` is, in every dimension, at most as large as the corresponding measured shape.
+
+    Returns False if the numbers of shapes, or of their dimensions, differ.
+    """
     return [len(shape) for shape in shapes] == [len(shape) for shape in measured] and all(
         size <= most for shape, other in zip(shapes, measured) for size, most in zip(shape, other)
     )
 
 
 class MeasuredInputs:
-    """The input shapes of the largest measured forwards, and each forward's number within its pass."""
+    """Remembers the inputs of measured forwards, to tell whether another forward needs more memory.
+
+    For each forward it stores the input shapes and the forward's number within its pass. The number matters because the
+    activations of the pass's earlier forwards are still in memory.
+    """
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # cache of `cover`: the highest number for which shapes are covered
+        self._covered: dict[Shapes, int] = {}  # cache of `cover`: for these shapes, the highest number that is covered
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
         """Add the input shapes of a measured forward. number: the number of earlier forwards in its pass."""
@@ -117,8 +124,8 @@ class MeasuredInputs:
     def cover(self, shapes: Shapes, number: int = 0) -> bool:
         """Return whether a forward is known to need no more memory than a measured one.
 
-        It is, if some measured forward had the same or a higher number within its pass, and inputs that were in no
-        dimension smaller.
+        This is known if a measured forward had at least as many earlier forwards in its pass, and inputs that were at
+        least as large in every dimension.
 
         Args:
             shapes: the shapes of the forward's inputs.
@@ -134,10 +141,10 @@ class MeasuredInputs:
 
 
 class Meter:
-    """Measures, for one plan, the free memory at the start of a pass, and how far the peak of the pass exceeds it.
+    """Measures, for one plan, how much memory is free when a pass begins, and how much the pass takes at its peak.
 
-    A pass begins with the first training forward after a backward. Buffers that a plan keeps resident can be resharded
-    at any time, so their bytes count as free.
+    A pass begins with the first training forward after a backward. Buffers that a plan keeps resident (unsharded
+    between steps) can be resharded at any time, so their bytes count as free.
 
     Attributes:
         memory: the device's memory.
@@ -145,14 +152,14 @@ class Meter:
     """
 
     def __init__(self, memory: DeviceMemory, resident_bytes: Callable[[], int]) -> None:
-        """resident_bytes: returns the bytes now allocated for buffers that a plan keeps resident."""
+        """resident_bytes: a function that returns how many bytes resident buffers take now."""
         self.memory, self._resident_bytes = memory, resident_bytes
         self.began = 0
         self._backwards = -1
         self._versions: list[int] = []
 
     def enters_pass(self, backwards: int) -> bool:
-        """Return whether the training forward that begins now is the first of a pass.
+        """Return whether the training forward that begins now is the first since the last backward, and begins a pass.
 
         backwards: the number of backwards that have ended so far.
         """
@@ -162,11 +169,11 @@ class Meter:
         return True
 
     def begin(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Set `began` to the bytes allocated now, after freeing gradients of `buffers` that no `.grad` refers to."""
+        """Set `began` to the bytes allocated now. Gradient memory of `buffers` that no `.grad` uses is freed first."""
         self.began = self._allocated(buffers)
 
     def read_free(self, buffers: Iterable[ShardedBuffer]) -> int:
-        """Return the bytes that are free now, after freeing gradients of `buffers` that no `.grad` refers to."""
+        """Return the bytes that are free now. Gradient memory of `buffers` that no `.grad` uses is freed first."""
         return self.memory.usable() - self._allocated(buffers)
 
     def _allocated(self, buffers: Iterable[ShardedBuffer]) -> int:
@@ -175,24 +182,24 @@ class Meter:
         return self.memory.allocated() - self._resident_bytes()
 
     def taken(self) -> int:
-        """Return the bytes by which the allocator's peak, without resident buffers, exceeds `began`."""
+        """Return by how many bytes the allocator's peak exceeds `began`. Resident buffers do not count."""
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Store the versions of the trainable shards of `buffers`, for `has_stepped`."""
+        """Store the versions (torch's counters of writes) of the trainable shards of `buffers`, for `has_stepped`."""
         self._versions = _versions(buffers)
 
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
-        """Return whether an optimizer has written a shard of `buffers` since `note_versions`.
+        """Return whether an optimizer has stepped since `note_versions`, and so has allocated its state.
 
-        An optimizer that has stepped has allocated its state. Also returns True if no buffer is trainable.
+        This is so if the trainable shards of `buffers` have been written. Also returns True if there are none.
         """
         versions = _versions(buffers)
         return not versions or versions != self._versions
 
 
 def _versions(buffers: Iterable[ShardedBuffer]) -> list[int]:
-    """Return the versions of the trainable shards of `buffers`. An optimizer step changes them."""
+    """Return the versions (torch's counters of writes) of the trainable shards of `buffers`. A step changes them."""
     return [buffer.version for buffer in buffers if buffer.gradient.trainable]
 
 
@@ -202,11 +209,12 @@ class Reading:
 
     Attributes:
         stepped: whether the rank's optimizer has stepped, and so has allocated its state.
-        rooms: the bytes that may still be allocated at each of the plan's memory peaks; None if the rank does not
-            know them yet.
-        activations: the bytes of each block's activations.
-        attention: the size in bytes of the outputs of attention in each block.
-        attention_first: whether keeping these outputs saves more time per byte than keeping all activations.
+        rooms: for each memory peak that the plan distinguishes, the bytes that may still be allocated at it; None if
+            the rank does not know them yet.
+        activations: for each block, the bytes of its activations.
+        attention: for each block, the bytes of the outputs of its attention.
+        attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
+            activations.
     """
 
     stepped: bool
@@ -224,7 +232,7 @@ class Agreed:
         rooms: for each peak, the smallest `rooms` of any rank.
         activations: for each block, the largest `activations` of any rank.
         attention: for each block, the largest `attention` of any rank.
-        attention_first: whether `attention_first` is true on every rank.
+        attention_first: whether `attention_first` of every rank is True.
     """
 
     rooms: list[int]
@@ -234,10 +242,10 @@ class Agreed:
 
 
 def agree(world: World, mine: Reading) -> Agreed | None:
-    """Return the combined readings of all ranks that plan together.
+    """Exchange the measurements of all ranks, and return them combined. Collective: every rank must call it.
 
-    Collective: every rank must call it. Return None if it is too early for a plan: no rank's optimizer has stepped, or
-    `rooms` of a rank is None.
+    Returns None if it is too early for a plan: no rank's optimizer has stepped, or a rank does not know yet how much
+    memory its steps leave free (`rooms`).
 
     Args:
         world: the ranks.
@@ -247,7 +255,7 @@ def agree(world: World, mine: Reading) -> Agreed | None:
 
 
 def combine(readings: Sequence[Reading]) -> Agreed | None:
-    """Return the result of `agree`, given the readings of all ranks that plan together."""
+    """Combine the measurements of the ranks that plan together; None if it is too early for a plan (see `agree`)."""
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):
         return None

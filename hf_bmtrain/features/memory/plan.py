@@ -10,14 +10,15 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes in bytes of what can be kept until backward, for each block in execution order.
+    """What can be kept until backward: the sizes in bytes, for each block in execution order.
 
     Attributes:
         activations: all activations of the block.
-        attention: the outputs of attention, a part of the activations. 0 if they cannot be kept separately.
-        parameters: the full parameters. 0 for a block for which there is no choice, because it always, or never, stays
+        attention: the outputs of attention, a part of the activations. 0 if they cannot be kept by themselves.
+        parameters: the full parameters. 0 if nothing is to be decided, because the block always, or never, stays
             unsharded between forward and backward.
-        attention_first: whether keeping the outputs of attention saves more time per byte than keeping all activations.
+        attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
+            activations.
     """
 
     activations: Sequence[int]
@@ -28,14 +29,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice, for each block in execution order, of what is kept in memory until backward.
+    """What each block, in execution order, keeps in memory until backward.
 
     Attributes:
         kept: for each block, whether it keeps its activations.
         attention: for each block, whether it is recomputed but keeps the outputs of attention.
         full: for each block, whether it stays unsharded from its forward to its backward.
-        left: the bytes that the plan leaves free at the forward's or the backward's peak, whichever are fewer. Negative
-            if even a step that recomputes every block takes too much memory.
+        left: the bytes that the plan leaves free at the forward's peak or at the backward's peak, whichever is less.
+            Negative if memory is insufficient even when every block is recomputed.
     """
 
     kept: tuple[bool, ...]
@@ -44,14 +45,17 @@ class Plan:
     left: int = 0
 
     def table(self, sizes: Sizes, forward_room: int) -> str:
-        """Return a table of the plan's memory in GiB, for the log. The arguments are those of `make_plan`."""
+        """Return a table for the log: how many blocks keep what until backward, and how many GiB it takes.
+
+        sizes, forward_room: as for `make_plan`.
+        """
         rows = [
             ("keep their activations", self.kept, sizes.activations),
             ("recompute all but attention", self.attention, sizes.attention),
-            ("recompute", tuple(not any(each) for each in zip(self.kept, self.attention)), sizes.activations),
+            ("recompute, saving", tuple(not any(each) for each in zip(self.kept, self.attention)), sizes.activations),
             ("stay unsharded until backward", self.full, sizes.parameters),
         ]
-        lines = [f"of {len(self.kept)} blocks, with {forward_room / _GIB:.2f} GiB available:"]
+        lines = [f"of {len(self.kept)} blocks, with {forward_room / _GIB:.2f} GiB available for activations:"]
         for name, chosen, nbytes in rows:
             taken = sum(size for size, one in zip(nbytes, chosen) if one)
             lines.append(f"  {sum(chosen):4d} {name:30} {taken / _GIB:8.2f} GiB")
@@ -59,28 +63,30 @@ class Plan:
 
 
 def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
-    """Choose the blocks that keep activations and, if all keep all of them, those that stay unsharded until backward.
+    """Choose which blocks keep activations instead of being recomputed, and which stay unsharded until backward.
+
+    Blocks stay unsharded only if no block is recomputed.
 
     There are two passes over the blocks: one chooses the blocks that keep all activations, and the other those that
-    keep the outputs of attention. The choice that saves more time per byte is made first. Each pass goes from the last
-    block to the first, and skips a block that does not fit. The last blocks come first because of the peak in backward:
-    activations of the first blocks would still be alive while the last blocks are recomputed. The activations of the
-    last block do not count against `backward_room`, because a step that recomputes this block has them in memory at
-    that peak too.
+    keep only the outputs of attention. The one that saves more time per byte comes first. Each pass goes from the last
+    block to the first, and skips a block whose activations do not fit. It begins with the last block because of the
+    peak in backward: kept activations of the first blocks would still be in memory while the last blocks are
+    recomputed. The activations of the last block do not count against `backward_room`: if that block is recomputed
+    instead, they are in memory at that peak too.
 
     Args:
         sizes: the sizes of what can be kept.
-        forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and the
-            loss. May be negative.
-        backward_room: the bytes that the same step leaves free at its peak while recomputed activations of a block are
-            alive. May be negative.
+        forward_room: the bytes that are free at the peak in the forward and the loss if every block is recomputed. May
+            be negative.
+        backward_room: the bytes that are free at the peak while recomputed activations of a block are alive, if every
+            block is recomputed. May be negative.
     """
     count = len(sizes.activations)
     taken = [0] * count
     kept, attention = [False] * count, [False] * count
 
     def fits(index: int, size: int) -> bool:
-        """Return whether `size` bytes fit for block `index`. If so, set its entry in `taken`."""
+        """Return whether block `index` can keep `size` bytes. If so, store `size` in `taken`."""
         before, taken[index] = taken[index], size
         if sum(taken) <= forward_room and sum(taken[:-1]) <= backward_room:
             return True

@@ -1,9 +1,9 @@
-"""keep_frozen: frozen parameters that stay unsharded between steps, either all of them or as many as memory allows.
+"""keep_frozen: keep frozen parameters unsharded between steps, either all of them or as many as memory allows ("auto").
 
-Frozen weights do not change. So a buffer that was gathered once may stay unsharded (`ShardedBuffer.resident`), and
-needs no all-gather in later steps. It is gathered again after a write to its shard, and resharded like any other buffer
-while one of its parameters is trainable. The same buffers must be resident on every rank, because an all-gather may be
-a collective.
+Frozen weights do not change. So a flat buffer of them needs only one all-gather if it then stays unsharded; such a
+buffer is resident (`ShardedBuffer.resident`). It is gathered again after a write to its shard, and it is resharded like
+any other buffer while one of its parameters is trainable. The same buffers must be resident on every rank, because an
+all-gather may be collective.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _GIB = 2**30
 
 
 def keep_all(model: torch.nn.Module, world: World) -> None:
-    """Make every buffer of `model` resident, and gather those that are frozen now. Collective: every rank must call it.
+    """Keep the frozen buffers of `model` unsharded between steps, and all-gather them now.
 
-    A buffer that is frozen later is kept unsharded from its next all-gather on.
+    Collective: every rank must call it. A buffer that is frozen later stays unsharded from its next all-gather on.
     """
     buffers = buffers_of(model)
     for buffer in buffers:
@@ -46,28 +46,28 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
             buffer.gather()
     for buffer in buffers:
         buffer.wait()
-    # Without this wait, a rank could write its shard before the first step while another rank still reads it.
+    # Without this wait, a rank could write to its shard before the first step while another rank still reads it.
     world.schedule.wait_for_readers()
 
 
 class Residents:
-    """Keeps as many frozen buffers of a wrapped model resident as memory allows.
+    """keep_frozen="auto" for one wrapped model: keeps as many frozen buffers resident as memory allows.
 
-    A pass begins with the first training forward after a backward, and ends where the next pass begins. A measured pass
-    has no resident buffers, and the allocator's peak is reset for it. After an optimizer's first step the ranks agree
-    which buffers become resident, as many as fit on the rank with the least available memory: first root buffers (of
-    parameters outside blocks), then those of the blocks. The available memory is the part of `DeviceMemory.usable` that
-    a measured step leaves free or, if blocks have use_checkpoint="auto", the bytes that the plan of their activations
-    leaves (`Activations.left`).
+    A resident buffer stays unsharded between steps. A pass begins with the first training forward after a backward, and
+    ends where the next pass begins. The first passes are measured: no buffer is resident in them, and the allocator's
+    peak statistics are reset. After an optimizer's first step the ranks agree which buffers become resident: as many as
+    fit on the rank with the least available memory, first those of parameters outside blocks (root buffers), then those
+    of the blocks. The available memory is what a measured step leaves free or, if blocks have use_checkpoint="auto",
+    what the plan for their activations leaves (`Activations.left`).
 
-    Before each training forward the ranks exchange one message. If on any rank the inputs are larger than measured, or
-    less memory is free than the plan assumed, all ranks reshard the resident buffers, measure, and plan again. Forwards
-    without gradients (evaluation, generation) may need any amount of memory, so the buffers are resharded before them,
-    without a message; they become resident again with the next training forward. So a step that fits in memory
-    without resident buffers also fits with them.
+    Before each training forward the ranks exchange one message. If on any rank the inputs are larger than all measured
+    ones, or less memory is free than the plan assumed, all ranks reshard the resident buffers, measure, and plan again.
+    Forwards without gradients (evaluation, generation) may need any amount of memory, so the buffers are resharded
+    before them, without a message, and become resident again with the next training forward. A step that fits in memory
+    without resident buffers therefore also fits with them.
 
-    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or after a plan for
-    which no memory was available.
+    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or once a plan has
+    found no memory for any resident buffer.
     """
 
     def __init__(self, model: torch.nn.Module, planner: MemoryPlanner) -> None:
@@ -75,41 +75,41 @@ class Residents:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         modules: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
         inside = {buffer for block in modules for buffer in block._bmt.buffers}
-        # Weak references, so that a deleted part of the model can be garbage-collected. Blocks are listed by their
-        # states, not by their buffers, because a later auto_wrap may add a buffer to a block.
+        # Weak references, so that a deleted part of the model can be garbage-collected. For blocks, their states are
+        # listed instead of their buffers, because a later auto_wrap may add a buffer to a block.
         self._root = [weakref.ref(buffer) for buffer in buffers_of(model) if buffer not in inside]
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
         self._forwards = 0  # the number of training forwards in this pass
-        self._seen: list[tuple[int, Shapes]] = []  # number and input shapes of each measured forward of this pass
+        self._seen: list[tuple[int, Shapes]] = []  # for each measured forward of this pass: its number, input shapes
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # peak of allocated bytes since the measurement began; None without a measurement
-        self._free = 0  # the minimum of free bytes at the start of a pass, since the measurement began
+        self._free = 0  # the least bytes free at the start of a pass, since the measurement began
         self._spare = 0  # bytes by which free memory may fall below `_free` before a new plan is made
         self._policies: list[Any] = []  # the blocks' recompute policies when the measurement began
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that the plan keeps resident."""
+        """The bytes of all buffers that this plan keeps unsharded between steps, including those not yet gathered."""
         return sum(buffer.full_nbytes for buffer in self._kept())
 
     @property
     def gathered(self) -> int:
-        """Bytes of the buffers that the plan keeps resident and that are gathered now."""
+        """The bytes that are allocated now for the buffers that this plan keeps unsharded between steps."""
         return sum(buffer.full_nbytes for buffer in self._kept() if buffer.is_unsharded)
 
     def _kept(self) -> list[ShardedBuffer]:
-        """Return the chosen buffers that still exist. Empty after `reshard`, until they are resident again."""
+        """Return the resident buffers that still exist; none from `reshard` to the next training forward."""
         if not self._keeping:
             return []
         return [buffer for buffer in (reference() for reference in self._chosen) if buffer is not None]
 
     def _units(self) -> list[list[ShardedBuffer]]:
-        """Return all buffers, in groups that become resident together.
+        """Return all buffers of the model, in groups that become resident together.
 
-        Each root buffer is a group by itself; the buffers of a block form one group. A root buffer or block that no
-        longer exists leaves an empty group.
+        The buffers of a block form one group; each buffer of parameters outside blocks is a group by itself. A buffer
+        or block that has been deleted leaves an empty group.
         """
         outside = [[] if buffer is None else [buffer] for buffer in (reference() for reference in self._root)]
         return outside + [[] if state is None else state.buffers for state in (each() for each in self._blocks)]
@@ -120,7 +120,7 @@ class Residents:
     # -- a forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self, shapes: Shapes) -> None:
-        """Decide which buffers are resident in the training forward that begins now.
+        """Make the planned buffers resident, or measure, or plan anew, as a training forward begins.
 
         Collective: every rank must call it.
 
@@ -146,9 +146,9 @@ class Residents:
         self._forwards += 1
 
     def _begin_pass(self) -> None:
-        """Store the input shapes measured in the last pass, and decide whether this pass needs any work."""
+        """Store the input shapes measured in the last pass, and set `_idle` if there is nothing to measure or keep."""
         self._forwards = 0
-        for number, shapes in self._seen:  # added only now, because a measurement is complete when its pass has ended
+        for number, shapes in self._seen:  # added only now, because a measurement is complete only when its pass ends
             self._inputs.add(shapes, number)
         self._seen = []
         if self._planned:
@@ -160,9 +160,9 @@ class Residents:
             self._peak = None  # `activations` has reset the allocator's peak, so this measurement cannot continue
 
     def _is_short(self) -> bool:
-        """Return whether less memory is free than the plan assumed.
+        """Return whether this pass begins with less free memory than the plan assumed.
 
-        Also returns True if the blocks' recompute policies have changed since the last measurement began.
+        Also returns True if blocks are recomputed by another policy than when the last measurement began.
         """
         if self._present_policies() != self._policies:
             self._peak = None
@@ -170,7 +170,7 @@ class Residents:
         return self._planned and self._read_free() < self._free - self._spare
 
     def _read_free(self) -> int:
-        """Return the bytes free now. Resident buffers count as free for this model, but not for other models."""
+        """Return the bytes that are free now. Resident buffers of this model count as free, those of others do not."""
         others = self._planner.gathered_bytes - self.gathered
         return self._meter.read_free(self._buffers()) - others
 
@@ -180,7 +180,7 @@ class Residents:
     # -- a measurement ------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Begin to measure the memory that steps take. No buffer of this model may be resident."""
+        """Begin to measure the memory that steps take. Call it while no buffer of this model is resident."""
         self._policies = self._present_policies()
         self._meter.note_versions(self._buffers())
         if self._planner.activations.measuring:
@@ -201,8 +201,8 @@ class Residents:
             self._peak = max(self._peak, self._meter.taken())
 
     def _room(self) -> int | None:
-        """Return the bytes that resident buffers of this model may take, or None while that is unknown."""
-        # No buffer of this model is resident here, so `resident_bytes` are those of other models.
+        """Return how many bytes buffers of this model that stay unsharded may take, or None while that is unknown."""
+        # No buffer of this model is resident here, so `resident_bytes` contains only buffers of other models.
         free, others = self._read_free(), self._planner.resident_bytes
         self._free = free if self._peak is None else min(self._free, free)
         if self._is_planned:
@@ -212,9 +212,10 @@ class Residents:
         return None if self._peak is None else free + self._planner.gathered_bytes - others - self._peak
 
     def _agree(self) -> None:
-        """Choose the resident buffers, the same on all ranks, once an optimizer has allocated its state.
+        """Choose the same resident buffers (which stay unsharded between steps) on all ranks.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Does nothing before an optimizer's first step, and while the available
+        memory of a rank is unknown.
         """
         buffers, room = self._buffers(), self._room()
         reading = Reading(self._meter.has_stepped(buffers), None if room is None else (room,))
@@ -226,12 +227,12 @@ class Residents:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _plan(self, units: Sequence[Sequence[ShardedBuffer]], room: int) -> None:
-        """Choose the resident buffers: in execution order, each group that still fits into the room.
+        """Choose the resident buffers: in execution order, each group that still fits into `room`.
 
-        Collective: every rank must call it. The first groups matter most, because at the start of a forward hardly any
-        computation can overlap with their all-gathers.
+        Collective: every rank must call it. The first groups matter most, because at the start of a forward there is
+        hardly any computation with which their all-gathers can overlap.
 
-        units: the groups of frozen buffers.
+        units: groups of frozen buffers: those of a block, or one buffer of parameters outside blocks.
         room: the bytes that resident buffers may take.
         """
         numbers, left = [], room
@@ -248,21 +249,21 @@ class Residents:
         if self._world.rank == 0:
             rows = [
                 (len(chosen), "stay unsharded between steps", _nbytes(chosen)),
-                (len(units) - len(chosen), "are gathered at each use", _nbytes(units) - _nbytes(chosen)),
+                (len(units) - len(chosen), "are all-gathered at each use", _nbytes(units) - _nbytes(chosen)),
             ]
-            lines = [f"of {len(units)} blocks and root buffers, with {room / _GIB:.2f} GiB available:"]
+            lines = [f"of {len(units)} blocks and parameter groups outside them, with {room / _GIB:.2f} GiB available:"]
             lines += [f"  {count:4d} {what:30} {nbytes / _GIB:8.2f} GiB" for count, what, nbytes in rows]
             _log.info("keep_frozen='auto': %s", "\n".join(lines))
 
     def _keep(self) -> None:
-        """Make the chosen buffers resident from their next all-gather on."""
+        """Make the chosen buffers resident: from their next all-gather on, they stay unsharded between steps."""
         if not self._keeping:
             self._keeping = True
             for buffer in self._kept():
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard the resident buffers now, or at the end of another model's running forward, which may read them."""
+        """Reshard the resident buffers: now, or at the end of another model's running forward, which may use them."""
         for buffer in self._kept():
             buffer.resident = False
             if self._schedule.inside.depth <= 1:
@@ -271,7 +272,7 @@ class Residents:
 
 
 def _frozen(units: Sequence[Sequence[ShardedBuffer]]) -> list[list[ShardedBuffer]]:
-    """Return the same groups of buffers, with only the frozen buffers in each."""
+    """Return `units`, groups of buffers, with only the frozen buffers in each group."""
     return [[buffer for buffer in unit if not buffer.gradient.trainable] for unit in units]
 
 

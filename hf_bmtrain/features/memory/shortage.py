@@ -15,7 +15,7 @@ from ...engine.sharding.slots import buffers_of
 
 
 def follow_shortage(model: torch.nn.Module, world: World) -> None:
-    """Describe the memory of `model`, instead of that of an earlier model, in out-of-memory errors from now on."""
+    """From now on, let out-of-memory errors describe the memory of `model`, and no longer that of an earlier model."""
     shortage = world.schedule.observer(Shortage)
     if shortage is None:
         world.schedule.observe(Shortage(model, world))
@@ -24,7 +24,7 @@ def follow_shortage(model: torch.nn.Module, world: World) -> None:
 
 
 class Shortage(Observer):
-    """Explains an out-of-memory error: what takes memory in a wrapped model, and what would save some."""
+    """Explains an out-of-memory error: what takes memory in the model that was wrapped last, and how to save some."""
 
     position = 10
 
@@ -33,24 +33,24 @@ class Shortage(Observer):
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Describe the memory of `model`, instead of that of an earlier model, from now on."""
+        """From now on, describe the memory of `model` instead of that of an earlier model."""
         self._model = weakref.ref(model)
 
     def out_of_memory(self) -> str:
         model = self._model()
         if model is None:
-            return "The model that auto_wrap sharded has been deleted."
+            return "What takes this memory is unknown: the last model that auto_wrap sharded has been deleted."
         lines = [f"Memory on rank {self._world.rank}, in GiB:", *self._table(model)]
         return "\n".join([*lines, "To save memory, try in this order:", *self._advice(model)])
 
     def _table(self, model: torch.nn.Module) -> list[str]:
-        """Return lines with the GiB that each kind of tensor takes."""
+        """Return lines that say how many GiB each kind of tensor takes."""
         buffers = buffers_of(model)
         full = [b for b in buffers if b.sharded and b.is_unsharded]
         gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]
         rows = {
             "shards of the parameters": sum(shard.nbytes for b in buffers for shard in b.storage.memory().stored),
-            f"unsharded parameters ({len(full)} buffers)": sum(b.full_nbytes for b in full),
+            f"unsharded parameters, of {len(full)} blocks or other groups": sum(b.full_nbytes for b in full),
             "shards of the gradients": sum(shard.nbytes for shard in gradients),
         }
         taken = self._world.schedule.mapped_bytes
@@ -61,15 +61,15 @@ class Shortage(Observer):
         return [f"  {nbytes / 2**30:8.2f}  {what}" for what, nbytes in rows.items()]
 
     def _advice(self, model: torch.nn.Module) -> list[str]:
-        """Return numbered lines with the changes that save memory, the cheapest first."""
+        """Return numbered lines, each with a change that saves memory, starting with the cheapest."""
         states: list[Any] = [block._bmt for block in model.modules() if isinstance(block, CheckpointBlock)]
         advice = []
         if any(buffer.is_resident for buffer in buffers_of(model)):
-            advice.append("auto_wrap(model, keep_frozen=False) keeps no frozen parameters unsharded between steps")
+            advice.append("auto_wrap(model, keep_frozen=False) also shards frozen parameters between steps")
         if any(state.recompute is not ALWAYS for state in states):
-            advice.append("auto_wrap(model, use_checkpoint=True) saves only the inputs of each block for backward")
+            advice.append("auto_wrap(model, use_checkpoint=True) keeps only block inputs, and recomputes the rest")
         if self._world.size > 1 and any(state.zero_level == 2 for state in states):
-            advice.append("zero_level=3 frees a block's parameters between its forward and its backward")
+            advice.append("zero_level=3 frees a block's unsharded parameters between its forward and its backward")
         advice += [
             "bmt.optim.AdamOffloadOptimizer keeps the optimizer's state in host memory",
             "bmt.hf.fuse_causal_loss(model) computes the loss of a language model without storing its logits",

@@ -1,11 +1,11 @@
 """auto_wrap(mlp_chunks=N): the MLP of each block computes its tokens in N chunks, one after another.
 
-If a step with long rows recomputes everything else, its peak memory consists mostly of the intermediate activations of
-one MLP: several tensors (tokens, intermediate size). With N chunks they take 1/N of the memory. They are not kept until
-backward, which recomputes each chunk. With use_checkpoint=True this costs no additional operations, because the
-recomputation of a block ends before its MLP. Gradients of weights are summed in float32.
+When long sequences are trained with recomputation, the intermediate activations of a single MLP make up most of the
+peak memory: several tensors of shape (tokens, intermediate size). With N chunks they take 1/N of that. They are not
+kept until backward, which recomputes each chunk. With use_checkpoint=True this costs no additional operations, because
+the recomputation of a block then ends before its MLP. Gradients of weights are summed in float32.
 
-This file finds the modules, and `chunked` computes them.
+This file finds the MLPs, and `chunked` contains their forward and backward.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class MlpChunks(Extension):
         for name, module in model.named_modules() if late else ():
             if isinstance(module, ChunkedMlp) and _draws(module):
                 raise ValueError(
-                    f"auto_wrap: mlp_chunks={module.chunks} cannot be combined with dropout in '{name}', which was "
-                    "added after the model was wrapped: backward recomputes each chunk, and would draw other "
-                    "random numbers. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
+                    f"auto_wrap: mlp_chunks={module.chunks} does not support dropout, but '{name}' got dropout after "
+                    "the model was wrapped. Backward recomputes each chunk, and would draw other random numbers than "
+                    "the forward. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
                 )
 
     def choose(self, plan: WrapPlan) -> None:
@@ -43,8 +43,8 @@ class MlpChunks(Extension):
             return
         if plan.compiled:
             raise ValueError(
-                "auto_wrap: compile cannot be combined with mlp_chunks, because each MLP computes its own gradients, "
-                "which the compiler cannot trace. Leave one of them out."
+                "auto_wrap: compile cannot be combined with mlp_chunks, because torch.compile cannot trace how an MLP "
+                "computes its gradients in chunks. Leave one of them out."
             )
         inside = (module for layer in plan.layers for module in layer.modules())
         self._found = [module for module in inside if _is_mlp(module, plan.shared)]
@@ -60,16 +60,20 @@ class MlpChunks(Extension):
             compute_in_chunks(module, self._count)
         if self._found and plan.world.rank == 0:
             kind = type(self._found[0]).__name__
-            _log.info("mlp_chunks=%d in %d modules, such as %s", self._count, len(self._found), kind)
+            _log.info(
+                "mlp_chunks=%d: the tokens are computed in chunks in %d MLPs of the blocks, such as %s",
+                self._count, len(self._found), kind,
+            )  # fmt: skip
 
 
 def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
     """Return whether `module` is an MLP that can compute its tokens in chunks.
 
-    It must be called ...MLP, take one tensor, use no random numbers (dropout), and share no parameters. Modules with a
-    router are left out: their experts may accept a limited number of a row's tokens, and hooks record their outputs.
+    The name of its class must end in MLP, and it must take one tensor, use no dropout and share no parameters with
+    other modules. Modules with a router are left out: their experts may accept only a limited number of tokens of a
+    sequence, and hooks record the router's outputs, which must be those of all tokens.
 
-    shared: ids of parameters that several modules use.
+    shared: the ids of parameters that several modules use.
     """
     if not type(module).__name__.endswith("MLP") or "forward" in vars(module):
         return False
@@ -83,5 +87,5 @@ def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
 
 
 def _draws(module: torch.nn.Module) -> bool:
-    """Return whether a module in `module` drops values at random."""
+    """Return whether `module` contains dropout with a probability above zero."""
     return any(isinstance(each, torch.nn.modules.dropout._DropoutNd) and each.p > 0 for each in module.modules())

@@ -1,8 +1,8 @@
 """The forward and backward of a module that computes its tokens in chunks.
 
-In autograd's graph, the module is two nodes: first `_Keep`, which saves the input, and then `_Compute`, which computes
-the output and saves nothing. The last tensor that a recomputed block saves is therefore the input of its MLP, and
-torch's checkpoint ends the recomputation there. In backward, `_Compute` runs first and only passes the output's
+In autograd's graph, the module consists of two nodes: first `_Keep`, which saves the input, and then `_Compute`, which
+computes the output and saves nothing. The last tensor that a recomputed block saves is therefore the input of its MLP,
+and torch's checkpoint ends the recomputation there. In backward, `_Compute` runs first and only passes the output's
 gradient to `_Keep`, which computes all gradients.
 """
 
@@ -22,7 +22,7 @@ from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 
 
 class ChunkedMlp(OnlyWhileSharded):
-    """An MLP, extended in place.
+    """Base class that makes an MLP compute its tokens in chunks. `compute_in_chunks` adds it to a module's class.
 
     chunks: the number of chunks.
     """
@@ -35,26 +35,26 @@ class ChunkedMlp(OnlyWhileSharded):
 
 
 def compute_in_chunks(module: torch.nn.Module, chunks: int) -> None:
-    """Make `module`, whose forward takes one tensor of tokens, a ChunkedMlp, in place."""
+    """Make `module` compute its tokens in `chunks` chunks, by replacing its class. Its forward must take one tensor."""
     module.__class__ = _extended_class(type(module), chunks)
 
 
 @functools.cache
 def _extended_class(cls: Any, chunks: int) -> Any:
-    """Return the subclass of ChunkedMlp and `cls` that all modules of class `cls` get."""
+    """Return the class that replaces `cls`: a subclass of ChunkedMlp and `cls`."""
     return extend_class(ChunkedMlp, cls, {"chunks": chunks})
 
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module.
+    """What the backward needs to know of one forward of a module.
 
     Attributes:
         forward: the forward of the module.
         count: the number of chunks.
         parameters: the parameters of the module that require a gradient.
-        autocast: the device type and the dtype of autocast, or None if it is off.
-        gradient: the gradient of the output, between the backwards of `_Compute` and `_Keep`.
+        autocast: the device type and the dtype of autocast in the forward, or None if it was off.
+        gradient: the gradient of the output, stored by the backward of `_Compute` for that of `_Keep`.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -64,7 +64,7 @@ class _Call:
     gradient: Tensor | None = field(default=None)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return a context with the forward's autocast, but without its cache, which would keep casts of weights."""
+        """Return a context with the forward's autocast, but without its cache, which would keep the cast weights."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
@@ -133,19 +133,23 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
         ctx.call.gradient = gradients[0]
-        return None, gradients[0].new_zeros(()).expand(ctx.shape)  # takes no memory; `_Keep` does not read it
+        # A placeholder that takes no memory. `_Keep` reads `call.gradient` instead.
+        return None, gradients[0].new_zeros(()).expand(ctx.shape)
 
 
 def _pieces(count: int, *tensors: Any) -> Any:
-    """Yield, for each of `count` chunks, the index of its first token, and the tokens of each of `tensors`."""
+    """Split `tensors` into `count` chunks of tokens. For each chunk, yield (index of its first token, *its tensors)."""
     at = 0
     for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
-        yield at, *(view.contiguous() for view in views)  # contiguous, as the module's input is if it is not split
+        yield at, *(view.contiguous() for view in views)  # contiguous, like an input that is not split
         at += views[0].shape[-2]
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Add the gradient of a weight from one chunk to the sum of the earlier chunks, in float32."""
+    """Return `total`, the float32 sum of a weight's gradients over the earlier chunks, plus `gradient` of this chunk.
+
+    None stands for no gradient. `total` is changed in place.
+    """
     if gradient is None:
         return total
     return gradient.float() if total is None else total.add_(gradient)

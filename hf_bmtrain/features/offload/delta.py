@@ -14,22 +14,23 @@ PIECE = 1 << 20  # elements per operation, so that temporary tensors take little
 
 
 def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
-    """Return the mean and variance over all elements of the last step's update δ, in units of the learning rate.
+    """Return the mean and variance, over all elements, of the last step's update δ, in units of the learning rate.
 
     Collective if any of the parameters is sharded: every rank must then call it.
 
-    With the moments m and v, the weight decay wd, and the weights w and w' before and after the step:
+    With Adam's moments m and v after step t, the weight decay wd, and the weights w before and w' after the step:
 
         δ = d + wd·w    d = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps)    w' = w − lr·δ
 
-    δ is computed after the step from m, v and the new masters w', from which w = (w' + lr·d) / (1 − lr·wd). m and v
-    already contain the step's gradient, so d is exact except for the rounding of the stored m. That rounding is none in
-    float32; in bfloat16 it is up to 2⁻⁸ of d, stochastic and unbiased. w is exact to a few units in the last place of
-    float32 while lr·wd is well below 1 (at 1 it cannot be recovered). Sums are float64. Every element counts once: the
-    sums of sharded parameters are added over the ranks, those of ordinary parameters, which every rank has, are not.
+    δ is computed after the step from m, v and the master weights w', with w = (w' + lr·d) / (1 − lr·wd). m and v
+    already contain the step's gradient, so d is exact if m is stored in float32. If m is stored in bfloat16, its
+    rounding, which is stochastic and unbiased, changes d by up to 2⁻⁸ of its value. w is exact to a few units in the
+    last place of float32 while lr·wd is well below 1 (at 1 it cannot be recovered). Sums are float64. Every element
+    counts once: the sums of sharded parameters are added over the ranks; those of ordinary parameters, which every rank
+    stores in full, are not.
 
     Args:
-        states: the state of each run, at least one.
+        states: the Adam state of each run (parameters that are updated together), at least one.
         settings: the settings of each run's parameter group.
 
     Returns:
@@ -50,8 +51,11 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
-    """Yield δ of the last step for consecutive ranges of a run, each (≤ PIECE,) float32 on the device of its weights.
+    """Yield the last step's update δ (see `delta_moments`) of a run, in consecutive pieces.
 
+    Each is (n,) float32 with n at most PIECE, on the device of the weights.
+
+    state: the Adam state of the run.
     settings: the settings of the run's parameter group.
     """
     lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last is the L2 decay, which m contains already

@@ -1,4 +1,4 @@
-"""AdamW on the device with its state in host memory: chunks of state are copied to the device and back."""
+"""Update optimizer state that is in host memory on the device: copy it there in chunks, update them, copy them back."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _BUFFERS = 3
 
 
 class DeviceUpdate:
-    """Updates chunks of state in three buffers on the device, with one stream each for upload, update and download.
+    """Updates chunks of optimizer state on the device, with one stream each for upload, update and download.
 
-    While one chunk is updated, the next is uploaded and the previous one is downloaded. The host never waits. The order
-    of the work is this:
+    While one chunk is updated, the next is uploaded and the previous one is downloaded, so there are three buffers on
+    the device. The host never waits. The order of the work:
 
     * An upload into a buffer waits until the previous contents of the buffer are downloaded, and until the previous
       step's download of the same chunk is complete.
-    * The update of a buffer waits until its upload is complete. It also waits for the work that the current stream had
-      queued when `carry` was called: that work computes the gradients and the step's scalars (such as bias
+    * The update of a buffer waits until its upload is complete. It also waits for the work that was queued on the
+      current stream when `carry` was called: this computes the gradients and the step's scalars (such as bias
       corrections), and includes every read of the old weights.
     * The download of a buffer waits until its update is complete.
-    * Before the caller writes gradients, the step's scalars or weights again, it must wait for the events that `carry`
-      yields, or for `updated`.
+    * Before the caller writes to gradients, the step's scalars or weights again, it must wait for the events that
+      `carry` yields, or for `updated`.
 
     Attributes:
-        updated: the event of the last chunk's update.
-        downloaded: the event of the last chunk's download.
+        updated: the event that completes with the last chunk's update.
+        downloaded: the event that completes with the last chunk's download.
     """
 
     def __init__(self, chunks: Sequence[Chunk], exp_avg_dtype: torch.dtype, device: torch.device) -> None:
@@ -55,22 +55,24 @@ class DeviceUpdate:
         self.downloaded: Event = DONE
 
     def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Event]:
-        """Queue the update of every chunk, and yield an event for each. Keep its gradients until that event.
+        """Queue the update of every chunk, and yield for each the event that completes when its weights are updated.
+
+        The gradients of a chunk must not be freed or written before its event completes.
 
         Args:
             chunks: the chunks to update, in this order.
-            update: called as `update(part, state)`, with the update stream current, for each part of a chunk. It
-                updates in place `state`, the chunk's state in a device buffer.
+            update: called as `update(part, state)`, with the update stream current, for each Part of a chunk. It must
+                update `state`, the state of the whole chunk in a device buffer, in place.
 
         Returns:
-            An iterator over one event per chunk, which completes when the chunk's weights are updated.
+            An iterator over one event per chunk.
         """
         self._update.follow()
         for chunk in chunks:
             yield self._pass(next(self._turns), chunk, update)
 
     def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Event:
-        """Queue upload, update and download of a chunk in device buffer `number`. Return the event of its update."""
+        """Queue a chunk's upload, update and download, in device buffer `number`. Return the event of its update."""
         home = chunk.slab.part(chunk.start, chunk.stop)
         masters, exp_avg, exp_avg_sq = self._buffers[number]
         master = None if home.master is None else masters.view(home.master.dtype)
@@ -93,7 +95,7 @@ class DeviceUpdate:
 
 
 def _copy(targets: StateTensors, sources: StateTensors) -> None:
-    """Queue copies of state tensors from `sources` to `targets`, between host and device, on the current stream."""
+    """Queue copies of the state tensors `sources` to `targets`, between host and device, on the current stream."""
     for target, source in zip(targets, sources):
         if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
             target.copy_(source, non_blocking=True)

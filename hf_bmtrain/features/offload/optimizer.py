@@ -30,15 +30,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state in page-locked host memory. Results are bitwise those of AdamOptimizer.
 
     The state takes as many bytes of host memory as AdamOptimizer takes on the device, and every step copies all of it
-    to the device and back. A state dict of bfloat16 weights takes 8 more bytes per element. On the CPU nothing is
-    copied, and the optimizer works like AdamOptimizer.
+    to the device and back. A state dict of bfloat16 weights takes 8 more bytes of host memory per element. On the CPU
+    nothing is copied, and the optimizer works like AdamOptimizer.
 
     `step` copies and updates the state in chunks, on separate streams, and returns before the last chunks are updated.
-    It starts with the parameters that the model uses first, and each flat buffer's all-gather waits only for the update
-    of that buffer, so the next forward can begin before the step is complete. Forward, backward, `parameter.gather()`,
-    `state_dict`, loading, `.data` and the next `step` wait automatically. After a `step`, call `wait()` before any
-    other read or write of parameters or of `optimizer.state` (for example an average over `model.parameters()`), and
-    before writing to gradients.
+    The next forward can begin before the step is complete: `step` starts with the parameters that the model uses first,
+    and the all-gather of a block waits only for the update of that block's parameters. Forward, backward,
+    `parameter.gather()`, `state_dict`, loading, `.data` and the next `step` wait automatically. After a `step`, call
+    `wait()` before any other read or write of parameters or of `optimizer.state` (for example an average over
+    `model.parameters()`), and before writing to gradients.
 
     Args:
         params: the parameters, or parameter groups, as for AdamOptimizer.
@@ -108,12 +108,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return 0.0 if self._delta is None else self._delta[1].item()
 
     def wait(self) -> None:
-        """Make the current stream, but not the host, wait until the last step has written weights and state."""
+        """Make the current stream, but not the host, wait until the last step has updated weights and state."""
         if self._mover is not None:
             self._mover.updated.wait()
 
     def _finish(self) -> None:
-        """Make the host wait until the last step has written the weights and, in host memory, the state."""
+        """Make the host wait until the last step has updated the weights and copied the state back to host memory."""
         if self._mover is not None:
             self._mover.downloaded.synchronize()  # all updates are complete when the last download is
 
@@ -121,7 +121,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _step(self) -> None:
         self._check_early()
-        # 1. Arrange in runs the parameters that have gradients or were updated during the backward.
+        # 1. Group the parameters that have gradients, or were updated during the backward, into runs.
         early = self._early.parameters
         rearranged = self._arrange(
             [[p for p in group["params"] if p.grad is not None or p in early] for group in self.param_groups]
@@ -130,12 +130,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
         left = self._not_early()
         if left:
             self._step_runs(left)
-        # 3. Make later all-gathers wait for these updates on all ranks. This is collective, so the order is the same.
+        # 3. Make later all-gathers wait for these updates on all ranks. This is collective, so every rank uses the same
+        # order.
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
         # 4. A run contains either only parameters that were updated during the backward, or none of them (`_kind`). If
-        # step 1 had to divide runs for that reason, arrange them again in the next step, to merge adjacent parameters.
+        # part 1 had to split runs for that reason, the next step forms the runs anew, to merge adjacent parameters.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
@@ -148,7 +149,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._delta = moments if found_inf is None else torch.where(found_inf != 0, earlier, moments)
 
     def _not_early(self) -> list[int]:
-        """Return the indices of the runs that were not updated during the backward."""
+        """Return the indices of the runs (parameters that are updated together) not updated during the backward."""
         return [n for n, state in enumerate(self._states) if state.run.parameters[0] not in self._early.parameters]
 
     def _update(self, numbers: Sequence[int]) -> None:
@@ -177,28 +178,31 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 ticket.wait()  # wait now, because a later read of an ordinary parameter does not wait
 
     def _in_order(self, numbers: Sequence[int]) -> list[int]:
-        """Sort runs by `index_base`, so that runs of a buffer are adjacent and the order is the same on all ranks."""
+        """Return `numbers`, indices of runs, in an order that is the same on all ranks.
+
+        A run consists of parameters that are updated together. The runs of a flat buffer are adjacent in this order.
+        """
         return sorted(numbers, key=lambda number: self._states[number].index_base)
 
     # -- during the backward ------------------------------------------------------------------------------------
 
     @contextmanager
     def update_in_backward(self) -> Iterator[None]:
-        """Update each block's parameters as soon as their gradient is reduced, in the backward inside this context.
+        """Update each block's parameters during the backward inside this context, as soon as their gradient is reduced.
 
         `step` updates all other parameters. After `step` the weights are bitwise the same as without this context. Do
-        not use them between the backward and `step`, when only some are updated. Blocks are updated from the
-        last to the first. The next forward needs the first block, so it waits for the whole update.
+        not use the weights between the backward and `step`, when only some of them are updated. Blocks are updated from
+        the last to the first. The next forward needs the first block, so it waits for the whole update.
 
-        Do not combine it with gradient clipping, loss scaling or skipped steps, which need all gradients before the
-        first update: `clip_grad_norm` and `step` then raise an error. If a gradient is inf or nan, the weights become
-        inf or nan too, and OptimManager raises an error. Some parameters are updated only by `step`:
+        Do not combine this context with gradient clipping, loss scaling or skipped steps, which need all gradients
+        before the first update: `clip_grad_norm` and `step` then raise an error. If a gradient is inf or nan, the
+        weights become inf or nan too, and OptimManager raises an error. Some parameters are updated only by `step`:
 
-        * ordinary parameters,
-        * all parameters sharded together (in a flat buffer), in the first step, in the first step after a load,
-          and whenever the set of them that have a gradient has changed,
-        * all parameters of a model whose ranks may enter different blocks, because a rank may need a block after others
-          have reduced its gradient.
+        * ordinary parameters (those that are not sharded),
+        * the parameters of a flat buffer (those that are sharded together) in the first step, in the first step after
+          a load, and in each step in which a different set of them has gradients than in the step before,
+        * all parameters of a model whose ranks may enter different blocks, because a rank may still need a block when
+          others have reduced its gradient.
 
         Returns:
             A context manager for the last backward of a step.
@@ -217,8 +221,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """
         if self.loss_scale is not None:
             raise ValueError(
-                "update_in_backward() cannot be used with a loss scale, because only after the backward is it known "
-                "whether the step must be skipped. Use one or the other."
+                "update_in_backward() cannot be used with a loss scale: whether a step must be skipped is known only "
+                "after the backward. Leave out update_in_backward(), or train in bfloat16 without a loss scale."
             )
         if self._early.parameters:
             raise RuntimeError("update_in_backward() was entered again before step(). Call step() after each use.")
@@ -230,8 +234,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         uneven = [buffer for buffer in by_buffer if negotiation.covers(buffer)]
         if uneven and not self._told and current_world().rank == 0:
             _log.info(
-                "update_in_backward(): step() updates the parameters of %d of %d flat buffers instead, because ranks "
-                "may enter different parts of a model",
+                "update_in_backward() leaves %d of %d groups of parameters (usually one per block) to step(), because "
+                "the ranks may run different parts of their model",
                 len(uneven), len(by_buffer),
             )  # fmt: skip
         self._told = True
@@ -239,8 +243,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             del by_buffer[buffer]
         with ExitStack() as hooks:
             for buffer, local_params in by_buffer.items():
-                # Hooks run parameter by parameter, in the buffer's order. So a hook that is added now to the last
-                # parameter runs after the user's hooks on all of them.
+                # Hooks run for one parameter after another, in the buffer's order. So a hook that is added now to the
+                # last parameter runs after the user's hooks on all parameters of the buffer.
                 last = [local for local in buffer.slices if local.requires_grad][-1]
                 update = last.register_post_accumulate_grad_hook(
                     lambda _, local_params=local_params: self._update_early(local_params)
@@ -250,16 +254,16 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     @property
     def updated_in_backward(self) -> bool:
-        """Whether parameters were updated during a backward, and `step` has not been called since."""
+        """True if parameters were updated during a backward, and `step` has not been called since."""
         return bool(self._early.parameters)
 
     def _update_early(self, local_params: list[Any]) -> None:
-        """Update `local_params`, parameters of one flat buffer whose gradient has just been reduced.
+        """Update `local_params`, the parameters of one flat buffer, whose gradient has just been reduced.
 
-        All parameters of a buffer get their gradients at once. If these are not the parameters of the optimizer's runs
-        of this buffer, nothing is updated here: `step` rearranges the runs and updates them. The weights may be written
-        now, because every rank has contributed to the reduced gradient and so has left the block's backward.
-        The next forward waits for the update (see PendingUpdate).
+        All parameters of a buffer get their gradients at once. If they are not the same parameters as those in the
+        optimizer's runs of this buffer, nothing is updated here: `step` then forms the runs anew and updates them.
+        Writing to the weights is safe now, because every rank has contributed to the reduced gradient, and so has
+        finished the block's backward. The next forward waits for the update (see PendingUpdate).
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
@@ -270,8 +274,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if not self._early.parameters.keys().isdisjoint(local_params):
             raise RuntimeError(
                 f"A second backward inside update_in_backward() produced gradients of {len(local_params)} parameters "
-                "that are already updated. To accumulate gradients, put only the last backward of a step inside "
-                "`with optimizer.update_in_backward():`, and call step() after it."
+                "that the first one has already updated. To accumulate gradients, put only the last backward of a step "
+                "inside `with optimizer.update_in_backward():`, and call step() after it."
             )
         for copied in tuple(current_world().copying):
             copied.wait()
@@ -280,7 +284,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._early.settings = _snapshot(self._settings())
 
     def _check_early(self) -> None:
-        """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward."""
+        """Raise RuntimeError if gradients or settings changed after parameters were updated in the backward."""
         parameters = self._early.parameters
         if not parameters:
             return
@@ -321,7 +325,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         places = allocate_slabs(runs, dtypes, self._exp_avg_dtype)
         self._places.update(places)
         _log.info(
-            "allocated the Adam state of %d elements in %d slabs of page-locked host memory",
+            "AdamOffloadOptimizer: allocated the state of %d elements in page-locked host memory (%d allocations)",
             sum(run.weights.numel() for run in runs),
             len({place.slab for place in places.values()}),
         )
@@ -336,9 +340,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
 class _EarlyUpdates:
     """The parameters that were updated during the backward, and the gradients and settings of that update.
 
+    They show whether gradients or settings are changed later, when it is too late (see `_check_early`).
+
     Attributes:
         parameters: the updated parameters, each with the gradient tensor that was used and its version.
-        settings: a copy of the parameter groups' settings that were used.
+        settings: a copy of the settings of the parameter groups that were used.
     """
 
     parameters: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = field(default_factory=dict)
@@ -346,5 +352,5 @@ class _EarlyUpdates:
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """Return a copy of `settings` for a later comparison, with (id, version) in place of each tensor."""
+    """Return a copy of `settings` to compare with later, with (id, version) in place of each tensor."""
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

@@ -1,6 +1,6 @@
-"""Optimizer state in page-locked host memory. A slab holds the state of several runs, and is copied in chunks.
+"""Optimizer state in page-locked host memory, which is allocated in slabs and copied to the device in chunks.
 
-A run is a contiguous range of parameters that are updated together.
+A slab contains the state of several runs. A run is a contiguous range of parameters that are updated together.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from ...engine.optim.runs import Run, StateTensors
 from ...engine.sharding.buffer import ShardedBuffer
 
 SLAB_ELEMENTS = 1 << 28
-"""The most elements of a slab. A larger run gets its own slab."""
+"""The largest number of elements in a slab. A run with more elements gets a slab of its own."""
 CHUNK_ELEMENTS = 1 << 22
-"""The most elements of a chunk, 16 MiB of float32: enough for full speed over PCIe, and short compared with a step."""
+"""The largest number of elements in a chunk. In float32 they take 16 MiB: enough for the full speed of PCIe, and the
+copy takes little time compared with a step."""
 ALIGNMENT = 64
-"""Runs start at multiples of this many elements of a slab, so that they are as well aligned as in a shard."""
+"""Runs start at multiples of this many elements in a slab, so that they are as well aligned as in a shard."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a run's state: its slab, and the first element in it."""
+    """Where the state of a run (parameters that are updated together) is: its slab, and its first element there."""
 
     slab: StateTensors
     start: int
@@ -32,12 +33,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a chunk that belongs to one run.
+    """The part of a chunk that belongs to one run (parameters that are updated together).
 
     Attributes:
         run: the index of the run.
-        of_run: the range of elements in the run.
-        of_chunk: the same elements' range in the chunk.
+        of_run: the range of these elements in the run.
+        of_chunk: the range of the same elements in the chunk.
     """
 
     run: int
@@ -47,13 +48,13 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """A range of a slab that is copied to the device and updated at once.
+    """A range of a slab that is copied to the device and updated there as one piece.
 
     Attributes:
-        owner: the flat buffer or ordinary parameter to which all this state belongs.
+        owner: the flat buffer, or the ordinary (not sharded) parameter, whose state this is.
         slab: the slab.
-        start: the first element in the slab.
-        stop: the end in the slab, exclusive.
+        start: the index of the first element in the slab.
+        stop: the index after the last element in the slab.
         parts: one Part for each run that has elements in the chunk.
     """
 
@@ -67,12 +68,12 @@ class Chunk:
 def allocate_slabs(
     runs: Sequence[Run], masters: Sequence[torch.dtype | None], exp_avg_dtype: torch.dtype
 ) -> dict[Run, Place]:
-    """Allocate slabs of page-locked memory for the state of all runs, in the given order.
+    """Allocate slabs (large pieces) of page-locked host memory for the Adam state of all runs, in the given order.
 
     Args:
-        runs: the runs.
-        masters: the dtype of each run's stored masters, or None if it stores none. It is the same for all runs of a
-            slab.
+        runs: the runs (parameters that are updated together).
+        masters: for each run, the dtype in which its master weights are stored, or None if it needs none. Runs of
+            different dtypes get different slabs.
         exp_avg_dtype: the dtype of the first moment.
 
     Returns:
@@ -104,10 +105,10 @@ def allocate_slabs(
 
 
 def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> list[Chunk]:
-    """Cut the state of runs into chunks.
+    """Cut the Adam state of runs into chunks, the ranges that are copied to the device and updated there one by one.
 
     Args:
-        runs: the runs.
+        runs: the runs (parameters that are updated together).
         places: the place of each run's state.
         order: the indices of the runs whose state is cut, in the order in which their chunks are returned.
 

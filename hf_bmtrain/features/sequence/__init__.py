@@ -1,12 +1,12 @@
-"""auto_wrap(sequence_parallel=P): groups of P ranks share each row, for rows that are too long for one GPU.
+"""auto_wrap(sequence_parallel=P): groups of P ranks share each row, a sequence that is too long for one GPU.
 
-Each rank computes a part of the row's tokens. For attention, the ranks of a group exchange them: each rank gets all
-tokens of some heads, computes their attention with transformers' own functions and masks, and sends the results back.
-Parameters stay sharded over all ranks.
+Each rank computes a part of the row's tokens. For attention, the ranks of a group exchange queries, keys and values:
+each rank gets all tokens of some heads, computes their attention with transformers' own functions and masks, and sends
+the results back. Parameters stay sharded over all ranks.
 
-Files: `choose` finds the blocks, or the reason to refuse the model. `rows` divides inputs, labels and loss among the
-ranks. `attention` is the attention function, and `exchange` its collectives. `parts` defines which tokens and heads
-each rank gets.
+Files: `choose` finds the blocks, or the reason why the model is not supported. `rows` divides inputs, labels and loss
+among the ranks. `attention` is the attention function, and `exchange` its collectives. `parts` defines which tokens and
+heads each rank gets. `loader` makes Accelerate's data loaders give the ranks of a group the same batches.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ROWS = "_shared_rows"
 
 
 def ranks_per_row(model: Any) -> int:
-    """Return how many ranks share each row of a wrapped model; 1 without `sequence_parallel`."""
+    """Return how many ranks share each row of a wrapped model's batches: 1 without `sequence_parallel`."""
     rows = getattr(model, _ROWS, None)
     return 1 if rows is None else rows.size
 
 
 class SequenceParallel(Extension):
-    """Makes `sequence_parallel` ranks share each row."""
+    """The extension that applies `auto_wrap(sequence_parallel=P)`: groups of P ranks share each row of a batch."""
 
     def __init__(self, options: Options) -> None:
         self._size, self._plans = options.sequence_parallel, options.use_checkpoint == "auto"
@@ -52,7 +52,8 @@ class SequenceParallel(Extension):
             return
         if plan.world.size % self._size:
             raise ValueError(
-                f"auto_wrap: sequence_parallel={self._size} must divide the number of ranks, {plan.world.size}."
+                f"auto_wrap: sequence_parallel={self._size} must divide the number of ranks, {plan.world.size}. Pass a "
+                "divisor of it, or start another number of ranks."
             )
         self._blocks = choose_blocks(plan.model, plan.layers)
 
@@ -72,7 +73,8 @@ class SequenceParallel(Extension):
         if self._plans and getattr(plan.model, "_uneven", False):
             raise ValueError(
                 "auto_wrap: with sequence_parallel, use_checkpoint='auto' does not support "
-                f"{type(plan.model).__name__}, whose ranks may enter different parts of it. Pass True or False."
+                f"{type(plan.model).__name__}, because its ranks may run different parts of it. Pass "
+                "use_checkpoint=True or use_checkpoint=False."
             )
         rows = SharedRows(plan.model, self._size)
         rows.watch(self._blocks, trunk_of(plan.model, self._blocks[0]))
@@ -84,7 +86,7 @@ class SequenceParallel(Extension):
         if plan.world.rank == 0:
             inner = register(attentions_of(self._blocks[0])[0].config._attn_implementation)
             _log.info(
-                "%d groups of %d ranks share rows; each rank computes the attention (%s) of some heads in %d of %d "
-                "blocks",
+                "sequence_parallel: in each of %d groups, %d ranks share the tokens of a row; in attention (%s), each "
+                "rank computes some of the heads. This applies to %d of %d blocks",
                 plan.world.size // self._size, self._size, inner, len(self._blocks), len(plan.layers),
             )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The attention function of models whose rows are shared by several ranks.
+"""The attention function of models whose rows (sequences) are shared by several ranks.
 
-Each rank gets all tokens of some heads, and calls the model's own attention function for them. The function is
-registered with transformers under a new name, one for each attention function that it calls; no entry is replaced.
-transformers makes the same masks as for the model's own function.
+Each rank gets all tokens of some heads, and calls the model's own attention function for them. For each such function
+("sdpa", "flash_attention_2", ...), the function of this file is registered with transformers under a new name; no
+existing entry is replaced. transformers makes the same masks as for the model's own function.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .exchange import heads_from_rows, rows_from_heads
 from .parts import Heads, Parts
 
 ROW = "sequence_row"
-"""The attribute of an attention module that contains the forward's `Row`. A recomputation finds the same `Row`."""
+"""The attribute of an attention module that contains the `Row` of the current forward. A recomputation finds it too."""
 _PREFIX = "sequence_of_"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The data about a row that an attention module needs.
+    """What an attention module must know of the row (sequence) whose tokens it processes.
 
     Attributes:
         parts: the division of the row's tokens among the ranks.
-        positions: the position ids of all tokens, if the block is called with position ids. Flash attention uses them
-            to tell packed documents apart.
+        positions: the position ids of all tokens, or None if the block is called without. Flash attention uses them to
+            tell packed documents apart.
     """
 
     parts: Parts
@@ -41,15 +41,15 @@ class Row:
 
 
 def is_attention(module: torch.nn.Module) -> bool:
-    """Return whether the forward of `module` calls a function of transformers' attention interface."""
+    """Return whether the forward of `module` uses transformers' attention interface (ALL_ATTENTION_FUNCTIONS)."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
 
 
 def register(inner: str) -> str:
-    """Add this attention function to transformers' registries, and return the name that selects it.
+    """Register an attention function with transformers that shares rows among ranks. Return the name that selects it.
 
-    inner: the name of the function that will compute the attention, such as "sdpa".
+    inner: the name of the function that computes the attention of each rank's heads, such as "sdpa".
     """
     if inner.startswith(_PREFIX):
         return inner
@@ -73,19 +73,21 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the attention of `module`. The signature is that of transformers' attention interface.
+    """Compute the attention of `module` for this rank's tokens.
+
+    Collective: every rank of the group must call it. The signature is that of transformers' attention interface.
 
     Args:
         inner: the name of the function that computes the attention of this rank's heads.
         module: the attention module.
-        query: (rows, query heads, own tokens, d).
-        key: (rows, key-value heads, own tokens, d).
-        value: (rows, key-value heads, own tokens, d of the output).
-        attention_mask: the mask for all tokens, in the form that `inner` takes.
+        query: (rows, query heads, this rank's tokens, d).
+        key: (rows, key-value heads, this rank's tokens, d).
+        value: (rows, key-value heads, this rank's tokens, d of the output).
+        attention_mask: the mask for all tokens of the rows, in the form that `inner` takes.
         **options: further arguments of `inner`.
 
     Returns:
-        The output (rows, own tokens, query heads, d of the output), and None in place of the weights.
+        The output (rows, this rank's tokens, query heads, d of the output), and None in place of attention weights.
     """
     function = _function(inner, module)
     row: Row | None = vars(module).get(ROW)
@@ -120,7 +122,7 @@ def _attend(
 
 
 def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which the tensors are exchanged: under autocast, the autocast dtype."""
+    """Return the dtype in which to exchange the tensors: that of autocast or, without it, the promoted one of all."""
     device = autocast_type(tensors[0].device)
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -128,7 +130,7 @@ def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the attention function `inner`; "eager" is the function in the source file of the module's class."""
+    """Return the attention function named `inner`. For "eager", it is in the source file of the module's class."""
     functions: Any = getattr(sys.modules["transformers.modeling_utils"], _INTERFACE)
     files = [sys.modules.get(each.__module__) for each in type(module).__mro__] if inner == "eager" else []
     eager = next((found for file in files if (found := getattr(file, "eager_attention_forward", None))), None)
@@ -138,13 +140,13 @@ def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
 def _check(
     module: torch.nn.Module, parts: Parts, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]
 ) -> None:
-    """Raise NotImplementedError, with the reason, if sequence parallelism does not support this attention call."""
+    """Raise NotImplementedError with the reason if sequence parallelism does not support this call of attention."""
     kind, own = type(module).__name__, len(parts.own)
     if query.shape[2] != own or key.shape[2] != own:
         raise NotImplementedError(
-            f"sequence_parallel: {kind} attends from {query.shape[2]} to {key.shape[2]} tokens, but this rank has "
-            f"{own} tokens of the row. Attention to another sequence (cross-attention, a cache) is not supported. Wrap "
-            "the model without sequence_parallel."
+            f"sequence_parallel: {kind} computes attention from {query.shape[2]} to {key.shape[2]} tokens, but this "
+            f"rank has {own} tokens of the sequence. Attention to other tokens (cross-attention, a key-value cache) is "
+            "not supported. Wrap the model without sequence_parallel."
         )
     if query.shape[1] % key.shape[1]:
         raise NotImplementedError(
@@ -153,17 +155,22 @@ def _check(
         )
     if options.get("position_bias") is not None or options.get("output_attentions"):
         what = "a position bias" if options.get("position_bias") is not None else "output_attentions=True"
-        raise NotImplementedError(f"sequence_parallel: {kind} is called with {what}, which is not supported.")
+        raise NotImplementedError(
+            f"sequence_parallel: {kind} is called with {what}, which is not supported. Leave it out, or wrap the model "
+            "without sequence_parallel."
+        )
 
 
 class _Share:
-    """Stands for an attention module in a call of an attention function, with attributes for this rank's heads.
+    """Takes the place of an attention module in a call of its attention function, which gets only this rank's heads.
+
+    Attributes that depend on the heads are adapted; all others are those of the module.
 
     Args:
         module: the attention module.
-        inner: the name of the attention function that the configuration would contain without this package.
+        inner: the name of the model's own attention function, which the function may read from the configuration.
         heads: this rank's query heads. None means all.
-        groups: the number of query heads for each key-value head.
+        groups: the number of query heads for each key-value head. None means that of the module.
     """
 
     def __init__(
@@ -181,7 +188,7 @@ class _Share:
 
 
 class _Configuration:
-    """A model's configuration with the original name of the attention function."""
+    """A model's configuration in which `_attn_implementation` is the name of the model's own attention function."""
 
     def __init__(self, config: Any, inner: str) -> None:
         self._config, self._attn_implementation = config, inner

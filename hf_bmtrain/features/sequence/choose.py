@@ -1,4 +1,4 @@
-"""Choose the blocks of a model that share rows, or find the reason why it cannot."""
+"""Choose the blocks of a model whose rows (sequences) several ranks share, or find why the model is not supported."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from .attention import is_attention
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIXERS = re.compile(r"Mamba|SSM|Mixer2|Rwkv|DeltaNet|LinearAttention|LightningAttention|ShortConv|Recurrent|RetNet")
 _OTHERS = {
-    "doge": "its attention makes a mask from its own tokens",
-    "hrm_text": "its blocks are called several times, with the embeddings of all tokens added in between",
+    "doge": "its attention computes a mask from its tokens, of which each rank has only a part",
+    "hrm_text": "between its blocks it adds the embeddings of all tokens, but each rank has only a part of the tokens",
 }
-"""Model types that are refused for reasons that their modules do not show."""
+"""Model types that are not supported for reasons that cannot be seen from their modules."""
 _SHIFTED = {"ForCausalLMLoss"}
 _PLAIN = {"ForMaskedLMLoss", "ForTokenClassification"}
 _WAY_OUT = "Wrap this model without sequence_parallel."
 
 
 def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return those of `layers` that process the tokens of a text. Layers of a vision or audio tower are left out.
+    """Return the blocks among `layers` whose rows the ranks can share: those that process the tokens of a text.
 
-    Raises ValueError, with the reason, if the rows of these layers cannot be shared.
+    Blocks of a vision or audio tower are left out. Raises ValueError with the reason if the model is not supported.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
-        raise ValueError(f"auto_wrap: sequence_parallel needs a model of transformers; {kind} has no configuration.")
+        raise ValueError(
+            f"auto_wrap: sequence_parallel needs a model of transformers, but {kind} has no `config` of transformers. "
+            f"{_WAY_OUT}"
+        )
     text: Any = config.get_text_config()  # pyright: ignore[reportOptionalMemberAccess]
     reason = _why_not(model, config, text)
     if reason:
@@ -54,8 +57,8 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
     if pooling is not None:
         raise ValueError(
             f"auto_wrap: sequence_parallel cannot be used with {kind}: {type(pooling).__name__} pools tokens after the "
-            f"blocks, but there each rank has only its own tokens. Build the model without a pooling layer "
-            f"(add_pooling_layer=False). {_WAY_OUT}"
+            f"blocks, where each rank has only a part of the tokens. Create the model without a pooling layer "
+            f"(add_pooling_layer=False), or wrap this model without sequence_parallel."
         )
     if not chosen:
         raise ValueError(
@@ -71,7 +74,7 @@ def attentions_of(layer: torch.nn.Module) -> list[Any]:
 
 
 def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that calls `layer`, because its list of layers contains it."""
+    """Return the module that calls `layer`: the one with a ModuleList that contains it, or else `model`."""
     for module in model.modules():
         for child in module.children():
             if isinstance(child, torch.nn.ModuleList) and any(item is layer for item in child):
@@ -80,7 +83,10 @@ def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def sets_shape(trunk: torch.nn.Module) -> bool:
-    """Return whether `trunk`, after its last block, reshapes the hidden states to its input's shape, as GPT-2 does."""
+    """Return whether `trunk` reshapes the output of its last block to the shape of its own input, as GPT-2 does.
+
+    It then needs hidden states for all tokens of the row. trunk: the module that calls the blocks.
+    """
     code = getattr(inspect.unwrap(type(trunk).forward), "__code__", None)
     return code is not None and "output_shape" in code.co_varnames
 
@@ -89,10 +95,9 @@ def loss_kind(model: Any) -> str | None:
     """Return how `model` computes its loss from labels.
 
     Returns:
-        "shifted": with transformers' loss for causal models, which also accepts labels that are already shifted.
-        "plain": with another loss of transformers, which does not shift the labels. "mean": as a mean that torch's
-        cross entropy computes, over labels that are not shifted.
-        None: in another way.
+        "shifted" for transformers' loss of causal models, which also accepts labels that are already shifted; "plain"
+        for another loss of transformers, which does not shift the labels; "mean" for the mean that torch's cross
+        entropy computes, without a shift of the labels; None for any other loss.
     """
     forward = inspect.unwrap(type(model).forward)
     code: Any = getattr(forward, "__code__", None)
@@ -109,7 +114,10 @@ def loss_kind(model: Any) -> str | None:
 
 
 def _why_not(model: Any, config: Any, text: Any) -> str | None:
-    """Return why no block of `model` can share rows, or None. text: the configuration of its text layers."""
+    """Return why `model` as a whole does not support sequence parallelism, or None if no reason is found.
+
+    text: the configuration of its text layers.
+    """
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, whose cross-attention joins two sequences"
     dropping = next((type(module).__name__ for module in model.modules() if drops_layers(module)), None)
@@ -117,7 +125,7 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
         return f"{dropping} drops layers at random, different ones on each rank; set its layerdrop to 0"
     others = {*(getattr(text, "layer_types", None) or ())} - _KNOWN_LAYERS
     if others:
-        return f"it has layers of the kinds {sorted(others)}, which carry a state from token to token"
+        return f"it has layers of the types {sorted(others)}, which carry a state from token to token"
     if getattr(text, "model_type", None) in _OTHERS:
         return _OTHERS[text.model_type]
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -129,23 +137,26 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
 
 
 def _scores(model: Any) -> bool:
-    """Return whether `model` may compute an output, such as a score, from only some of the tokens."""
+    """Return whether `model` may compute an output from only some of a row's tokens, such as a score of the row."""
     name = type(model).__name__
-    if "For" not in name and "LMHead" not in name:  # the model has no head, and so computes no loss
+    if "For" not in name and "LMHead" not in name:  # no head; CLIP-like models then use one token of a row
         return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return head is None and "TokenClassification" not in name
 
 
 def _pools(module: Any) -> bool:
-    """Return whether the forward of `module` pools the tokens of a row."""
+    """Return whether the forward of `module` pools tokens: computes one vector for a whole row."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     pools = code is not None and any("pool" in name for name in code.co_varnames)
     return pools and getattr(module, "pooler", module) is not None
 
 
 def _why_not_layer(layer: torch.nn.Module, attentions: Sequence[Any]) -> str | None:
-    """Return why `layer` cannot share rows, or None. attentions: its modules that call the attention interface."""
+    """Return why the block `layer` does not support sequence parallelism, or None if it does.
+
+    attentions: the modules in it that call transformers' attention interface.
+    """
     mixers = [type(each).__name__ for each in layer.modules() if _mixes(each)]
     if mixers:
         return f"contains a {mixers[0]}, which mixes neighbouring tokens or carries a state from token to token"
@@ -153,10 +164,10 @@ def _why_not_layer(layer: torch.nn.Module, attentions: Sequence[Any]) -> str | N
         return "does not call transformers' attention interface"
     if len(attentions) > 1:
         kinds = ", ".join(type(each).__name__ for each in attentions)
-        return f"contains several attention modules ({kinds}), but only self-attention over the row is supported"
+        return f"contains several attention modules ({kinds}), but only one, with self-attention, is supported"
     return None
 
 
 def _mixes(module: torch.nn.Module) -> bool:
-    """Return whether `module`, which is not an attention, may combine several tokens."""
+    """Return whether `module` may combine several tokens by other means than attention (convolution, recurrence)."""
     return isinstance(module, torch.nn.modules.conv._ConvNd) or _MIXERS.search(type(module).__name__) is not None

@@ -1,8 +1,9 @@
-"""Differentiable exchanges between the ranks that share rows.
+"""Differentiable exchanges between the ranks of a group, which share rows (sequences).
 
 All are collective in the group: every rank of the group must call them. In backward they run in the opposite order.
-Gradients follow one convention: each rank computes them from its own tokens. The mean over ranks of these gradients,
-times the size of the group, is the gradient in one process. The loss of a rank is therefore multiplied by that size.
+Each rank computes gradients of parameters from its own tokens only. So the gradient that one process would compute is
+the sum over the ranks of the group, but gradients are averaged over ranks. The loss of each rank is therefore
+multiplied by the size of the group.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from torch import Tensor
 from .parts import Parts
 
 Division = Sequence[Sequence[range]]
-"""For each tensor, the heads of each rank."""
+"""For each tensor that is exchanged, the attention heads of each rank."""
 
 
 def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
 
+    Collective: every rank of the group that shares the rows must call it.
+
     Args:
         parts: the division of the tokens.
         heads: for each tensor, the heads of each rank. Several ranks may have the same head.
-        *tensors: (own tokens, rows, all heads, d), of one dtype; d may differ.
+        *tensors: (this rank's tokens, rows, all heads, d), of one dtype; d may differ between them.
 
     Returns:
-        For each tensor, (all tokens, rows, own heads, d). The results are views of one buffer.
+        For each tensor, (all tokens, rows, this rank's heads, d). The results are views of one buffer.
     """
     return _HeadsFromRows.apply(parts, heads, *tensors)
 
@@ -37,32 +40,39 @@ def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Te
 def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Tensor:
     """Exchange all tokens of this rank's heads for this rank's tokens of all heads.
 
+    Collective: every rank of the group that shares the rows must call it.
+
     Args:
         parts: the division of the tokens.
         heads: the heads of each rank; no two ranks have the same head.
-        tensor: (all tokens, rows, own heads, d).
+        tensor: (all tokens, rows, this rank's heads, d).
 
     Returns:
-        (own tokens, rows, all heads, d)
+        (this rank's tokens, rows, all heads, d)
     """
     return _RowsFromHeads.apply(parts, heads, tensor)
 
 
 def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
-    """Return the tokens of all ranks of the group: (rows, own tokens, ...) becomes (rows, all tokens, ...).
+    """Gather the tokens of all ranks that share rows: (rows, this rank's tokens, ...) becomes (rows, all tokens, ...).
 
-    Every rank of the group must compute the same from the result.
+    Collective: every rank of the group must call it. All must compute the same from the result, because the backward
+    assumes that its gradient is equal on all ranks.
     """
     return _GatherTokens.apply(parts, tensor)
 
 
 def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
-    """Return the mean of the ranks' losses, a scalar; the gradient of each rank's own loss is 1."""
+    """Return the mean of the losses (scalars) of the ranks that share rows.
+
+    Collective: every rank of the group must call it. In backward, each rank's own loss gets the gradient of the mean
+    undivided, because parameter gradients are later averaged over the ranks.
+    """
     return _MeanOverGroup.apply(parts, loss)
 
 
 def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Do the exchange of `heads_from_rows`, without autograd."""
+    """Do the exchange of `heads_from_rows`, without autograd. Collective: every rank of the group must call it."""
     own, rows = len(parts.own), tensors[0].shape[1]
     widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
     sent = tensors[0].new_empty(own * rows * sum(widths))
@@ -78,9 +88,11 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
 
 
 def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-    """Undo `_scatter_heads`. If several ranks have a head, add up their values of that head.
+    """Do the inverse exchange of `_scatter_heads`. Where several ranks have the same head, add up their values.
 
-    totals: for each tensor, the number of all heads.
+    Collective: every rank of the group must call it.
+
+    totals: for each tensor, the number of heads of all ranks together.
     """
     own, rows = len(parts.own), tensors[0].shape[1]
     widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
@@ -101,15 +113,15 @@ def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], tot
 
 
 def _width(heads: Division, tensors: Sequence[Tensor], rank: int) -> int:
-    """Return the number of elements that `rank` receives for each token of a row."""
+    """Return how many elements the heads of `rank` have for one token of a row, in all `tensors` together."""
     return sum(len(each[rank]) * tensor.shape[3] for each, tensor in zip(heads, tensors))
 
 
 def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of `packed` (tokens, rows, width), one for each tensor, as views (tokens, rows, heads, d).
+    """Split `packed` (tokens, rows, width) into one view (tokens, rows, heads, d) for each of `tensors`.
 
-    counts: the number of heads of each part.
-    tensors: only their last sizes, d, are used.
+    counts: the number of heads of each view.
+    tensors: only their last sizes are used, as d of the views.
     """
     sizes = [count * tensor.shape[3] for count, tensor in zip(counts, tensors)]
     starts = [0, *accumulate(sizes)]
@@ -145,12 +157,12 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Parts, tensor: Tensor):
         ctx.parts = parts
-        first = tensor.transpose(0, 1).contiguous()  # tokens first, so that the parts of the ranks are contiguous
+        first = tensor.transpose(0, 1).contiguous()  # tokens first, so that each rank's tokens are contiguous
         each = first[0].numel()
         full = first.new_empty(parts.length, *first.shape[1:])
         sent = first.view(-1).repeat(parts.size)
         counts = [len(tokens) * each for tokens in parts.tokens]
-        # Not an all-gather, which would need padding. (Other groups may have rows of another length.)
+        # An all-gather would need padding, because ranks may have different numbers of tokens.
         parts.group.all_to_all(full.view(-1), sent, counts, [first.numel()] * parts.size).wait()
         return full.transpose(0, 1)
 

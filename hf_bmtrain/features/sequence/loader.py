@@ -18,9 +18,10 @@ class _Dimension:
 
 
 class GroupMesh:
-    """Stands for a DeviceMesh in Accelerate's data loaders: groups of `size` consecutive ranks get the same data.
+    """Takes the place of a DeviceMesh for Accelerate's data loaders: groups of `size` consecutive ranks get equal data.
 
-    Accelerate divides the ranks by the size of the dimension "cp", and reads no other attributes.
+    Accelerate divides the number of ranks by the size of the dimension "cp" (context parallelism), and reads no other
+    attributes.
     """
 
     mesh_dim_names = ("dp_shard", "cp")
@@ -33,9 +34,9 @@ class GroupMesh:
 
 
 def share_batches(size: int, ranks: int) -> None:
-    """Make data loaders give groups of `size` ranks the same batches, if the current Accelerator prepares them later.
+    """Make the data loaders that Accelerate prepares from now on give each group of `size` ranks the same batches.
 
-    Does nothing without an Accelerator.
+    Does nothing if no Accelerator has been created. ranks: the number of all ranks.
     """
     module = sys.modules.get("accelerate.state")
     if module is not None and module.AcceleratorState._shared_state:

@@ -1,4 +1,4 @@
-"""The division of tokens and attention heads among the ranks that share rows."""
+"""The division of tokens and attention heads among the ranks of a group, which share rows (sequences)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ...engine.runtime.world import current_world
 
 
 def divide(count: int, size: int) -> list[range]:
-    """Divide `count` items among `size` ranks, in order. If they do not divide evenly, the first ranks get one more."""
+    """Divide `count` items among `size` ranks, in order, and return the range of each rank's items.
+
+    If the division leaves a remainder, the first ranks get one item more.
+    """
     least, more = divmod(count, size)
     starts = [rank * least + min(rank, more) for rank in range(size + 1)]
     return [range(start, stop) for start, stop in zip(starts, starts[1:])]
@@ -20,9 +23,13 @@ def divide(count: int, size: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The division of rows of `length` tokens among the `size` ranks of a group. This rank has number `rank` in it.
+    """The division of the tokens of rows (sequences) among the ranks of a group, which share the rows.
 
-    It does not refer to a communicator, so that a model that stores it can be copied.
+    length: the number of tokens in a row.
+    size: the number of ranks in the group.
+    rank: the index of this rank in the group.
+
+    This object stores no communicator, so that a model that refers to it can be copied.
     """
 
     length: int
@@ -31,17 +38,17 @@ class Parts:
 
     @cached_property
     def tokens(self) -> list[range]:
-        """The positions of each rank's tokens."""
+        """For each rank of the group, the positions of its tokens in the row."""
         return divide(self.length, self.size)
 
     @property
     def own(self) -> range:
-        """The positions of this rank's tokens."""
+        """The positions of this rank's tokens in the row."""
         return self.tokens[self.rank]
 
     @property
     def group(self) -> Communicator:
-        """The communicator of the group."""
+        """The communicator of the group of ranks that share rows."""
         return current_world().open_group(self.size)
 
     def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -51,15 +58,15 @@ class Parts:
 
 @dataclass(frozen=True)
 class Heads:
-    """The division of attention heads among the ranks of a group.
+    """The division of attention heads among the ranks of a group, which share rows (sequences).
 
-    Query heads are divided evenly. A rank gets the key-value heads that its query heads use, so several ranks may get
-    the same key-value head.
+    Query heads are divided as evenly as possible. Each rank gets the key-value heads that its query heads use, so
+    several ranks may get the same key-value head.
 
     Attributes:
         queries: the number of query heads.
         keys: the number of key-value heads, a divisor of `queries`.
-        size: the number of ranks.
+        size: the number of ranks in the group.
     """
 
     queries: int
@@ -81,7 +88,8 @@ class Heads:
     def repeated(self, rank: int) -> list[int] | None:
         """Return, for each query head of `rank`, the index of its key-value head among those of the rank.
 
-        Return None if each key-value head has the same number of query heads, in order, as attention functions expect.
+        Returns None if every key-value head of the rank has the same number of query heads, in order. Attention
+        functions then need no such indices.
         """
         share, queries, keys = self.queries // self.keys, self.of_queries[rank], self.of_keys[rank]
         places = [head // share - keys.start for head in queries]

@@ -1,8 +1,8 @@
-"""SharedRows: the hooks by which a model shares rows, around its forward and before each of its blocks.
+"""SharedRows: the hooks that make the ranks of a group share rows, around a model's forward and before its blocks.
 
-The model itself runs on the whole row: it embeds all tokens, and makes positions and masks for all of them. A hook
-before the first block selects this rank's tokens, and the rest of the model (blocks, last norm, head, loss) processes
-only these. So this file need not know how a model derives its inputs from the row.
+A row is a sequence of the batch. The model itself gets the whole row: it embeds all tokens, and makes positions and
+masks for all of them. A hook before the first block selects this rank's tokens, and the rest of the model (blocks, last
+norm, head, loss) processes only these. So this file need not know how a model makes its hidden states from the row.
 """
 
 from __future__ import annotations
@@ -30,36 +30,39 @@ _log_once = functools.cache(_log.info)
 _IGNORED = -100
 _COUNT = "num_items_in_batch"
 _CACHES = ("cache", "past_key_values")
-"""The new and the old name of a key-value cache in transformers."""
+"""The names of the arguments of transformers' models that contain a key-value cache."""
 _DIVIDED = {
     "", "logits", "prediction_logits", "last_hidden_state", "hidden_states", "log_probs", "entropy", "is_top1",
     "label_mask", "log_sum_sq_probs", "mean_logits",
 }  # fmt: skip
-"""Names of outputs (of transformers and TRL) of which each rank has its own tokens; "" is an unnamed output."""
+"""Names of outputs (of transformers and TRL) that each rank has only for its own tokens; "" is an unnamed output."""
 _ROTARY = ("position_embeddings", "freqs", "rotary", "cos", "sin")
 
 
 class SharedRows:
-    """Makes groups of `size` consecutive ranks share each row of one model.
+    """Makes groups of `size` consecutive ranks share each row (sequence) of one model's batches.
 
     Attributes:
         size: the number of ranks in a group.
     """
 
     def __init__(self, model: torch.nn.Module, size: int) -> None:
-        """Open the communicators of the groups. Collective: every rank must call it."""
+        """Open communicators for the groups of ranks that share rows, and register hooks around the forward of `model`.
+
+        Collective: every rank must call it.
+        """
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
         self._parts: Parts | None = None  # the division in the last forward
         self._active: Parts | None = None  # the division in the running forward
-        self._weight: Tensor | None = None  # the weight of this rank's loss, if that is a mean over its own labels
+        self._weight: Tensor | None = None  # the factor of this rank's loss, if that is a mean over its own labels
         self._as_tuple = self._in_training = False
         self._rows = 0
         self._handles: list[Any] = []
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Make `model` the outermost module, whose forward receives the whole row."""
+        """Move the hooks around the forward to `model`, the outermost module, whose forward gets the whole row."""
         for handle in self._handles:
             handle.remove()
         self._handles = [
@@ -71,17 +74,18 @@ class SharedRows:
                 module.generate = _refuse_generate  # pyright: ignore[reportArgumentType]
 
     def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
-        """Register the hooks before each of `layers` and after `trunk`, the module that calls them."""
+        """Register the hooks before each of the blocks `layers`, and after `trunk`, the module that calls them."""
         for layer in layers:
             hook = functools.partial(self._before_layer, attentions_of(layer))
             layer.register_forward_pre_hook(hook, with_kwargs=True)
         if sets_shape(trunk):
             layers[-1].register_forward_hook(self._after_last_layer)
-        trunk.register_forward_hook(self._after_trunk, prepend=True)  # the trunk may be the outermost module
+        # If the trunk is the outermost module, this hook must run before `_after_forward`.
+        trunk.register_forward_hook(self._after_trunk, prepend=True)
 
     # -- before the forward ---------------------------------------------------------------------------------------
 
-    @disable_compiler  # the hooks must not be traced if the user compiles the model
+    @disable_compiler  # if the user compiles the model, the hooks must not be traced
     def _before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
         given = _by_name(model, args, kwargs)
@@ -89,13 +93,15 @@ class SharedRows:
         if row is None or row.dim() < 2:
             raise NotImplementedError(
                 f"sequence_parallel: {type(base).__name__} must be called with input_ids or inputs_embeds of shape "
-                f"(rows, tokens, ...), but got {sorted(name for name, value in given.items() if value is not None)}."
+                "(rows, tokens, ...), but no such tensor is among its arguments: "
+                f"{sorted(name for name, value in given.items() if value is not None)}."
             )
         _refuse_arguments(base, given)
         rows, length = row.shape[:2]
         if length < self.size:
             raise ValueError(
-                f"sequence_parallel={self.size}: a row of {length} tokens is too short for {self.size} ranks."
+                f"sequence_parallel={self.size}: a row of {length} tokens is too short for {self.size} ranks, each of "
+                "which needs at least one token. Use longer sequences, or a smaller sequence_parallel."
             )
         self._check_same_rows(row, given.get("labels"))
         parts = self._parts
@@ -113,18 +119,18 @@ class SharedRows:
         return (), given
 
     def _divide_labels(self, base: Any, given: dict[str, Any], rows: int, parts: Parts) -> None:
-        """Replace the labels of the row in the arguments `given` by those of this rank's tokens."""
+        """Replace the labels of all tokens in `given`, the model's arguments, by the labels of this rank's tokens."""
         labels, kind, name = given["labels"], loss_kind(base), type(base).__name__
         if tuple(labels.shape) != (rows, parts.length):
             raise NotImplementedError(
-                f"sequence_parallel: {name} got labels of shape {tuple(labels.shape)}, but its rows have shape "
+                f"sequence_parallel: {name} got labels of shape {tuple(labels.shape)}, but its input has shape "
                 f"{(rows, parts.length)}. Only losses with one label for each token are supported. For another loss, "
                 "call the model without labels, and compute the loss from its outputs."
             )
         if kind is None:
             raise NotImplementedError(
-                f"sequence_parallel: it is unknown how {name} computes its loss. Call the model without labels, and "
-                "compute the loss from its outputs, which contain all tokens."
+                f"sequence_parallel: {name} computes its loss in a way that is not supported. Call the model without "
+                "labels, and compute the loss from its outputs, which contain all tokens."
             )
         targets = labels
         if kind == "shifted":
@@ -136,7 +142,7 @@ class SharedRows:
         count = targets.ne(_IGNORED).sum() if count is None else count
         given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
-            given[_COUNT] = count / parts.size  # this multiplies the rank's part of the loss by the group's size
+            given[_COUNT] = count / parts.size  # so that the rank's part of the loss is multiplied by the group's size
             return
         present = own.ne(_IGNORED).sum()
         self._weight = present * parts.size / count
@@ -144,7 +150,10 @@ class SharedRows:
         own[0, 0] = torch.where(present == 0, 0, own[0, 0])
 
     def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:
-        """Raise RuntimeError unless all ranks of the group have the same row. Every rank of the group must call it."""
+        """Raise RuntimeError if the ranks of the group got different rows.
+
+        Collective: every rank of the group must call it.
+        """
         if row.is_meta:  # a prediction of memory, which has no values to compare
             return
         facts = [torch.tensor([*row.shape[:2]], device=row.device)]
@@ -158,10 +167,10 @@ class SharedRows:
         if any(each != found[0] for each in found):
             shapes = ", ".join(str(tuple(each[:2])) for each in found)
             raise RuntimeError(
-                f"sequence_parallel={self.size}: the ranks of a group must get the same rows, but they got different "
-                f"rows (shapes {shapes}). With Trainer, add bmt.hf.BMTrainCallback(), and for an IterableDataset pass "
-                "accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator before "
-                f"auto_wrap. In another loop, let rank r read the data of rank r - r % {self.size}: "
+                f"sequence_parallel={self.size}: {self.size} consecutive ranks must get the same rows, but these got "
+                f"different rows (shapes {shapes}). With Trainer, add bmt.hf.BMTrainCallback(), and for an "
+                "IterableDataset pass accelerator_config={'dispatch_batches': False}. With Accelerate, create the "
+                f"Accelerator before auto_wrap. In another loop, let rank r read the data of rank r - r % {self.size}: "
                 f"DistributedSampler(data, num_replicas=world_size() // {self.size}, rank=rank() // {self.size})."
             )
 
@@ -171,12 +180,15 @@ class SharedRows:
     def _before_layer(
         self, attentions: Sequence[torch.nn.Module], layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict]:
-        """Select this rank's tokens in the arguments of `layer`. attentions: the attention modules in it."""
+        """Select this rank's tokens in the arguments of the block `layer`, and tell its attention about the row.
+
+        attentions: the attention modules in `layer`.
+        """
         parts = self._active
         if parts is None:
             raise RuntimeError(
-                f"sequence_parallel: a {type(layer).__name__} was called outside the model's forward, where it is "
-                "unknown which tokens of the row it gets. Call the model instead."
+                f"sequence_parallel: a {type(layer).__name__} was called outside the model's forward, so it is unknown "
+                "which tokens of a sequence it should process on this rank. Call the model instead."
             )
         names = list(inspect.signature(layer.forward).parameters)
         given = {**dict(zip(names, args)), **kwargs}
@@ -191,7 +203,7 @@ class SharedRows:
 
     @staticmethod
     def _own_tokens(layer: torch.nn.Module, parts: Parts, name: str, value: Any) -> Any:
-        """Return this rank's tokens of an argument of a block."""
+        """Return the argument `name` of a block with only this rank's tokens. Masks and caches are not changed."""
         if value is None or "mask" in name or name in _CACHES:
             return value
         if any(word in name for word in _ROTARY):
@@ -204,19 +216,19 @@ class SharedRows:
             own = parts.take(value, 1)
             return own.clone() if name == "hidden_states" else own  # the clone frees the embeddings of all tokens
         places = [dim for dim in range(2, value.dim()) if value.shape[dim] == parts.length]
-        if not places or value.shape[1] == len(parts.own):  # has no dimension of tokens, or only this rank's tokens
+        if not places or value.shape[1] == len(parts.own):  # no dimension of tokens, or already only this rank's tokens
             return value
         if len(places) > 1:
             raise NotImplementedError(
-                f"sequence_parallel: {type(layer).__name__} is called with {name} of shape {tuple(value.shape)}, but "
-                f"only one dimension may be as long as the row ({parts.length} tokens). Wrap the model without "
-                "sequence_parallel."
+                f"sequence_parallel: {type(layer).__name__} is called with {name} of shape {tuple(value.shape)}, in "
+                f"which the dimension of tokens is unknown: several are as long as the row ({parts.length} tokens). "
+                "Use rows of another length, or wrap the model without sequence_parallel."
             )
         return parts.take(value, places[0])
 
     @disable_compiler
     def _after_last_layer(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Pad this rank's tokens with zeros to the length of the row, for a trunk that reshapes (`sets_shape`)."""
+        """Pad this rank's tokens with zeros to the length of the row, which the trunk's `view` needs (`sets_shape`)."""
         parts = self._active
         if parts is None:
             return output
@@ -225,9 +237,9 @@ class SharedRows:
 
     @disable_compiler
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Select this rank's tokens in the trunk's output, and gather the routers' logits.
+        """Select this rank's tokens in the output of the trunk (the module that calls the blocks).
 
-        The model computes the routers' loss from their logits for all tokens.
+        The routers' logits are gathered for all tokens instead, because the model computes the routers' loss from them.
         """
         parts = self._active
         if parts is None:
@@ -253,7 +265,10 @@ class SharedRows:
             output["loss"] = mean_over_group(parts, loss if self._weight is None else loss * self._weight)
         if isinstance(output, dict):
             if labelled and self._in_training and output.get("logits") is not None:
-                _log_once("sequence_parallel: a training forward with labels returns the loss, but no logits")
+                _log_once(
+                    "sequence_parallel: to save memory, a training forward with labels returns the loss but no logits. "
+                    "To get the logits, call the model without labels."
+                )
                 output = _without(output, "logits")
             for name, value in [*output.items()]:
                 output[name] = self._whole(parts, name, value)
@@ -261,7 +276,10 @@ class SharedRows:
         return self._whole(parts, "", output)
 
     def _whole(self, parts: Parts, name: str, value: Any) -> Any:
-        """Return the output `name` with all tokens instead of this rank's."""
+        """Return the output `name` with all tokens of the rows instead of this rank's.
+
+        Collective: every rank of the group that shares the rows must call it.
+        """
         if name not in _DIVIDED:
             return value
 
@@ -273,7 +291,7 @@ class SharedRows:
 
 
 def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to the first tensor, the hidden states, in the output of a module."""
+    """Apply `change` to the first tensor in the output of a module, which is the hidden states."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, dict):
@@ -284,7 +302,7 @@ def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _without(output: Any, name: str) -> Any:
-    """Return a copy of a ModelOutput without the entry `name`. (Its entries cannot be deleted.)"""
+    """Return a copy of a ModelOutput without the entry `name`, because entries of a ModelOutput cannot be deleted."""
     fields = {field.name for field in dataclasses.fields(output)}
     kept = {key: value for key, value in output.items() if key != name}
     made = type(output)(**{key: value for key, value in kept.items() if key in fields})
@@ -294,7 +312,7 @@ def _without(output: Any, name: str) -> Any:
 
 
 def _by_name(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a forward by name."""
+    """Return the arguments of a forward of `model` as {name: value}, including those that are given by position."""
     signature = inspect.signature(model.forward)
     given = dict(signature.bind_partial(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -304,7 +322,7 @@ def _by_name(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dic
 
 
 def _refuse_arguments(base: Any, given: dict[str, Any]) -> None:
-    """Raise NotImplementedError for arguments of a forward that would need tokens of other ranks."""
+    """Raise NotImplementedError if a forward got an argument that needs tokens of other ranks, such as a cache."""
     kept = given.get("logits_to_keep", 0)
     refused = {
         **{name: given.get(name) is not None for name in _CACHES},
@@ -316,7 +334,7 @@ def _refuse_arguments(base: Any, given: dict[str, Any]) -> None:
         if found:
             raise NotImplementedError(
                 f"sequence_parallel: {type(base).__name__} was called with {name}, which is not supported, because "
-                "each rank has only its own tokens. Leave it out."
+                "each rank has only a part of the tokens. Leave it out."
             )
 
 
@@ -328,7 +346,7 @@ def _refuse_generate(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _narrow(parts: Parts, tensor: Tensor, dim: int) -> Tensor:
-    """Return a view of this rank's tokens of a tensor with all tokens; other tensors are returned unchanged."""
+    """Return a view of this rank's tokens of `tensor`, or `tensor` itself if it does not have all tokens in `dim`."""
     if tensor.dim() < abs(dim) or tensor.shape[dim] != parts.length:
         return tensor
     return parts.take(tensor, dim)

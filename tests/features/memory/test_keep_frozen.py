@@ -336,7 +336,7 @@ def test_as_many_as_fit(use_checkpoint):
         told = [line for line in lines if "keep_frozen='auto'" in line]
         assert len(told) == (bmt.rank() == 0), "told more than once"
         if told:
-            assert "of 4 blocks and root buffers" in told[0]
+            assert "of 4 blocks and parameter groups outside them" in told[0]
             assert f"{expected.count('1')} stay unsharded between steps" in told[0]
 
 

@@ -1,6 +1,6 @@
 """Packed weights: 4-bit NormalFloat or 8-bit floating-point numbers, with a scale for every 64 elements.
 
-A tensor is packed in independent cells of CELL elements. A cell of `nf4` contains, in bytes:
+A tensor is packed in independent cells of CELL (16,384) elements. A cell of `nf4` contains, in bytes:
 
     8192 codes       indices into the 16 `Format.values`, two per byte, the first one in the upper half
     256 scales       one per 64 elements: indices into the 256 `dynamic_values`
@@ -80,8 +80,8 @@ class Format:
     def pack(self, values: Tensor) -> Tensor:
         """Pack `values`, a floating-point tensor, into (cells * cell_bytes,) uint8 on the same device.
 
-        The last cell is padded with zeros. Raises ValueError if `values` contain inf or NaN, or if elements would
-        overflow their dtype when they are unpacked.
+        The last cell is padded with zeros. Raises ValueError if `values` contain inf or NaN, or if an element would
+        overflow its dtype when it is unpacked.
         """
         flat = values.detach().reshape(-1)
         packed = torch.zeros(-(-len(flat) // CELL), self.cell_bytes, dtype=torch.uint8, device=flat.device)
@@ -102,7 +102,7 @@ class Format:
         return packed.view(-1)
 
     def _put_scales(self, tails: Tensor, absmax: Tensor, count: int) -> Tensor:
-        """Write the scales into `tails`, and return them rounded as they are stored: (cells, 256) float32.
+        """Compute the scales, write them into `tails`, and return them as they are read back: (cells, 256) float32.
 
         Args:
             tails: the bytes of each cell that follow its codes.
@@ -110,8 +110,8 @@ class Format:
             count: the number of groups that belong to the tensor. The others are padding of the last cell.
         """
         if self.scale_bits == 32:
-            # `most` is a tensor, because a GPU would compute a division by a Python number as a product with the
-            # inverse.
+            # `most` is a tensor, because a GPU would compute a division by a Python number as a product with its
+            # inverse, which rounds differently.
             most = torch.full_like(absmax, _FP8_MOST)
             tails.view(torch.float32).copy_(absmax if self.values else absmax / most)
             return self._scales(tails)
@@ -149,7 +149,7 @@ class Format:
     def assemble(
         self, numel: int, codes: Tensor, scales: Tensor, factors: Tensor | None = None, mean: Tensor | None = None
     ) -> Tensor:
-        """Arrange given 4-bit codes and scales in cells, in the layout of `pack`, and return the cells.
+        """Return packed cells, as `pack` does, from the 4-bit codes and scales of an already quantized tensor.
 
         Args:
             numel: the number of elements.

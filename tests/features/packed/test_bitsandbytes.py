@@ -400,7 +400,7 @@ REFUSED = [
     (eight_bits, r"8 bits \(load_in_8bit=True\)"),
     (change(quant_type="fp4"), "quantized to fp4 in blocks of 64, but must be nf4"),
     (change(blocksize=128), "nf4 in blocks of 128, but must be nf4 in blocks of 64"),
-    (change(shape=torch.Size([64, 256])), r"8192 bytes for shape \(64, 256\), but the layer needs a 4-bit weight of shape \(128"),
+    (change(shape=torch.Size([64, 256])), r"8192 bytes for shape \(64, 256\), but the layer needs a 4-bit"),
     (change(packing_format_for_cpu=True), "evaluated on the CPU.* Load the model again"),
     (own_forward, "forward is Linear4bit's or was set on the module"),
     (embedding, r"a Linear whose forward is Linear's or was set"),

@@ -134,8 +134,8 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
     if computes != "Linear4bit" or key != "weight" or "forward" in vars(module):
         return (
             f"is the {key} of a {type(module).__name__} whose forward is {computes}'s or was set on the module, but "
-            "must be that of bitsandbytes' Linear4bit. A model that is dispatched to several devices has other forwards. "
-            f"{_LOAD}"
+            "must be that of bitsandbytes' Linear4bit. A model that is dispatched to several devices has other "
+            f"forwards. {_LOAD}"
         )
     state, wanted = _state(module, parameter), (module.out_features, module.in_features)
     if state is None:

@@ -186,7 +186,7 @@ class BMTrainCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_step(args, state, control, "after an epoch", **kwargs)
         # A callback that runs after `_compare` may have stopped only this rank. Then it waits in this barrier while the
-        # other ranks train on. Without the barrier, its next collective could be paired with another one of theirs.
+        # other ranks train on. Without the barrier, its next collective could be paired with a different one of theirs.
         current_world().barrier(f"the end of an epoch, {_flags(control)} in the TrainerControl")
         _average_train_loss(calling_trainer())
 

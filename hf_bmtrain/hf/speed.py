@@ -103,7 +103,8 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     if not layers or not width or experts or getattr(config, "is_encoder_decoder", False):
         _log.info(
-            "%s: model_tflops_per_device is not reported, because the FLOPs per token are unknown", type(model).__name__
+            "%s: model_tflops_per_device is not reported, because the FLOPs per token of such models are not known",
+            type(model).__name__,
         )
         return 0.0, 0.0
     return 6.0 * ParameterCount(model)(exclude_embeddings=True), 12.0 * layers * width

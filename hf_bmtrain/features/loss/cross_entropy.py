@@ -69,7 +69,7 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
     """
     row_bytes += 16  # a row that is not aligned to 16 bytes spans an additional vector
     cluster = next((c for c in (1, 2, 4, 8) if row_bytes <= c * SHARE), 8) if clusters else 1
-    share = -(-row_bytes // (16 * cluster))  # vectors
+    share = -(-row_bytes // (16 * cluster))  # 16-byte vectors per thread block
     stage = min(share, (shared_limit - SCRATCH) // 16)
     wanted = 1 << (16 * share // BYTES_A_THREAD - 1).bit_length()
     return Plan(cluster, min(max(64, wanted), 1024 if share > stage else 512), stage)

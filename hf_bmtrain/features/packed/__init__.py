@@ -35,10 +35,10 @@ class Packed(Extension):
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
         if self._form is not None:
-            refuse_quantized(model, f"leave out quantize_frozen={self._form!r}, and auto_wrap shards it as it is.")
+            refuse_quantized(model, f"Leave out quantize_frozen={self._form!r}, and auto_wrap shards it as it is.")
         admit_quantized(model)
         if late:
-            refuse_quantized(model, "add it to the model before the first auto_wrap.")
+            refuse_quantized(model, "Add it to the model before the first auto_wrap.")
 
     def recognizes(self, parameter: torch.nn.Parameter) -> bool:
         return is_quantized(parameter)

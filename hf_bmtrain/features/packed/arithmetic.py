@@ -220,7 +220,7 @@ FORMATS = {
     each.name: each
     for each in (
         Format("nf4", 4, 8, _NF4),
-        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # bitsandbytes without compressed statistics
+        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # bitsandbytes without double quantization
         Format("fp8", 8, 32),
     )
 }

@@ -60,7 +60,7 @@ def refuse_quantized(model: torch.nn.Module, why: str) -> None:
     why: the end of the message, which says what to do.
     """
     for name in _find(model):
-        raise ValueError(f"auto_wrap: '{name}' has been quantized by bitsandbytes: {why}")
+        raise ValueError(f"auto_wrap: '{name}' has been quantized by bitsandbytes. {why}")
 
 
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:

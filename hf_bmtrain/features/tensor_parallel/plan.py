@@ -169,7 +169,7 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
             f"tp_size={parts}"
         )
     if dim == 1 and module.bias is not None:
-        raise ValueError(f"auto_wrap: with tp_size, {name} must have no bias, because it would be added {parts} times")
+        raise ValueError(f"auto_wrap: with tp_size, {name} must have no bias, because all {parts} ranks would add it")
 
 
 def _split(module: Any, dim: int) -> None:

@@ -36,7 +36,7 @@ class SameRowsCheck(Observer):
         self._world = world
         self._squares: dict[tuple[bool, str], torch.Tensor] = {}
         self._seen: set[tuple[bool, str]] = set()
-        self._quiet = 0  # backwards since the last new parameter
+        self._quiet = 0  # backwards since a parameter last had its first gradient
         self.handle = world.schedule.observe(self)
 
     def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:

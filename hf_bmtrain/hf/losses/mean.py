@@ -91,8 +91,9 @@ class _Calls:
         function = self._base.loss_function
         self._own = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
         self.ignored, self.name = False, ""
+        # update_wrapper keeps the function's name, by which other code recognizes it.
         seen = functools.partial(self._call, function)
-        self._base.loss_function = functools.update_wrapper(seen, function)  # models test its name
+        self._base.loss_function = functools.update_wrapper(seen, function)
 
     def end(self) -> None:
         """After a forward: restore the model's own `loss_function`."""
@@ -106,7 +107,8 @@ class _Calls:
         self.name = getattr(function, "__name__", "")
         if kwargs.get(COUNT) is None or not names & {COUNT, "fixed_cross_entropy"}:
             self.ignored = True
-        else:  # for two problem types, the classification loss of transformers is a mean all the same
+        else:
+            # The classification loss of transformers gets the count, but is a mean for two problem types all the same.
             kind = getattr(self._base.config, "problem_type", None)
             self.ignored = "MSELoss" in names and kind in ("regression", "multi_label_classification")
         return loss
@@ -126,7 +128,8 @@ def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Ten
     counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
     mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
     everyone = mine.clone()
-    if (entry := world.schedule.negotiated) is not None:  # ranks run different blocks: help others first
+    # If ranks may run different blocks, first take part in the collectives for which other ranks still need this one.
+    if (entry := world.schedule.negotiated) is not None:
         world.schedule.negotiation.finish(entry)
     world.reduce.all_reduce(everyone).wait()
     return (mine / everyone).to(loss.dtype)[0]

@@ -58,7 +58,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         generates = getattr(trainer.args, "predict_with_generate", False) and not prediction_loss_only
         if loss is not None and (of_labels or generates):
             loss = _weigh(trainer, inputs, loss, world)
-        elif loss is not None and flattened and left is None:  # Trainer keeps the losses of the first `left` rows alone
+        elif loss is not None and flattened and left is None:
+            # Trainer drops the losses that it gathers for repeated rows, so each rank returns the mean over ranks.
             mean = loss.detach().reshape(1).to(trainer.args.device, copy=True)
             world.reduce.all_reduce_mean(mean).wait()
             loss = mean[0]

@@ -421,7 +421,7 @@ def test_refused():
         with pytest.raises(ValueError, match=rf"'model.layers.1.self_attn.q_proj.weight', a weight of .*{message}"):
             bmt.auto_wrap(model)
         assert before == [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match="quantized by bitsandbytes: leave out quantize_frozen='nf4'"):
+    with pytest.raises(ValueError, match="quantized by bitsandbytes. Leave out quantize_frozen='nf4'"):
         bmt.auto_wrap(stand_in(True), quantize_frozen="nf4")
     with pytest.raises(RuntimeError, match="cannot be trained"):
         bmt.auto_wrap(stand_in(True)).model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
@@ -429,7 +429,7 @@ def test_refused():
     model.extra = four_bit.Linear4bit(128, 128)
     four_bit.quantize_layers(model, True)
     model.extra.weight, model.extra.compute_dtype = four_bit.quantize(torch.randn(128, 128), True), None
-    with pytest.raises(ValueError, match="quantized by bitsandbytes: add it to the model before the first auto_wrap"):
+    with pytest.raises(ValueError, match="quantized by bitsandbytes. Add it to the model before the first auto_wrap"):
         bmt.auto_wrap(model)
 
 

@@ -350,9 +350,11 @@ def _damage_of_added(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]) -> None:
-    """Raise RuntimeError on every rank if `look` (see `_ask`) finds damage on any rank.
+    """Call `look` on every rank, and raise RuntimeError on every rank if any rank finds damage.
 
     Collective: every rank must call it.
+
+    look: called with the folder, this rank and the number of ranks. It returns a description of damage, or None.
     """
     problem = _ask(folder, look)
     if problem is not None:

@@ -94,7 +94,7 @@ class UnbornLogits:
         return UnbornLogits(self._head, self._linear, **values)
 
     def _born(self, asked: str) -> torch.Tensor:
-        """Compute the full logits. asked: the operation that needs them; the first one of each head is logged."""
+        """Compute the full logits. asked: the operation that needs them, for the log, which names only the first."""
         if not self._head.warned:
             self._head.warned = True
             _log.warning(

@@ -245,7 +245,7 @@ class CrossEntropy:
         return gradient.mul_(scale[:, None]).masked_fill_(nothing[:, None], 0)
 
     def _prepare(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the soft-capped logits (N, V), the targets clamped to [0, V) (N, 1), and the class weights (V,)."""
+        """Return the soft-capped logits (N, V), the targets clamped to valid classes (N, 1), and the weights (V,)."""
         z = logits.detach().float()
         z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
         weight = z.new_ones(z.shape[1]) if self.class_weight is None else self.class_weight

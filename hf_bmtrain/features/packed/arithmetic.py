@@ -64,7 +64,7 @@ class Format:
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of a cell, a multiple of 16."""
+        """The number of bytes of a packed cell (CELL elements and their scales), a multiple of 16."""
         return self._codes + _BLOCKS * self.scale_bits // 8 + (16 if self.scale_bits == 8 else 0)
 
     @property
@@ -73,7 +73,7 @@ class Format:
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes that `numel` packed elements take, in full cells."""
+        """Return the number of bytes that `numel` elements take when they are packed, in full cells."""
         return -(-numel // CELL) * self.cell_bytes
 
     @torch.no_grad()
@@ -228,9 +228,11 @@ QUANTIZE_FROZEN = tuple(name for name, form in FORMATS.items() if form.by_name)
 
 
 def dynamic_values(device: torch.device) -> Tensor:
-    """Return the values of the 256 codes of a compressed scale, before factor and mean: (256,) float32, ascending.
+    """Return the values of the 256 codes of a compressed scale: (256,) float32, ascending.
 
-    They are 0, 1, and values in each of the seven decades below 1. A decade is divided into equal parts, and the values
+    A scale is the value of its code times the cell's factor, plus the tensor's mean.
+
+    The values are 0, 1, and values in each of the seven decades below 1. A decade is divided into equal parts, and the values
     are the midpoints of the parts and their negatives. The decade from 0.1 to 1 has 64 parts, the next one below has
     32, and so on.
     """

@@ -71,7 +71,7 @@ class PackedParameter(torch.nn.Parameter):
 
 
 class PackedStorage(Storage):
-    """Stores this rank's 1/N of frozen parameters in packed cells, each of CELL elements of one rank.
+    """Stores this rank's 1/N of frozen parameters in packed cells of CELL elements. No cell is divided between ranks.
 
     An all-gather sends packed bytes. `after_gather` unpacks them into the full buffer, in one launch on the current
     stream, so a prefetched block takes only packed memory. The full buffer is separate memory even with one rank. The

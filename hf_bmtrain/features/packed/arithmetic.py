@@ -232,9 +232,9 @@ def dynamic_values(device: torch.device) -> Tensor:
 
     A scale is the value of its code times the cell's factor, plus the tensor's mean.
 
-    The values are 0, 1, and values in each of the seven decades below 1. A decade is divided into equal parts, and the values
-    are the midpoints of the parts and their negatives. The decade from 0.1 to 1 has 64 parts, the next one below has
-    32, and so on.
+    The values are 0, 1, and values in each of the seven decades below 1. A decade is divided into equal parts, and its
+    values are the midpoints of the parts and their negatives. The decade from 0.1 to 1 has 64 parts, the next one below
+    has 32, and so on.
     """
     return _tables(_NF4, device)[16:]
 

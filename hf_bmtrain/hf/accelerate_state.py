@@ -1,4 +1,4 @@
-"""Accelerate's checkpoints of a sharded model, in which each rank writes its own elements."""
+"""Accelerate's checkpoints for a sharded model: each rank writes its own elements."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
 
 
 class _AcceleratorStates:
-    """The methods that replace `save_state` and `load_state` of one Accelerator.
+    """The methods that replace `save_state` and `load_state` of an Accelerator.
 
     With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. If the caller
-    names a folder, the checkpoint is a subfolder of it, checkpoint-1 or with a higher number. The next call with the
-    same folder saves a new subfolder, and then deletes the previous one.
+    names a folder, the checkpoint is a subfolder of it: checkpoint-1, or one with a higher number. The next call with
+    the same folder saves a new subfolder, and then deletes the previous one.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -88,7 +88,7 @@ class _AcceleratorStates:
             with self._left_to_accelerate():
                 self._save_state(str(folder), safe_serialization, **options)
 
-        with ExitStack() as stack:  # `close` renames a temporary folder of `_fresh` to `root`
+        with ExitStack() as stack:  # `stack.close` renames the temporary folder that `_fresh` created to `root`
             fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
             try:
                 saved = save_state(
@@ -196,9 +196,9 @@ class _AcceleratorStates:
 
 
 def _on_first_rank(world: World, call: Any) -> Any:
-    """Call `call` on rank 0, and return its result on all ranks. Collective: every rank must call it.
+    """Call `call` on rank 0 only, and return its result on all ranks. Collective: every rank must call it.
 
-    Raises RuntimeError on all ranks if the call raises OSError or ValueError.
+    Raises RuntimeError on all ranks if `call` raises OSError or ValueError.
     """
     found = problem = None
     if world.rank == 0:
@@ -206,7 +206,7 @@ def _on_first_rank(world: World, call: Any) -> Any:
             found = call()
         except (OSError, ValueError) as error:
             problem = str(error)
-    world.raise_everywhere("accelerator.save_state or load_state", problem)
+    world.raise_everywhere("accelerator.save_state or load_state failed", problem)
     return world.control.broadcast_object(found)
 
 
@@ -225,7 +225,7 @@ def _refuse_existing(folder: Path) -> None:
 def _fresh(folder: Path, stack: ExitStack) -> Path | None:
     """Return a temporary folder that becomes `folder` when `stack` is closed, so that `folder` is never incomplete.
 
-    If `folder` already has contents, returns None and does not change them.
+    If `folder` already has contents, keep them, and return None.
     """
     if folder.exists() and os.listdir(folder):
         delete_abandoned(folder)

@@ -38,7 +38,7 @@ def check_versions() -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise RuntimeError unless every parameter of `model` is sharded."""
+    """Raise RuntimeError if a parameter of `model` is not sharded."""
     parameters = list(model.parameters())
     sharded = sum(isinstance(parameter, DistributedParameter) for parameter in parameters)
     if sharded < len(parameters):

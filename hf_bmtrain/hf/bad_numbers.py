@@ -22,7 +22,7 @@ class BadNumbers:
 
     Trainer applies gradients with inf or nan, as torch does. With a GradScaler it skips such steps, any number of them.
     If a logged gradient norm is not finite, or the loss scale is below 1, this class logs a warning, examines the
-    gradients of the next steps, and logs the rank, block and parameter where inf or nan first occurred. Otherwise it
+    gradients of the next steps, and logs the rank, block and parameter where inf or nan first occurred. Until then, it
     never makes the host wait for the device. All methods are collective: every rank must call them.
     """
 
@@ -31,7 +31,7 @@ class BadNumbers:
         self._logs = 0
 
     def end_step(self, step: int) -> None:
-        """Examine the gradients of step `step` if `look` has found bad numbers, and log where inf or nan came from."""
+        """If `look` has found inf or nan, examine the gradients of step number `step`, and log where they came from."""
         own = _watcher().watch_of(self)
         if own is None:
             return
@@ -45,10 +45,10 @@ class BadNumbers:
             self.close()
 
     def look(self, step: int, norm: float | None, scale: float | None) -> None:
-        """Check the gradient norm and the loss scale that are logged after step number `step`. scale: None without one.
+        """Check the gradient norm and the loss scale (None without loss scaling) that Trainer logs after step `step`.
 
-        Raises RuntimeError in two cases: without a loss scale, if the norm was not finite in three consecutive logs;
-        with one, if it is so small that gradients vanish.
+        Raise RuntimeError if training cannot recover: without loss scaling, if the norm was not finite in three log
+        entries in a row; with loss scaling, if the scale is so small that gradients vanish.
         """
         bad = scale < 1 if scale is not None else norm is not None and not math.isfinite(norm)
         if not bad:
@@ -69,7 +69,7 @@ class BadNumbers:
                 "OptimManager, which skips such steps."
             )
         if current_world().rank == 0:
-            _log.warning("%s; the gradients of the next steps will be examined", problem)
+            _log.warning("%s. The gradients of the next steps will be examined for the cause", problem)
         if _watcher().watch_of(self) is None:
             _watcher().watch(self, self._parameters)
 

@@ -43,7 +43,7 @@ class BMTrainCallback(TrainerCallback):
     When the trainer is constructed, the callback raises an error for arguments that do not work with a sharded model,
     and shards adapters that the trainer added. Trainer itself saves only on rank 0. Therefore, before each save, the
     callback lets every rank write its own elements of weights and optimizer state to the checkpoint. If `torch_compile`
-    is set, the callback compiles the blocks.
+    is set, the callback compiles the blocks (transformer layers).
 
     To each log entry that contains the training loss it adds samples_per_second and tokens_per_second (over all ranks),
     model_tflops_per_device, peak_memory_gib (of the rank that uses most) and, with loss scaling, loss_scale. For
@@ -118,7 +118,7 @@ class BMTrainCallback(TrainerCallback):
                 model.num_parameters = ParameterCount(model)
 
     def _follow_losses(self, model: Any) -> None:
-        """Make the losses of `model` count as in one process, in training and in evaluation."""
+        """Correct the losses of training and evaluation, so that they equal those of one process."""
         trainer = calling_trainer()
         if trainer is None:
             return
@@ -185,8 +185,8 @@ class BMTrainCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_step(args, state, control, "after an epoch", **kwargs)
-        # If `on_log` or a later callback stopped only this rank, after `_compare`, it waits in this barrier while the
-        # others train on. Otherwise its next collective, one of Trainer's, could be paired with one of theirs.
+        # A callback that runs after `_compare` may have stopped only this rank. Then it waits in this barrier while the
+        # other ranks train on. Without the barrier, its next collective could be paired with a different one of theirs.
         current_world().barrier(f"the end of an epoch, {_flags(control)} in the TrainerControl")
         _average_train_loss(calling_trainer())
 
@@ -270,7 +270,8 @@ class BMTrainCallback(TrainerCallback):
 def _average_train_loss(trainer: Any) -> None:
     """Replace the sum of the losses since the last log entry by its mean over ranks. Collective.
 
-    Trainer does so when it logs them. At the end of training it adds this rank's own sum to `train_loss`.
+    Trainer itself averages it when it writes a log entry, but not at the end of training, when it adds it to
+    `train_loss`.
     """
     loss = getattr(trainer, "_tr_loss", None)
     if isinstance(loss, torch.Tensor):
@@ -282,7 +283,11 @@ def _average_train_loss(trainer: Any) -> None:
 def _compare(control: Any, when: str) -> None:
     """Compare this rank's flags of Trainer's control with those of the other ranks, without waiting for them.
 
-    If they differ, RuntimeError is raised on this rank or on the other one.
+    If two ranks differ, one of them raises RuntimeError.
+
+    Args:
+        control: Trainer's TrainerControl.
+        when: the time of the comparison, for the error.
     """
     current_world().control.note_decision(f"{_flags(control)} in the TrainerControl {when}")
 

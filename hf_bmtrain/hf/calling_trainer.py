@@ -11,12 +11,12 @@ from transformers import Trainer, trainer
 
 
 def calling_trainer() -> Trainer | None:
-    """Return the innermost Trainer that has a method running on this thread, or None."""
+    """Return the Trainer that calls this code: the innermost one with a running method on this thread, or None."""
     return next((frame.f_locals["self"] for frame in _trainer_frames()), None)
 
 
 def resumed_folder() -> str | None:
-    """Return the checkpoint folder from which the Trainer that is calling has resumed, or None."""
+    """Return the checkpoint folder from which the calling Trainer has resumed, or None."""
     name = "resume_from_checkpoint"
     folder = next((frame.f_locals.get(name) for frame in _trainer_frames() if name in frame.f_code.co_varnames), None)
     return None if folder is None else os.fspath(folder)

@@ -1,4 +1,4 @@
-"""The sharded part of Trainer's checkpoints: weights and optimizer state, written by all ranks."""
+"""The sharded part of Trainer's checkpoints (weights and optimizer state, written by all ranks), and their damage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REFERENCE = "hf_bmtrain"
 class TrainerCheckpoints:
     """Saves and loads the weights and the optimizer state of a sharded model in Trainer's checkpoint folders.
 
-    `save` publishes the folder `checkpoint-N` with all sharded state, flushed to disk and checksummed. Then Trainer
+    `save` creates the folder `checkpoint-N` with all sharded state, flushed to disk and checksummed. Then Trainer
     adds its own files; its `optimizer.pt` contains only the parameter groups and a reference to the folder. `complete`
     adds the checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0
     while other ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load`
@@ -55,7 +55,7 @@ class TrainerCheckpoints:
 
     @property
     def staged(self) -> Path | None:
-        """The checkpoint that `save` has published and that Trainer has yet to complete, or None."""
+        """The folder that `save` has created and to which Trainer has yet to add its own files, or None."""
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:
@@ -144,7 +144,7 @@ class TrainerCheckpoints:
         return Path(reference["folder"])
 
     def load(self, folder: str | None) -> None:
-        """Load the sharded part of the checkpoint whose `optimizer.pt` Trainer has loaded, if there is one.
+        """Load the weights and optimizer state of the checkpoint from which Trainer resumes, if it has a sharded part.
 
         Collective: every rank must call it. Weights are loaded even if Trainer has loaded them, because Trainer does
         not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
@@ -173,7 +173,7 @@ class TrainerCheckpoints:
         if saved not in (None, rows) and not self._args.ignore_data_skip and current_world().rank == 0:
             _log.warning(
                 "The checkpoint %s was saved by a training with %d rows a step, and this one has %d. Trainer finds its "
-                "place in the epoch by counting steps, so it leaves rows out or trains on some twice. Set "
+                "place in the epoch by counting steps, so it will leave rows out or train on some twice. Set "
                 "per_device_train_batch_size or gradient_accumulation_steps so that a step has %d rows.",
                 place, saved, rows, saved,
             )  # fmt: skip
@@ -185,16 +185,16 @@ class TrainerCheckpoints:
             group.update(loaded)
 
     def _rows_per_step(self) -> int:
-        """Return the number of rows of all ranks that Trainer takes for one step of the optimizer."""
+        """Return the number of rows, on all ranks together, of one step of the optimizer."""
         groups = current_world().size // ranks_per_row(self._model)
         batches = 1 if self._args.accelerator_config.split_batches else groups
         return self._args.train_batch_size * self._args.gradient_accumulation_steps * batches
 
     def _verify_without_reference(self, place: Path) -> None:
-        """Verify a checkpoint that Trainer has loaded without a reference to a sharded part.
+        """Verify a checkpoint from which Trainer has loaded no `optimizer.pt` that refers to sharded state.
 
-        Collective: every rank must call it. Nothing is verified if Trainer alone has saved the checkpoint. Raises
-        RuntimeError if it is damaged, or if it contains optimizer state that was not loaded.
+        Collective: every rank must call it. A checkpoint that Trainer alone has saved is not verified. Raises
+        RuntimeError if the checkpoint is damaged, or if it contains optimizer state that was not loaded.
         """
         if not current_world().control.broadcast_object((place / MANIFEST).exists()):
             return
@@ -208,9 +208,10 @@ class TrainerCheckpoints:
 
 
 def writes_own_weights(model: Any) -> bool:
-    """Return whether `model.save_pretrained` is the method of transformers and would save the full model, not adapters.
+    """Return whether the ranks can write the weights of `model` to a checkpoint without calling `save_pretrained`.
 
-    If so, the ranks need not call it for a checkpoint, because each rank writes its own elements of the weights.
+    They can if `save_pretrained` is the method of transformers and would save the full model, not adapters. Then each
+    rank writes its own elements of the weights.
     """
     method = getattr(type(model), "save_pretrained", None)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
@@ -287,7 +288,7 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     for folder, missing in incomplete.items():
         aside = folder.with_name(f"incomplete-{folder.name}")
         os.rename(folder, aside)
-        _log.warning("%s was not completed (%s): renamed to %s", folder, missing, aside.name)
+        _log.warning("the checkpoint %s was not completed (%s): renamed to %s", folder, missing, aside.name)
 
 
 def _by_step(output_dir: str | os.PathLike) -> list[Path]:
@@ -326,10 +327,10 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _weights_were_replaced(checkpoint: Path) -> bool:
-    """Return whether other weight files, with an index, have replaced the saved ones.
+    """Return whether the weight files of a checkpoint were replaced by other ones, with an index.
 
-    Collective: every rank must call it. If so, Trainer has loaded these other files, which nothing verifies, and a
-    warning says so.
+    Collective: every rank must call it. If so, log a warning: Trainer has loaded the other files, which have no
+    checksums here.
     """
     saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
     index = checkpoint / "model.safetensors.index.json"
@@ -337,7 +338,8 @@ def _weights_were_replaced(checkpoint: Path) -> bool:
     replaced = current_world().control.broadcast_object(replaced)
     if replaced and current_world().rank == 0:
         _log.warning(
-            "%s: the files of %s have replaced its weights. Trainer has loaded these files, and nothing verifies them",
+            "The checkpoint %s: the files of %s have replaced its weights. Trainer has loaded these files, but they "
+            "cannot be verified, because they have no checksums",
             checkpoint, index.name,
         )  # fmt: skip
     return replaced
@@ -348,9 +350,11 @@ def _damage_of_added(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]) -> None:
-    """Raise RuntimeError on every rank if `look` (see `_ask`) finds damage on any rank.
+    """Call `look` on every rank, and raise RuntimeError on every rank if any rank finds damage.
 
     Collective: every rank must call it.
+
+    look: called with the folder, this rank and the number of ranks. It returns a description of damage, or None.
     """
     problem = _ask(folder, look)
     if problem is not None:
@@ -363,7 +367,7 @@ def _identity(folder: Path) -> str | None:
 
 
 def _extra(folder: Path) -> dict[str, Any]:
-    """Return what `TrainerCheckpoints.save` stored of a checkpoint beside its state, or {} for other checkpoints."""
+    """Return the `extra` (id, rows per step) that `TrainerCheckpoints.save` stored in a checkpoint, or {} if none."""
     try:
         extra = small_state.read(folder)["ranks"][0]["extra"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):

@@ -54,9 +54,9 @@ def from_pretrained(
     loaded embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in the files.
 
     Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files.
-    Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time, and each rank
-    keeps 1/N of each until the model is sharded. Weights that are not in the files stay in host memory in full until
-    the model is sharded. Device memory contains the shards and at most one full tensor.
+    Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time; until the model
+    is sharded, each rank keeps 1/N of each. Weights that are not in the files stay in host memory in full until the
+    model is sharded. Device memory contains the shards and at most one full tensor.
 
     Args:
         auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a method `from_pretrained`.
@@ -128,7 +128,7 @@ def from_pretrained(
 
 
 def _check_arguments(auto_class: Any, name_or_path: Any, blocks: Any) -> None:
-    """Raise TypeError or ValueError for arguments that `auto_wrap` would refuse only after the files have been read."""
+    """Raise TypeError or ValueError for wrong arguments that would otherwise raise only after the files were read."""
     if not callable(getattr(auto_class, "from_pretrained", None)):
         raise TypeError(f"auto_class must be a class such as AutoModelForCausalLM, got a {type(auto_class).__name__}")
     if name_or_path is not None:
@@ -150,7 +150,7 @@ def _find_block(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if this function does not support an argument in `kwargs`, or the checkpoint."""
+    """Raise ValueError if `bmt.hf.from_pretrained` does not support an argument in `kwargs` or the checkpoint."""
     way_out = "Load the model with the class's own from_pretrained instead, and pass it to bmt.auto_wrap."
     asked = [name for name in _REFUSED if kwargs.get(name)]
     if asked:
@@ -183,7 +183,7 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
 
 @contextmanager
 def _synchronous() -> Iterator[None]:
-    """Under `with`, make transformers read one tensor after another, so that few full tensors are in memory."""
+    """Under `with`, make transformers read tensors one after another, so that few full tensors are in memory."""
     before = os.environ.get(_SYNCHRONOUS)
     os.environ[_SYNCHRONOUS] = "1"
     try:
@@ -197,10 +197,10 @@ def _synchronous() -> Iterator[None]:
 
 @contextmanager
 def _scattering(world: World) -> Iterator[None]:
-    """Under `with`, keep only this rank's elements of each parameter that transformers puts in a module.
+    """Under `with`, keep only this rank's elements of each parameter that transformers reads from a file.
 
-    This applies to parameters that were read from a file. transformers marks them with the attribute
-    `_is_hf_initialized`, to distinguish them from parameters that it has yet to initialize.
+    A hook on the registration of parameters replaces them. transformers marks parameters that it has read with the
+    attribute `_is_hf_initialized`, to distinguish them from those that it has yet to initialize.
     """
     thread = threading.get_ident()
 
@@ -250,7 +250,7 @@ def _raise_everywhere(world: World, failure: Exception | None) -> None:
 
 
 def _check_alike(model: torch.nn.Module, world: World) -> None:
-    """Raise RuntimeError if the ranks' models differ in the names, shapes or dtypes of their tensors.
+    """Raise RuntimeError if the names, shapes or dtypes of the model's tensors differ between ranks.
 
     Collective: every rank must call it.
     """
@@ -263,8 +263,8 @@ def _tie_equal(model: Any, world: World) -> None:
     """Tie two weights that the model declares as tied, if the files contain both and they are equal.
 
     Collective: every rank must call it. If the files contain only one of them, transformers has already tied them. If
-    they contain both, transformers would compare them. Here no rank has all their values, so each rank compares its own
-    elements.
+    they contain both, transformers would compare their values. Here no rank has all values, so each rank compares its
+    own elements.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):
@@ -286,13 +286,14 @@ def _tie_equal(model: Any, world: World) -> None:
 
 
 def _report(model: torch.nn.Module, world: World) -> None:
-    """Log how many parameters this rank has mapped, converted, and initialized in full."""
+    """Log how many parameters this rank reads from memory-mapped files, has converted, and has initialized in full."""
     scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
-        "rank %d of %d reads its elements of %d parameters of %s from mapped files, and stores 1/%d of each of "
-        "%d converted parameters. %d parameters are not in the files, so every rank initializes them in full%s",
+        "rank %d of %d reads its elements of %d parameters of %s from memory-mapped files, and stores 1/%d of each of "
+        "%d parameters that were converted. %d parameters are not in the files, so every rank has initialized them in "
+        "full%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.shard_group.size,
         len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",

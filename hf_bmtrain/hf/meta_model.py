@@ -13,7 +13,7 @@ from ..features.loss.chunked_head import fuse_causal_loss
 
 
 def read_config(path: str | os.PathLike) -> Any:
-    """Return the configuration in a folder or file. Raises ValueError if transformers cannot read one there."""
+    """Return the model configuration in a folder or file. Raises ValueError if transformers cannot read it."""
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
@@ -67,7 +67,7 @@ def _with_adapters(model: Any, rank: int) -> Any:
 
 
 def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Return a batch of token sequences with labels, on the meta device: input_ids and labels, int64 (rows, length).
+    """Return a batch of token sequences on the meta device: input_ids and labels, int64 (rows, length).
 
     For models with one label per sequence, the labels have shape (rows,). Raises ValueError if the model does not take
     tokens, or if `length` exceeds its maximum number of positions.

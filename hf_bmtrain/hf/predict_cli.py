@@ -61,7 +61,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--seq-len", "--length", dest="length", type=_positive, default=2048, help="tokens in a sequence"
     )
     parser.add_argument("--recompute", choices=tuple(_RECOMPUTE), default="true", help="use_checkpoint of auto_wrap")
-    parser.add_argument("--zero", type=int, choices=(2, 3), default=3, help="zero_level")
+    parser.add_argument("--zero", type=int, choices=(2, 3), default=3, help="zero_level of auto_wrap")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="dtype of the weights")
     parser.add_argument(
         "--optimizer", choices=(*_OPTIMIZERS, "muon"), default="adam",
@@ -80,10 +80,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mlp-chunks", type=_positive, default=1, help="mlp_chunks of auto_wrap")
     parser.add_argument(
         "--sequence-parallel", type=_positive, default=1, metavar="P",
-        help="sequence_parallel of auto_wrap: P GPUs share each row, and --batch-size is their number of rows",
+        help="sequence_parallel of auto_wrap: P GPUs share each row, and --batch-size counts the rows that they share",
     )  # fmt: skip
     parser.add_argument("--head", choices=("plain", "fused"), default="plain", help="fused: bmt.hf.fuse_causal_loss")
-    parser.add_argument("--micro-batches", type=_positive, default=1, help="number of backwards in a step")
+    parser.add_argument("--micro-batches", type=_positive, default=1, help="micro-batches (backward passes) per step")
     parser.add_argument("--memory", type=_gigabytes, default=80.0, metavar="GIB", help="memory of one GPU, in GiB")
     given = parser.parse_args(words)
     if given.quantize and not given.lora:
@@ -121,9 +121,9 @@ def total(given: argparse.Namespace) -> int:
 
 
 def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
-    """Return the lowest possible peak of a step with `rows` sequences per GPU, in bytes.
+    """Return the peak memory of a step with `rows` sequences per GPU, in bytes.
 
-    For an option that is "auto", the value that takes the least memory is assumed.
+    An option that is "auto" counts as the value that takes the least memory.
     """
     least = {"recompute": "true"} if given.recompute == "auto" else {}
     least |= {"keep_frozen": "false"} if given.keep_frozen == "auto" else {}
@@ -148,8 +148,8 @@ def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
 def most_rows(peak: Callable[[int], int], usable: int) -> int:
     """Return the largest number of rows whose peak is at most `usable` bytes, or 0 if a single row exceeds it.
 
-    peak: a function that returns the peak in bytes for a number of rows. It must be increasing; the closer it is to
-        linear, the fewer numbers are tried.
+    peak: a function that returns the peak in bytes for a number of rows. It must be increasing, and is slow; the closer
+        it is to linear, the fewer calls are needed.
     """
     known = {0: 0, 1: peak(1)}
     # `low` rows are known to fit. `high` rows are known (or, for _MOST_ROWS, assumed) not to fit.
@@ -170,7 +170,7 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
 
 
 def remedies(given: argparse.Namespace, config: Any) -> str:
-    """Return the text to print below a step that does not fit: each single change of options that makes it fit."""
+    """Return the text to print for a step that does not fit: the changes of options of which each makes it fit."""
     ways: list[dict[str, Any]] = [{"recompute": "true"}, {"zero": 3}, {"head": "fused"}]
     if given.optimizer in ("adam", "adamw") and not given.offload:
         ways += [{"optimizer": "adam8"}, {"optimizer": "adam", "offload": True}]

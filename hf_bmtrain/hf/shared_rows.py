@@ -1,4 +1,4 @@
-"""Trainer for models whose rows several ranks share: those ranks get the same batch, and tokens are counted once."""
+"""Let Trainer train models with `sequence_parallel`: ranks that share rows get the same batch and count it once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..features.sequence.loader import share_batches
 
 
 class _SharedRows(ParallelismConfig):
-    """Tells Trainer and TRL how many ranks have the same batch, in the form of a tensor-parallel size.
+    """Tells Trainer and TRL how many ranks get the same batch, as if it were a tensor-parallel size.
 
-    The model is already parallelized, so Accelerate must neither do so nor create a device mesh for it.
+    Accelerate must neither parallelize the model nor create a device mesh, because the model is already parallelized.
     """
 
     @property
@@ -36,7 +36,7 @@ class _SharedRows(ParallelismConfig):
 def follow_shared_rows(model: Any, args: Any) -> None:
     """Make Trainer give the same batches to ranks that share rows, and count their samples and tokens once.
 
-    Does nothing for a model that was wrapped without `sequence_parallel`.
+    For a model that was wrapped without `sequence_parallel`, undo the changes for an earlier model.
 
     Args:
         model: the model.
@@ -53,8 +53,8 @@ def follow_shared_rows(model: Any, args: Any) -> None:
         return
     if not args.average_tokens_across_devices:
         raise ValueError(
-            f"average_tokens_across_devices=False does not work with sequence_parallel={size}: the ranks of a group "
-            "have different tokens of one row, which must have the same weight. Leave this argument out."
+            f"average_tokens_across_devices=False does not work with sequence_parallel={size}: the ranks that "
+            "share a row have different tokens of it, which must have the same weight. Leave this argument out."
         )
     if args.eval_use_gather_object:
         raise ValueError(
@@ -72,8 +72,8 @@ def follow_shared_rows(model: Any, args: Any) -> None:
 def gather_rows_once(trainer: Trainer) -> None:
     """Make evaluations of `trainer` gather each row once, from the first of the ranks that share it.
 
-    Accelerate then removes the rows with which it has filled up the last batch. It would remove the wrong ones if there
-    were several copies of each row.
+    After gathering, Accelerate removes the rows with which it has filled up the last batch. It would remove the wrong
+    ones if there were several copies of each row.
     """
     size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
     if size == 1 or "gather_for_metrics" in vars(accelerator):

@@ -93,7 +93,7 @@ class Speedometer(Observer):
 
 
 def _flops_a_token(model: Any) -> tuple[float, float]:
-    """Return two FLOP counts per token: those for weights, and those for attention divided by the sequence length.
+    """Return the FLOPs per token of the weights, and those of the attention divided by the sequence length.
 
     Both are zero if they are unknown.
     """
@@ -103,7 +103,8 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     if not layers or not width or experts or getattr(config, "is_encoder_decoder", False):
         _log.info(
-            "%s: model_tflops_per_device is not reported, because the FLOPs per token are unknown", type(model).__name__
+            "%s: model_tflops_per_device is not reported, because the FLOPs per token of such models are not known",
+            type(model).__name__,
         )
         return 0.0, 0.0
     return 6.0 * ParameterCount(model)(exclude_embeddings=True), 12.0 * layers * width
@@ -112,9 +113,9 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 class ParameterCount:
     """Counts the elements of a model's full parameters. Tied parameters count once.
 
-    The modules are searched again only if a module or parameter was added, removed or replaced since the last count.
-    Trainer requests the count in every step, for its total_flos. It gets the same answer for KEPT steps, before the
-    modules are compared with those of the last search.
+    Trainer requests the count in every step, for its total_flos. To save time, it gets the same answer in KEPT steps.
+    Then the modules are compared with those of the last count, and searched again only if a module or parameter was
+    added, removed or replaced.
     """
 
     KEPT = 20
@@ -124,9 +125,9 @@ class ParameterCount:
         self._held: list[Any] = []  # `values()` of the modules' non-empty `_modules` and `_parameters`
         self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
         self._seen: list[Any] = [None]  # the items of `_held` at the last search, then _END
-        # For each parameter: (the parameter, its number of elements, whether only embeddings use it).
+        # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
-        self._totals = (0, 0)  # the sum over all parameters, and over those that not only embeddings use
+        self._totals = (0, 0)  # elements of all parameters, and without those that only embedding modules contain
         self._answer, self._left = 0, 0  # the count for Trainer, and the number of steps that still get it
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -179,7 +180,7 @@ class ParameterCount:
 
 
 _END = (object(),)
-"""Ends each list of values, so that a list is never the beginning of a longer one."""
+"""Ends each list of values, so that a list never equals the beginning of a longer one: `map` stops at the shorter."""
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -17,12 +17,12 @@ from ..features.parity.plain import shown_plain
 
 
 class StagedWeights:
-    """The full weights of `model`, which `gather` collects on rank 0 for a later `model.save_pretrained` there.
+    """The full weights of `model`, which `gather` collects on rank 0 before Trainer saves them there.
 
-    Trainer saves only on rank 0, where a collective would hang. This class therefore replaces the model's
-    `save_pretrained` (or `state_dict`, for a model without it). While the gathered weights are up to date, the
-    replacement uses them on rank 0 and does nothing on other ranks. Otherwise it calls the model's own method, which is
-    collective.
+    Trainer calls `model.save_pretrained` only on rank 0, where a collective would hang. This class therefore replaces
+    the model's `save_pretrained` (or `state_dict`, for a model without it). While the gathered weights are up to date,
+    the replacement uses them on rank 0 and does nothing on other ranks. Otherwise it calls the model's own method,
+    which is collective.
     """
 
     def __init__(self, model: Any) -> None:
@@ -36,7 +36,7 @@ class StagedWeights:
             model.state_dict = self.state_dict
 
     def gather(self, checkpoint: bool) -> None:
-        """Gather the full weights on rank 0, unless those of the last call are up to date.
+        """Gather the full weights on rank 0, unless those that it has are up to date.
 
         Collective: every rank must call it.
 
@@ -66,7 +66,7 @@ class StagedWeights:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `save_pretrained`, with the gathered weights if they are up to date.
 
-        Does nothing if `save_directory` is the folder `written`.
+        Do nothing if the current weights were already saved to `save_directory` (`written`).
         """
         if self.written is not None and Path(save_directory).absolute() == self.written:
             return None

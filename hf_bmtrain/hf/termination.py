@@ -1,4 +1,4 @@
-"""Termination: tell all ranks when one has received SIGTERM, which job schedulers send before they end a job."""
+"""Termination: tell all ranks if one of them has received SIGTERM, which job schedulers send before they end a job."""
 
 from __future__ import annotations
 

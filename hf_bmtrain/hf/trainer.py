@@ -1,4 +1,4 @@
-"""`Trainer`, which contains a BMTrainCallback, and `TrainerMixin`, which adds one to any trainer."""
+"""`Trainer`, a transformers.Trainer with a BMTrainCallback, and `TrainerMixin`, which adds one to any trainer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Base: Any = transformers.Trainer
 
 
 class TrainerMixin:
-    """Adds a BMTrainCallback to a trainer.
+    """Adds a BMTrainCallback to a trainer, so that it can train a sharded model.
 
-    All reporters receive the callback's metrics, parameters are counted by their full shapes, and
+    In addition, all reporters receive the callback's metrics, parameters are counted by their full shapes, and
     `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
 
     Args:
@@ -90,7 +90,7 @@ class TrainerMixin:
         return [each for each in self.callback_handler.callbacks if isinstance(each, BMTrainCallback)]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the metrics of BMTrainCallback (such as tokens_per_second) to an entry, and log it.
+        """Add the metrics of BMTrainCallback (such as tokens_per_second) to a log entry, and log it.
 
         Args:
             logs: the entry; the metrics are added in place.

@@ -68,7 +68,7 @@ def warnings_of(folder, cls, labels, rows, given):
     ("cls", "labels", "rows", "given", "reason"),
     [
         (OwnLoss, "spans", Rows, {}, "has 2 rows for 2 ranks.*OwnLoss, or its model, computes losses in its own way"),
-        (transformers.Trainer, "ids", Rows, {"average_tokens_across_devices": False}, "averages each rank's labels"),
+        (transformers.Trainer, "ids", Rows, {"average_tokens_across_devices": False}, "a mean over its own labels"),
         (
             transformers.Trainer, "ids", Stream, {"accelerator_config": {"dispatch_batches": False}},
             "perhaps too few.*the dataset has no length",

@@ -1,1 +1,1 @@
-"""Cross-entropy losses: with fused kernels, and computed in chunks without storing the logits."""
+"""Cross-entropy losses: of logits, with fused kernels, and of hidden states, in chunks without storing the logits."""

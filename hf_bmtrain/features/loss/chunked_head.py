@@ -20,13 +20,15 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def fuse_causal_loss(model: torch.nn.Module) -> bool:
-    """Compute the training loss of `model(input_ids, labels=...)` with `linear_cross_entropy`, in chunks of logits.
+    """Make `model(input_ids, labels=...)` compute its training loss in chunks, without storing the full logits.
 
-    The returned `loss` equals the model's own, including its shift of the labels and its use of `num_items_in_batch`;
-    `logits` is None. Evaluation, and calls without labels, are not changed. The model's own forward runs, but its head
-    returns a placeholder for the logits, which records the operations on them until the cross entropy is called.
-    Scaling (Cohere, Granite), soft-capping (Gemma), casts, reshaping and slicing of rows are recorded. Any other
-    operation makes the head compute the full logits, and the log names that operation once.
+    The output's `loss` is the one that the model itself would compute, with the same shift of the labels and the same
+    `num_items_in_batch`; `logits` is None. Evaluation and calls without labels do not change.
+
+    The model's own forward runs, but its head (the output layer) returns a placeholder instead of logits. The
+    placeholder records what the model does with the logits: scaling (Cohere, Granite), soft-capping (Gemma), casts to
+    float32, reshaping and slicing of rows. When the model calls cross_entropy, the loss is computed in chunks. Any
+    other operation makes the head compute the full logits, and the log names that operation once.
 
     Args:
         model: a model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`.
@@ -51,10 +53,10 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
 
 
 class ChunkedHead:
-    """A model's output layer, extended in place so that it can return UnbornLogits.
+    """A model's output layer that can return a placeholder (`UnbornLogits`) instead of logits.
 
     Attributes:
-        armed: whether a training forward with labels is running, in which the layer returns UnbornLogits.
+        armed: whether the layer now returns the placeholder, because a training forward with labels is running.
         warned: whether the log has already said that full logits are computed.
     """
 
@@ -64,7 +66,7 @@ class ChunkedHead:
 
 @functools.cache
 def _chunked_class(cls: Any) -> type:
-    """Return the subclass of `cls` that all extended output layers of `cls` share."""
+    """Return the subclass of `cls` and `ChunkedHead` that becomes the class of output layers of class `cls`."""
 
     @functools.wraps(cls.forward)
     def forward(self, hidden):
@@ -76,31 +78,34 @@ def _chunked_class(cls: Any) -> type:
 
 
 class UnbornLogits:
-    """Stands for logits that are not computed: `head(hidden) * scale`, or `cap * tanh(head(hidden) * scale)`.
+    """A placeholder for logits: `head(hidden) * scale`, or with a softcap `cap * tanh(head(hidden) * scale)`.
 
-    It is not a tensor, but torch's functions accept it. Functions that this class handles return a loss or another
-    UnbornLogits. For every other function the full logits are computed and passed instead.
+    torch's functions accept it in place of a tensor. cross_entropy computes the loss in chunks. Scaling, tanh,
+    reshaping and slicing of rows return another placeholder. For every other function, the full logits are computed
+    and passed instead.
     """
 
     def __init__(self, head: Any, linear: Any, hidden: torch.Tensor, scale: float = 1.0, cap: float | None = None):
         self._head, self._linear, self._hidden, self._scale, self._cap = head, linear, hidden, scale, cap
 
     def _but(self, **changes) -> UnbornLogits:
-        """Return a copy with another hidden, scale or cap."""
+        """Return a copy in which the given ones of `hidden`, `scale` and `cap` are replaced."""
         values = {"hidden": self._hidden, "scale": self._scale, "cap": self._cap} | changes
         return UnbornLogits(self._head, self._linear, **values)
 
     def _born(self, asked: str) -> torch.Tensor:
-        """Compute the full logits. asked: the name of the operation that needs them, logged once per head."""
+        """Compute the full logits. asked: the operation that needs them, for the log, which names only the first."""
         if not self._head.warned:
             self._head.warned = True
-            _log.warning("full logits are computed, because the model or its loss applies %s to them", asked)
+            _log.warning(
+                "fuse_causal_loss: full logits are computed, because the model or its loss applies %s to them", asked
+            )
         logits = self._linear(self._hidden)
         logits = logits * self._scale if self._scale != 1 else logits
         return logits if self._cap is None else torch.tanh(logits) * self._cap
 
     def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
-        """Return F.cross_entropy of these logits, for the same arguments.
+        """Compute F.cross_entropy of these logits in chunks. The arguments are those of F.cross_entropy.
 
         size_average, reduce: deprecated arguments, always None here (see `_is_usual_loss`).
         """
@@ -108,7 +113,7 @@ class UnbornLogits:
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
             self._hidden if factor == 1 else self._hidden * factor,
-            self._head._parameters["weight"],  # a local parameter if the head is sharded; only the loss gathers it
+            self._head._parameters["weight"],  # if the model is sharded, only the loss all-gathers it
             target,
             self._head._parameters["bias"],
             class_weight=weight,
@@ -131,7 +136,7 @@ class UnbornLogits:
         return function(*args, **kwargs)
 
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether the call has logits (N, V), class indices (N,), and no deprecated arguments."""
+        """Return whether F.cross_entropy gets logits (N, V), class indices (N,) and no deprecated argument."""
         if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
             return False
         target = args[1] if len(args) > 1 else kwargs.get("target")
@@ -220,12 +225,12 @@ for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", 
 
 
 def _why_not(model: torch.nn.Module, head: Any) -> str | None:
-    """Return why the loss of `model` cannot be fused, or None. head: its output embeddings, or None."""
+    """Return why the loss of `model` cannot be fused, or None. head: its output layer, or None."""
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return "its forward takes no labels"
     if head is None:
-        return "it has no output embeddings"
+        return "it has no output embeddings (get_output_embeddings)"
     if isinstance(head, ChunkedHead):
         return None
     foreign = [c for c in type(head).__mro__[:-1] if not c.__module__.startswith(("torch.nn.", "hf_bmtrain."))]
@@ -239,7 +244,7 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
 
 
 def _arm(model: Any, args: tuple, kwargs: dict) -> None:
-    """Arm the head of `model` before a forward, if the model is training and labels are given."""
+    """Before a forward: let the head return a placeholder if the model is in training mode and labels are given."""
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
@@ -247,7 +252,7 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-    """Disarm the head of `model` after a forward, even one that raised; remove UnbornLogits from the output."""
+    """After a forward, even one that raised: let the head return logits again; remove placeholders from the output."""
     model.get_output_embeddings().armed = False
     if isinstance(output, tuple):
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))

@@ -17,7 +17,7 @@ NumItems = Tensor | float | None
 
 @dataclass(frozen=True)
 class Criterion:
-    """The loss of a row, and the reduction over rows.
+    """How a cross entropy is computed: the loss of each row of logits, and the reduction over rows.
 
     Attributes:
         rows: computes the loss of each row.
@@ -49,7 +49,7 @@ class Criterion:
             expect_number("num_items_in_batch", self.num_items, wanted, lambda n: 0 <= n < math.inf)
 
     def indices(self, targets: Tensor, classes: int) -> Tensor:
-        """Check the targets, and return them as int64 (a narrower dtype such as uint8 cannot hold -100).
+        """Check the targets, and return them as int64 because a narrower dtype such as uint8 cannot hold -100.
 
         Args:
             targets: a tensor of class indices of any integer dtype.
@@ -77,10 +77,10 @@ class Criterion:
         return targets
 
     def factor(self, targets: Tensor) -> Tensor:
-        """Return the number, (1,) float32, by which `reduce` multiplies the sum of losses. It does not synchronize.
+        """Return the factor, (1,) float32, by which `reduce` multiplies the sum of losses, without a synchronization.
 
-        For a mean it is 1 / divisor. If the divisor is 0 (all targets are ignored), it is 1, so that the mean is 0,
-        where torch returns NaN. For reduction "sum" or "none" it is 1.
+        For a mean it is 1 / divisor. If the divisor is 0 (all targets are ignored), it is 1, so that the mean is 0 and
+        not NaN as in torch. For reduction "sum" or "none" it is 1.
         """
         one = torch.ones(1, device=targets.device)
         if self.reduction != "mean":
@@ -116,9 +116,9 @@ def criterion(
 
 
 def refuse_double_backward(function: str) -> None:
-    """Raise RuntimeError if the running backward is being recorded. function: its name, for the message."""
+    """Raise RuntimeError in a backward with create_graph=True. function: the loss function's name, for the message."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{function} does not support double backward (create_graph=True): its gradient is computed by kernels "
-            "that autograd does not see. Use torch.nn.functional.cross_entropy for that term."
+            "that autograd cannot differentiate. Use torch.nn.functional.cross_entropy instead."
         )

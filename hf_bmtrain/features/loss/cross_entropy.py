@@ -1,7 +1,8 @@
 """Cross-entropy of rows of logits: the losses, and the gradient, which may overwrite the logits.
 
 The methods of `CrossEntropy` use kernels/cross_entropy*.cu for CUDA tensors, and torch in float32 for others. They do
-not reduce the losses over the rows; the caller does, and passes the factor of each row's loss as `scale`.
+not reduce the losses over rows. The caller does, and passes `scale`, the factor of each row's loss in the reduction, so
+that the methods can compute the gradient of the reduced loss.
 """
 
 import math
@@ -15,10 +16,11 @@ from torch import Tensor
 from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
-SCRATCH = 640  # bytes of shared memory besides the staged row: SCRATCH of kernels/cross_entropy.cu is 40 x 16 bytes
+SCRATCH = 640  # bytes of shared memory besides the row's copy, equal to SCRATCH (40 x 16) in kernels/cross_entropy.cu
 SHARE = 72 << 10  # bytes of a row per thread block: three such blocks fit on an SM with 227 KiB of shared memory
 BYTES_A_THREAD = 256  # a thread loads sixteen 16-byte vectors concurrently
-PART_VECTORS = 2048  # 16-byte vectors of a row per thread block, for kernels that stage no row (gradient, rescale)
+# 16-byte vectors of a row per thread block, for kernels that copy no row to shared memory (gradient, rescale)
+PART_VECTORS = 2048
 
 
 @cache
@@ -34,7 +36,7 @@ def rows_variant(dtype: torch.dtype, general: bool, weighted: bool, cluster: int
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants that this module can compile."""
+    """Return all variants of kernels that this module can compile for GPUs of the architecture `arch`."""
     clusters = (1, 2, 4, 8) if arch >= 90 else (1,)
     kinds = [(dtype, *kind) for dtype in C_NAMES for kind in ((False, False), (True, False), (True, True))]
     rows = [rows_variant(*kind, cluster) for kind in kinds for cluster in clusters]
@@ -56,9 +58,9 @@ class Plan(NamedTuple):
 
 
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
-    """Return the Plan with the fewest thread blocks per row that lets three blocks fit on an SM, if possible.
+    """Return the Plan for a row: the fewest thread blocks with which three blocks fit on an SM, or else the most.
 
-    What does not fit in shared memory of a row is read twice from global memory.
+    The part of a row that does not fit in shared memory is read twice from global memory.
 
     Args:
         row_bytes: bytes of a row.
@@ -67,7 +69,7 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
     """
     row_bytes += 16  # a row that is not aligned to 16 bytes spans an additional vector
     cluster = next((c for c in (1, 2, 4, 8) if row_bytes <= c * SHARE), 8) if clusters else 1
-    share = -(-row_bytes // (16 * cluster))  # vectors
+    share = -(-row_bytes // (16 * cluster))  # 16-byte vectors per thread block
     stage = min(share, (shared_limit - SCRATCH) // 16)
     wanted = 1 << (16 * share // BYTES_A_THREAD - 1).bit_length()
     return Plan(cluster, min(max(64, wanted), 1024 if share > stage else 512), stage)
@@ -84,9 +86,8 @@ class CrossEntropy:
     reduction, with the z_loss of PaLM (Chowdhery et al. 2022).
 
     A row whose target is `ignore_index` has loss 0 and gradient 0. A target outside 0 .. V - 1 has loss NaN and
-    gradient
-    0. A logit of -inf is an impossible class; logits below -2e38 count as -inf. If a logit is NaN or +inf, the loss and
-    gradient of its row are NaN.
+    gradient 0. A logit of -inf is an impossible class; logits below -2e38 count as -inf. If a logit is NaN or +inf, the
+    loss and gradient of its row are NaN.
 
     class_weight: (V,) float32, or None. Arguments of all methods:
         logits         (N, V) float32, float16 or bfloat16; rows contiguous, any row stride and alignment
@@ -115,14 +116,14 @@ class CrossEntropy:
             )
 
     def count(self, targets: Tensor) -> Tensor:
-        """Return the divisor of a mean, (1,) float32: the sum of w_t over rows that are not ignored."""
+        """Return the divisor of a mean, (1,) float32: the sum of the class weights of targets that are not ignored."""
         counted = targets != self.ignore_index
         if self.class_weight is not None:
             counted = self.class_weight[targets.clamp(0, len(self.class_weight) - 1)] * counted
         return counted.sum(dtype=torch.float32).view(1)
 
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (losses, lses), each (N,) float32. The arguments are not modified."""
+        """Return each row's loss and its logsumexp (`lses`), both (N,) float32. The arguments are not modified."""
         self._check(logits, targets)
         if logits.is_meta:
             return _empty_losses(logits)
@@ -131,9 +132,9 @@ class CrossEntropy:
         return self._launch_rows("cross_entropy_losses", logits, targets)
 
     def losses_and_gradient_(self, logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (losses, lses), and overwrite the logits with the gradient of sum(scale * losses).
+        """Return (losses, lses) as `losses` does, and overwrite the logits with the gradient of sum(scale * losses).
 
-        Both are computed in one launch.
+        On a GPU, one kernel launch does both.
         """
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
@@ -150,8 +151,7 @@ class CrossEntropy:
     ) -> None:
         """Write the gradient of sum(scale * losses) into `out`.
 
-        out: (N, V), with the dtype, the row stride and the alignment to 16 bytes of the logits. None overwrites the
-        logits.
+        out: (N, V), with the same dtype, row stride and 16-byte alignment as the logits. None overwrites the logits.
         """
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
@@ -180,7 +180,7 @@ class CrossEntropy:
         return gradient
 
     def plan(self, logits: Tensor) -> Plan:
-        """Return the plan for rows of `logits` on their device."""
+        """Return how a kernel divides the rows of `logits` among thread blocks of their GPU."""
         clusters = torch.cuda.get_device_capability(logits.device)[0] >= 9
         return plan(logits.shape[1] * logits.element_size(), clusters, shared_memory_limit(logits.device))
 
@@ -201,7 +201,7 @@ class CrossEntropy:
         return (*rows, self.label_smoothing, self.z_loss, self.softcap, weight, total)
 
     def _launch_rows(self, name: str, logits: Tensor, targets: Tensor, *scale: object) -> tuple[Tensor, Tensor]:
-        """Launch a kernel that computes losses, and return (losses, lses). scale: further arguments of the kernel."""
+        """Launch the kernel `name`; return (losses, lses). scale: `scale` and its stride, if it writes a gradient."""
         out = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
         if logits.shape[0] > 0:
             cluster, threads, stage = self.plan(logits)
@@ -219,7 +219,7 @@ class CrossEntropy:
     # -- reference in torch, in float32 -------------------------------------------------------------------------
 
     def reference_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `losses` with torch in float32, on any device."""
+        """Return what `losses` returns, computed with torch in float32, on any device."""
         z, at, weight = self._prepare(logits, targets)
         ignored, outside = targets == self.ignore_index, (targets < 0) | (targets >= len(weight))
         lses = z.logsumexp(1)
@@ -245,7 +245,7 @@ class CrossEntropy:
         return gradient.mul_(scale[:, None]).masked_fill_(nothing[:, None], 0)
 
     def _prepare(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return z (N, V), the targets clamped to [0, V), (N, 1), and the class weights (V,), or ones."""
+        """Return the soft-capped logits (N, V), the targets clamped to valid classes (N, 1), and the weights (V,)."""
         z = logits.detach().float()
         z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
         weight = z.new_ones(z.shape[1]) if self.class_weight is None else self.class_weight
@@ -255,7 +255,8 @@ class CrossEntropy:
 def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
     """Multiply each row of `gradient` by wanted / used, in place.
 
-    A row with used = 0 is not changed. On CUDA, rows with wanted = used are neither read nor written.
+    Forward computes a gradient with a scale `used`; only backward knows the scale that is wanted, for example with the
+    loss scale. A row with used = 0 is not changed. On CUDA, rows with wanted = used are neither read nor written.
 
     Args:
         gradient: (N, V), a gradient that was computed with `scale=used`.
@@ -283,7 +284,7 @@ def _empty_losses(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(logits: Tensor) -> int:
-    """Return the number of thread blocks per row, for kernels that stage no row in shared memory."""
+    """Return the number of thread blocks per row, for kernels that copy no row to shared memory."""
     return -(-(logits.shape[1] * logits.element_size() // 16 + 2) // PART_VECTORS)
 
 

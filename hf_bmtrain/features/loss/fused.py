@@ -28,10 +28,10 @@ class FusedCrossEntropy(torch.nn.Module):
         parallel: whether the classes are split over a tensor-parallel group (`tp_size` of `init_distributed`), so that
             each rank has the logits of only its classes. Not supported together with `weight`, `inplace`, `z_loss` or
             `softcap`.
-        inplace: whether to overwrite the logits with their gradient, which saves a tensor of their size. This happens
-            in forward for a mean or sum of bfloat16 or float32 logits (in the kernel that computes the losses),
-            otherwise in backward. Do not read the logits after the call. Autograd raises an error if another backward
-            needs them.
+        inplace: whether to overwrite the logits with their gradient, which saves a tensor of their size. For a mean or
+            sum of bfloat16 or float32 logits, the kernel that computes the losses does so in forward; otherwise,
+            backward does. Do not read the logits after the call. Autograd raises an error if the backward of another
+            operation needs them.
         z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
 
@@ -165,7 +165,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the losses, (N,) or a scalar, float32, of logits (N, C). wanted: whether a gradient will be needed."""
+    """Computes the loss, float32, (N,) or a scalar, of logits (N, C). wanted: whether backward will be called."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):

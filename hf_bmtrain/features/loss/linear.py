@@ -92,9 +92,9 @@ class _Work:
 
     Attributes:
         how: the loss of each row, and the reduction.
-        wants: whether hidden, weight and bias need a gradient.
+        wants: three flags: whether hidden, weight and bias need a gradient.
         dtype: the dtype of the matrix products.
-        chunk_bytes: the maximum number of bytes of logits at a time.
+        chunk_bytes: the maximum number of bytes of logits in memory at a time.
     """
 
     how: Criterion
@@ -109,8 +109,8 @@ class _Work:
 
         Args:
             rows: (N, H), the hidden states.
-            weight: (V, H), a tensor or a local parameter.
-            bias: (V,), a tensor or a local parameter, or None.
+            weight: (V, H), a tensor or a parameter of a sharded model.
+            bias: (V,), a tensor or a parameter of a sharded model, or None.
             targets: (N,) int64.
             scale: (1,) or (N,) float32, the factor of each row's loss. None computes no gradients.
 
@@ -123,7 +123,7 @@ class _Work:
             return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
-        """Compute the result of `run` from full parameters, with rows, weight and bias in `dtype`."""
+        """Return the result of `run`, given unsharded weight and bias. All of rows, weight and bias are in `dtype`."""
         (count, _), classes = rows.shape, weight.shape[0]
         for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
         losses = rows.new_empty(count, dtype=torch.float32)
@@ -158,7 +158,7 @@ class _Work:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the losses, (N,) or a scalar, of rows (N, H) and targets (N,)."""
+    """Computes the loss, float32, (N,) or a scalar, of the hidden states `rows` (N, H) and targets (N,)."""
 
     @staticmethod
     def forward(ctx, rows, weight, bias, targets, work: _Work):
@@ -169,8 +169,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         at_once = any(work.wants) and work.how.reduction != "none"
         for parameter in (weight, bias):
             if isinstance(parameter, DistributedParameter):
-                # As in a block's forward: free gradients that are left from a failed backward, and a gradient shard to
-                # which no .grad refers.
+                # As in a block's forward, free memory that is no longer needed: gradients left over from a failed
+                # backward, and the gradient shard if no .grad refers to it.
                 current_world().schedule.discard_failed_backward()
                 parameter.buffer.gradient.free_if_unused()
         losses, gradients = work.run(rows, weight, bias, targets, written if at_once else None)
@@ -189,8 +189,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.gradients is None:
                 raise RuntimeError(
                     "A second backward through linear_cross_entropy is not possible, because the forward computed the "
-                    "gradients and the first backward consumed them. Call linear_cross_entropy again, or reduce the "
-                    "result of reduction='none', which computes its gradients in each backward."
+                    "gradients and the first backward consumed them. Call linear_cross_entropy again, or pass "
+                    "reduction='none', which computes the gradients in each backward, and sum the losses yourself."
                 )
             d_rows, d_weight, d_bias = ctx.gradients
             ctx.gradients = None
@@ -208,7 +208,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
     """Return ratio * gradient in the parameter's dtype, or None if `gradient` is None.
 
-    The gradient of a local parameter is instead added to the gradients of its flat buffer; then return None.
+    For a parameter of a sharded model, add the product to the gradient that its flat buffer will reduce, and return
+    None.
     """
     if gradient is None:
         return None
@@ -225,9 +226,9 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 
 @contextmanager
 def _full(parameter: Tensor | None) -> Iterator[Any]:
-    """Yield the full parameter.
+    """Under `with`, all-gather a parameter of a sharded model, and yield the full parameter.
 
-    A local parameter is all-gathered, and resharded at the end if it was sharded before.
+    At the end it is resharded if it was sharded before. Any other tensor, or None, is yielded as it is.
     """
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.unsharded():
@@ -240,8 +241,8 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
     """Return the number of rows per chunk, so that chunks are about equal and have at most `budget` bytes.
 
     Args:
-        rows: the number of all rows.
-        row_bytes: bytes of a row.
+        rows: the total number of rows.
+        row_bytes: the bytes of a row of logits.
         budget: the maximum size of a chunk in bytes. A chunk has at least one row.
     """
     most = max(1, budget // row_bytes)

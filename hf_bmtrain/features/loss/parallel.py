@@ -41,7 +41,7 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
     grid = current_world().grid
     classes = logits.shape[-1] * (1 if grid is None else grid.size)
     if target.device.type == "cpu" and target.numel() and (highest := int(target.max())) >= classes:
-        raise ValueError(f"target {highest} is not a class in [0, {classes})")
+        raise ValueError(f"target {highest} is not a class in [0, {classes}). To ignore a row, set its target to -100.")
     return _CrossEntropy.apply(grid, logits, target.long(), label_smoothing)
 
 
@@ -53,9 +53,9 @@ def parallel_cross_entropy(
     label_smoothing: float,
     num_items: NumItems,
 ) -> Tensor:
-    """Return the loss of `FusedCrossEntropy(parallel=True)`, which describes the arguments.
+    """Return the reduced cross entropy of logits whose classes are split over a tensor-parallel group.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. `FusedCrossEntropy` and its `forward` describe the arguments.
     """
     rows = criterion(None, ignore_index, reduction, label_smoothing, 0.0, 0.0, num_items)
     targets = targets.long()

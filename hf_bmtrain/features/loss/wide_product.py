@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Add a @ b to `total` in place and return it.
+    """Add a @ b to `total` in place, without rounding to the dtype of `a` if the device can, and return `total`.
 
     Args:
         total: (M, N) float32, or None to return the product as a new tensor.
@@ -38,9 +38,9 @@ def _wide_output(device: torch.device) -> bool:
     if offered and capability[0] >= 8:
         return True
     log.warning(
-        "linear_cross_entropy rounds the weight's gradient once per chunk: torch %s on a GPU of compute capability %s "
-        "cannot multiply half-precision matrices with a float32 result. That needs torch 2.8 and compute capability "
-        "8.0, or newer.",
+        "linear_cross_entropy rounds the weight's gradient to half precision once per chunk, because torch %s on a GPU "
+        "of compute capability %s cannot multiply half-precision matrices with a float32 result. That needs torch 2.8 "
+        "or newer and compute capability 8.0 or higher.",
         torch.__version__,
         ".".join(map(str, capability)),
     )

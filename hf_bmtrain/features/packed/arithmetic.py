@@ -1,6 +1,6 @@
 """Packed weights: 4-bit NormalFloat or 8-bit floating-point numbers, with a scale for every 64 elements.
 
-A tensor is packed in independent cells of CELL elements. A cell of `nf4` contains, in bytes:
+A tensor is packed in independent cells of CELL (16,384) elements. A cell of `nf4` contains, in bytes:
 
     8192 codes       indices into the 16 `Format.values`, two per byte, the first one in the upper half
     256 scales       one per 64 elements: indices into the 256 `dynamic_values`
@@ -64,7 +64,7 @@ class Format:
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of a cell, a multiple of 16."""
+        """The number of bytes of a packed cell (CELL elements and their scales), a multiple of 16."""
         return self._codes + _BLOCKS * self.scale_bits // 8 + (16 if self.scale_bits == 8 else 0)
 
     @property
@@ -73,15 +73,15 @@ class Format:
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes that `numel` packed elements take, in full cells."""
+        """Return the number of bytes that `numel` elements take when they are packed, in full cells."""
         return -(-numel // CELL) * self.cell_bytes
 
     @torch.no_grad()
     def pack(self, values: Tensor) -> Tensor:
         """Pack `values`, a floating-point tensor, into (cells * cell_bytes,) uint8 on the same device.
 
-        The last cell is padded with zeros. Raises ValueError if `values` contain inf or NaN, or if elements would
-        overflow their dtype when they are unpacked.
+        The last cell is padded with zeros. Raises ValueError if `values` contain inf or NaN, or if an element would
+        overflow its dtype when it is unpacked.
         """
         flat = values.detach().reshape(-1)
         packed = torch.zeros(-(-len(flat) // CELL), self.cell_bytes, dtype=torch.uint8, device=flat.device)
@@ -102,7 +102,7 @@ class Format:
         return packed.view(-1)
 
     def _put_scales(self, tails: Tensor, absmax: Tensor, count: int) -> Tensor:
-        """Write the scales into `tails`, and return them rounded as they are stored: (cells, 256) float32.
+        """Compute the scales, write them into `tails`, and return them as they are read back: (cells, 256) float32.
 
         Args:
             tails: the bytes of each cell that follow its codes.
@@ -110,8 +110,8 @@ class Format:
             count: the number of groups that belong to the tensor. The others are padding of the last cell.
         """
         if self.scale_bits == 32:
-            # `most` is a tensor, because a GPU would compute a division by a Python number as a product with the
-            # inverse.
+            # `most` is a tensor, because a GPU would compute a division by a Python number as a product with its
+            # inverse, which rounds differently.
             most = torch.full_like(absmax, _FP8_MOST)
             tails.view(torch.float32).copy_(absmax if self.values else absmax / most)
             return self._scales(tails)
@@ -149,7 +149,7 @@ class Format:
     def assemble(
         self, numel: int, codes: Tensor, scales: Tensor, factors: Tensor | None = None, mean: Tensor | None = None
     ) -> Tensor:
-        """Arrange given 4-bit codes and scales in cells, in the layout of `pack`, and return the cells.
+        """Return packed cells, as `pack` does, from the 4-bit codes and scales of an already quantized tensor.
 
         Args:
             numel: the number of elements.
@@ -220,7 +220,7 @@ FORMATS = {
     each.name: each
     for each in (
         Format("nf4", 4, 8, _NF4),
-        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # bitsandbytes without compressed statistics
+        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # bitsandbytes without double quantization
         Format("fp8", 8, 32),
     )
 }
@@ -228,11 +228,13 @@ QUANTIZE_FROZEN = tuple(name for name, form in FORMATS.items() if form.by_name)
 
 
 def dynamic_values(device: torch.device) -> Tensor:
-    """Return the values of the 256 codes of a compressed scale, before factor and mean: (256,) float32, ascending.
+    """Return the values of the 256 codes of a compressed scale: (256,) float32, ascending.
 
-    They are 0, 1, and values in each of the seven decades below 1. A decade is divided into equal parts, and the values
-    are the midpoints of the parts and their negatives. The decade from 0.1 to 1 has 64 parts, the next one below has
-    32, and so on.
+    A scale is the value of its code times the cell's factor, plus the tensor's mean.
+
+    The values are 0, 1, and values in each of the seven decades below 1. A decade is divided into equal parts, and its
+    values are the midpoints of the parts and their negatives. The decade from 0.1 to 1 has 64 parts, the next one below
+    has 32, and so on.
     """
     return _tables(_NF4, device)[16:]
 

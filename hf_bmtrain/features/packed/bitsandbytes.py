@@ -60,11 +60,11 @@ def refuse_quantized(model: torch.nn.Module, why: str) -> None:
     why: the end of the message, which says what to do.
     """
     for name in _find(model):
-        raise ValueError(f"auto_wrap: '{name}' has been quantized by bitsandbytes: {why}")
+        raise ValueError(f"auto_wrap: '{name}' has been quantized by bitsandbytes. {why}")
 
 
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Return a description of how each weight is quantized, by name. The descriptions must be equal on all ranks.
+    """Return {name: how bitsandbytes has quantized the weight}, which must be equal on all ranks.
 
     Call `admit_quantized` first.
     """
@@ -77,10 +77,10 @@ def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
 def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
     """Replace the weights that bitsandbytes has quantized by packed or ordinary parameters.
 
-    A weight in one block becomes a PackedParameter, which `shard_places` shards without unpacking it. A weight outside
+    A weight in one block becomes a PackedParameter, which is later sharded without unpacking it. A weight outside
     blocks, or shared by several blocks, is unpacked into an ordinary parameter. Their layers become the Linear4bit of
-    this file. Reading a weight of the model then gives unpacked values. So the attributes by which transformers marks a
-    quantized model are removed, and Trainer and saved configurations treat the model as an ordinary one. Call
+    this file, so reading a weight of the model gives unpacked values. Therefore the attributes by which transformers
+    marks a quantized model are removed: Trainer, and configurations that are saved, treat it as an ordinary model. Call
     `admit_quantized` first.
 
     Args:
@@ -104,9 +104,9 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
         module.__class__ = Linear4bit
     if unpacked:
         _log.warning(
-            "%d weights that bitsandbytes has quantized, such as '%s', lie outside blocks, so they are unpacked. To "
-            "load them unquantized, list their modules in llm_int8_skip_modules; to shard them packed, list them in "
-            "blocks=.",
+            "%d weights that bitsandbytes has quantized, such as '%s', are outside the model's blocks (transformer "
+            "layers), so they are dequantized. To load them unquantized, list their modules in llm_int8_skip_modules. "
+            "To keep them in 4 bits, list their modules in blocks=.",
             len(unpacked), unpacked[0],
         )  # fmt: skip
     if found:
@@ -133,8 +133,9 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
         return f"is quantized to 8 bits (load_in_8bit=True), which cannot be sharded. {_LOAD}"
     if computes != "Linear4bit" or key != "weight" or "forward" in vars(module):
         return (
-            f"is the {key} of a {type(module).__name__} whose forward is not Linear4bit's (found: {computes}'s, or one "
-            f"of the instance). A model that is dispatched to several devices has such forwards. {_LOAD}"
+            f"is the {key} of a {type(module).__name__} whose forward is {computes}'s or was set on the module, but "
+            "must be that of bitsandbytes' Linear4bit. A model that is dispatched to several devices has other "
+            f"forwards. {_LOAD}"
         )
     state, wanted = _state(module, parameter), (module.out_features, module.in_features)
     if state is None:
@@ -153,7 +154,10 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
         return "requires a gradient, but packed weights cannot be trained. Call requires_grad_(False) on it."
     nbytes = parameter.numel() * parameter.element_size()
     if tuple(state.shape) != wanted or nbytes != -(-math.prod(state.shape) // 2):
-        return f"has {nbytes} bytes for shape {tuple(state.shape)}, but the layer's 4-bit weight is {wanted}. {_LOAD}"
+        return (
+            f"does not match its layer: it has {nbytes} bytes for shape {tuple(state.shape)}, but the layer needs a "
+            f"4-bit weight of shape {wanted}. {_LOAD}"
+        )
     tables = [(state.code, FORMATS["nf4"].code_values)]
     if state.nested:
         if state.state2.blocksize != 256:
@@ -167,7 +171,7 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
 
 
 def _state(module: Any, parameter: Any) -> Any:
-    """Return the weight's `quant_state`. If a re-created Parameter has lost it, it is on the layer."""
+    """Return the weight's `quant_state`. Code that re-creates the Parameter leaves it on the layer."""
     return getattr(parameter, "quant_state", None) or getattr(module, "quant_state", None)
 
 
@@ -183,7 +187,7 @@ def _dtype(module: Any, parameter: Any) -> torch.dtype:
 def _packed(module: Any, parameter: Any) -> PackedParameter:
     """Return a PackedParameter for a weight that bitsandbytes has quantized.
 
-    Until its `pack` assembles the packed cells, it only refers to bitsandbytes' tensors of codes and scales.
+    It refers to bitsandbytes' tensors of codes and scales, and copies nothing before `pack` is called.
     """
     state = _state(module, parameter)
     codes = parameter.data.contiguous().view(-1).view(torch.uint8)

@@ -17,13 +17,13 @@ _NO_MATRICES = (
 
 
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
-    """Return a PackedKind with the parameters in `blocks` to pack, or None if `name` is None.
+    """Choose the parameters in `blocks` to pack, and return them in a PackedKind, or None if `name` is None.
 
     These are frozen matrices with a dtype of 16 or 32 bits and at least CELL elements (a smaller one would still take a
     whole cell). There are two kinds: each 2-D parameter named `weight`; and each 3-D parameter, under any name, that
     stacks two or more matrices with at least BLOCK rows and columns (fused experts). Stacks of narrower matrices are
-    left out, because they are not weights of matrix products but convolution kernels, tables, or decays of state
-    spaces. Embeddings, convolutions and parametrizations are left out too.
+    left out, because they are not weights of matrix products but convolution kernels, tables, or decays of state-space
+    layers. Embeddings, convolutions and parametrizations are left out too.
 
     Args:
         model: the model that is about to be sharded.
@@ -46,7 +46,7 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
                 found.setdefault(id(parameter), f"{paths[module]}.{key}")
     if not found:
         reason = f"{trained} matrices are trainable: freeze them first (model.requires_grad_(False) or PEFT's adapters)"
-        nothing = f"no block has a matrix of {CELL} elements or more that is named weight or is a stack (fused experts)"
+        nothing = f"no block has a matrix of {CELL} elements or more that is named weight or stacked (fused experts)"
         reason = reason if trained else nothing
         raise ValueError(f"auto_wrap: quantize_frozen={name!r} finds no frozen weight to quantize: {reason}.")
     return PackedKind(FORMATS[name], found)

@@ -1,4 +1,4 @@
-"""Storage of frozen parameters that are stored and all-gathered packed, and unpacked into the full buffer."""
+"""Storage of frozen parameters that are kept and all-gathered in 4 or 8 bits, and unpacked after each all-gather."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .arithmetic import CELL, Format
 
 @dataclass(frozen=True)
 class PackedKind(StorageKind):
-    """The kind of storage of parameters that are packed in one format.
+    """The kind of parameters whose shards are stored packed, in one format.
 
     Attributes:
         form: the packed format.
@@ -47,7 +47,7 @@ class PackedParameter(torch.nn.Parameter):
 
     Attributes:
         form: the packed format.
-        pack: a function that returns all packed cells of the parameter, uint8, in new memory.
+        pack: a function that returns all packed cells (of CELL elements each) of the parameter, uint8, in new memory.
         storage_kind: the kind of storage of the flat buffer that will contain the parameter.
     """
 
@@ -63,7 +63,7 @@ class PackedParameter(torch.nn.Parameter):
             shape: the shape of the parameter.
             dtype: the dtype of its unpacked values.
             form: the packed format.
-            pack: a function that returns all packed cells, uint8, in new memory.
+            pack: a function that returns all packed cells (of CELL elements each), uint8, in new memory.
         """
         made: Any = make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"), False)
         made.form, made.pack, made.storage_kind = form, pack, PackedKind(form)
@@ -71,11 +71,11 @@ class PackedParameter(torch.nn.Parameter):
 
 
 class PackedStorage(Storage):
-    """Stores this rank's 1/N of frozen parameters packed. No cell (CELL packed elements) is divided between ranks.
+    """Stores this rank's 1/N of frozen parameters in packed cells of CELL elements. No cell is divided between ranks.
 
     An all-gather sends packed bytes. `after_gather` unpacks them into the full buffer, in one launch on the current
     stream, so a prefetched block takes only packed memory. The full buffer is separate memory even with one rank. The
-    values never change. The buffer's `shard` has no memory, and reads as NaN in every element; only its length, dtype
+    values never change. The flat buffer's `shard` takes no memory, and all its elements are NaN; only its length, dtype
     and device are used.
 
     stored: this rank's packed cells, uint8.
@@ -87,7 +87,7 @@ class PackedStorage(Storage):
     stored: torch.Tensor
 
     def __init__(self, form: Format, names: Sequence[str | None]) -> None:
-        """names: the names of the parameters to pack, or None for a PackedParameter, which is already packed."""
+        """names: for errors, the name of each parameter; None for a PackedParameter, which is already packed."""
         self.form, self._names = form, names
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
@@ -107,11 +107,11 @@ class PackedStorage(Storage):
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Pack rank 0's values of `parameters`, and set `stored` to this rank's cells of them.
+        """Pack rank 0's values of `parameters`, and keep this rank's cells of them in `stored`.
 
         Collective: every rank must call it. Parameters are broadcast one at a time, so that at most one full parameter
-        is in memory. Every rank receives the full parameter, packs it, and copies its own cells. Of a PackedParameter
-        it receives the packed cells instead.
+        is in memory. Every rank receives the full parameter, packs it, and copies its own cells. A PackedParameter is
+        broadcast packed.
 
         Raises ValueError for values that `form` cannot represent.
         """
@@ -182,10 +182,10 @@ class PackedStorage(Storage):
 
 
 class QuantizedParameter(DistributedParameter):
-    """The local parameter of a frozen parameter whose shards are stored packed.
+    """This rank's elements of a frozen parameter, stored in 4 or 8 bits.
 
-    torch's functions can read it: each call unpacks this rank's elements into new memory. A write, or setting
-    `requires_grad`, raises RuntimeError.
+    torch's functions can read it: each call unpacks the elements into new memory. A write, or setting `requires_grad`,
+    raises RuntimeError.
     """
 
     in_memory = False

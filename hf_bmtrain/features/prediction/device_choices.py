@@ -16,8 +16,8 @@ _FLASH_WIDTH = 256
 def cuda_choices() -> Iterator[None]:
     """Under `with`, dropout, softmax and scaled_dot_product_attention of meta tensors allocate the same as on CUDA.
 
-    In addition, `torch.autocast("meta", enabled=False)` does nothing. Otherwise it would raise an error, because torch
-    has no autocast for this device. PEFT turns autocast off in this way around adapters on fused experts.
+    In addition, `torch.autocast("meta", enabled=False)` does nothing; PEFT uses it around adapters on fused experts. By
+    default it raises an error, because torch has no autocast for this device.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")

@@ -1,4 +1,4 @@
-"""LiveBytes counts the bytes of live storages on the meta device, as the caching allocator would on a GPU."""
+"""LiveBytes counts the bytes of live storages on the meta device, as torch's caching allocator would on a GPU."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class LiveBytes(TorchDispatchMode):
 
     A storage counts from the operation that creates it until it is freed, or until `resize_` empties it. Page-locked
     tensors (`pin_memory=True`) count as host memory. Tensors on the meta device have no values, so an operation that
-    reads a value on the host returns 0 or False. Exceptions are `torch.equal` and `all`, which return True: models use
-    them to test for the usual case, such as a mask without padding.
+    reads a value on the host gets 0 or False. `torch.equal` and `all` give True, because models use them to test for
+    the usual case, such as a mask without padding.
 
     Args:
         label: a function that returns the name of the part of the step that is running, for `Change.label`.
@@ -56,8 +56,9 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.host = self.peak = 0
         self.changes: list[Change] = []
         self._label = label
-        self._known: dict[int, tuple[Any, int, int]] = {}  # {storage: (weak reference, bytes, number)}
-        self._hosted: dict[int, Any] = {}  # {page-locked storage: weak reference}
+        # {address of a storage: (weak reference to the storage, its bytes, its number)}
+        self._known: dict[int, tuple[Any, int, int]] = {}
+        self._hosted: dict[int, Any] = {}  # {address of a page-locked storage: weak reference to it}
         self._all: set[int | None] = set()  # the numbers of storages that contain a result of `all`
         self._count = 0  # the last number given to a storage
 
@@ -153,7 +154,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def workspace(function: Any, args: tuple) -> int:
-    """Return the bytes of the workspace that an operation uses on CUDA and frees before it returns.
+    """Return the bytes that an operation allocates on CUDA as its workspace, and frees before it returns.
 
     Args:
         function: the operator.

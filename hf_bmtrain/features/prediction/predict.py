@@ -1,4 +1,4 @@
-"""`predict_memory` predicts the memory of a model in this world, and later compares it with the measured memory."""
+"""`predict_memory` predicts the memory of a training step, and later logs how it compares with the measured memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def predict_memory(
 
 
 class Comparison(Observer):
-    """Compares a prediction with the measured peak of the second step of `model`."""
+    """Measures the peak memory of the second training step of `model`, and logs it with the predicted peak."""
 
     position = 20
 
@@ -106,7 +106,7 @@ class Comparison(Observer):
             self.report(memory.peak() + world.schedule.mapped_bytes)
 
     def out_of_memory(self) -> str | None:
-        return f"predict_memory predicted for a step:\n{self._prediction}" if self._forwards else None
+        return f"predict_memory predicted this for a step:\n{self._prediction}" if self._forwards else None
 
     def report(self, measured: int) -> None:
         """Log the predicted peak and the `measured` peak (in bytes)."""

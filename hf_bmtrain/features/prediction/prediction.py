@@ -11,11 +11,11 @@ import torch
 from .simulation import Phase, Simulated, simulate
 
 CUBLAS_BYTES = 64 << 20
-"""Workspaces of cuBLAS in torch's allocator: one for the thread that runs forwards, one for that of autograd."""
+"""Workspaces of cuBLAS in torch's allocator: one for the thread that runs forward, one for autograd's thread."""
 CONTEXT_BYTES = 800 << 20
-"""Device memory that the CUDA driver allocates for a process: context, modules, stacks."""
+"""Device memory that the CUDA driver allocates for a process: context, kernels, stacks."""
 NCCL_BYTES = 400 << 20
-"""Device memory that NCCL allocates for the two communicators of a world with several ranks."""
+"""Device memory that NCCL allocates for the two communicators that each of several ranks has."""
 _SMALLEST_RESERVE = 2 << 30
 _PARTS = 10_000
 """The table leaves out entries smaller than 1 / _PARTS of the peak."""
@@ -24,7 +24,7 @@ ROWS = (
     ("shard", "parameters, this rank's shards"),
     ("whole", "full parameters of gathered blocks and modules"),
     ("gradient", "gradient shards"),
-    ("sum", "sums of gradients, gradients being packed or reduced"),
+    ("sum", "gradients, until they are reduced to shards"),
     ("optimizer", "optimizer state"),
     ("block", "activations saved by blocks"),
     ("outside", "activations outside blocks"),
@@ -42,12 +42,12 @@ class Prediction:
 
     Attributes:
         table: the bytes of each purpose at the peak: {key in ROWS: bytes}.
-        mapped: the bytes in `table` that are outside torch's allocator (shards and gradient mailboxes that other
-            ranks of the host access).
+        mapped: the bytes in `table` that are outside torch's allocator: shards, and received gradients, in memory that
+            other ranks of the host access.
         context: the bytes on the device for the CUDA context and libraries, which belong to no tensor.
         host: the bytes of page-locked host memory.
         phases: the phases of the step, each with its name, the live bytes at its end, and its peak.
-        kept: for each block, whether it keeps its activations.
+        kept: for each block, whether it keeps its activations, which are then not recomputed.
     """
 
     table: dict[str, int]
@@ -87,7 +87,7 @@ def usable_bytes(total: int, ranks: int) -> int:
     prediction and a plan for use_checkpoint="auto" start from the same number of bytes.
 
     Args:
-        total: the bytes of the device.
+        total: the bytes of memory of the device.
         ranks: the number of ranks. NCCL takes memory if there are several.
     """
     return total - _context(ranks) - max(_SMALLEST_RESERVE, total // 20)
@@ -112,10 +112,10 @@ def predict(
 
     Args:
         model: a model on the meta device that is not wrapped. It cannot be used afterwards.
-        batch: the keyword arguments of its forward, on any device.
+        batch: the keyword arguments of its forward, on any device; the output must have a `loss`.
         make_optimizer: a function that returns the optimizer for a list of parameters.
         ranks: the number of ranks.
-        total: bytes of the device.
+        total: the bytes of memory of one device.
         micro_batches: the number of backwards per step.
         **options: passed to `auto_wrap`.
     """

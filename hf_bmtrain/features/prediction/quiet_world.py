@@ -24,7 +24,7 @@ META = torch.device("meta")
 
 
 class _Quiet(SingleProcess):
-    """The communicator of rank 0 in a world of `size` ranks. It transfers nothing, as the others do not exist."""
+    """The communicator of rank 0 in a world of `size` ranks. It transfers nothing, as no other rank exists."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Stands for `PeerMemory`: it allocates meta tensors instead of shared memory, and does not copy.
+    """Replaces `PeerMemory` (memory that other GPUs of the host can access) by meta tensors, and does not copy.
 
     mapped: the meta tensors. The real memory would be outside torch's allocator, so it is counted separately.
     """
@@ -90,9 +90,9 @@ class _MetaPeers:
 
 
 def quiet_world(size: int, memory: Any) -> World:
-    """Return the World of rank 0 of `size` ranks, on the meta device, without making it the current one.
+    """Return a World of `size` ranks in this process, as rank 0 on the meta device. `current_world` does not change.
 
-    Large shards are gathered and reduced by peer copies, as on one host.
+    Large shards are all-gathered and reduced by copies between GPUs, as on one host.
 
     Args:
         size: the number of ranks.

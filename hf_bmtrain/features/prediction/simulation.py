@@ -22,23 +22,24 @@ from .live_bytes import Change, LiveBytes
 from .quiet_world import META, quiet_world
 
 _STEPS = 2
-"""Two steps are simulated, because only in the second step the optimizer's state exists from the start."""
+"""Two steps are simulated, because only the second step begins with the optimizer's state in memory."""
 Phase = tuple[str, int, int]
 """(name, live bytes at its end, peak of live bytes) of the forward, the backward or the optimizer's step."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulation. Its last step is the one that is predicted.
+    """The result of a simulation. The prediction is about its last step.
 
     Attributes:
-        changes: all changes of storages since the start of the simulation.
+        changes: every allocation, release and change in size of a storage since the start of the simulation.
         begin: the index in `changes` at which the last step begins.
-        kinds: {number of a storage: key in ROWS} for storages that the engine or the optimizer owns.
+        kinds: {number of a storage: the key in `prediction.ROWS` of its purpose} for storages with parameters,
+            gradients or optimizer state. The purpose of other storages is not known.
         host: the bytes of page-locked host memory.
         mapped: the bytes outside torch's allocator, which are included in `changes`.
         phases: the phases of the last step.
-        kept: for each block, whether it keeps its activations.
+        kept: for each block, whether it keeps its activations, which are then not recomputed.
     """
 
     changes: Sequence[Change]
@@ -51,7 +52,7 @@ class Simulated:
 
 
 class _Memory:
-    """Stands for `DeviceMemory` of a simulated device. usable: the bytes that it can use."""
+    """Replaces `DeviceMemory`, with the bytes of the simulated device. usable: the bytes available for tensors."""
 
     def __init__(self, live: LiveBytes, usable: int) -> None:
         self.allocated = lambda: live.live
@@ -79,7 +80,7 @@ def simulate(
     micro_batches: int = 1,
     **options: Any,
 ) -> Simulated:
-    """Train `model` on the meta device for a few steps, as rank 0 of `ranks`.
+    """Train `model` on the meta device for two or three steps, as rank 0 of `ranks`, and record the memory.
 
     Args:
         model: a model on the meta device that is not wrapped. It cannot be used afterwards.
@@ -115,7 +116,7 @@ def simulate(
 
 @contextmanager
 def _checked_optimizers() -> Iterator[None]:
-    """Under `with`, check torch optimizers before each step, as `init_distributed` makes them do."""
+    """Under `with`, make torch's optimizers use foreach functions on sharded parameters, as `init_distributed` does."""
     undo = install()
     try:
         yield
@@ -129,8 +130,8 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
     Args:
         model: the wrapped model.
         inputs: the keyword arguments of its forward.
-        manager: the manager of the optimizer.
-        live: counts the bytes.
+        manager: the OptimManager of the optimizer.
+        live: the counter of bytes.
         stage: a list whose only item is set to the name of the running phase.
         phases: a list to which each phase is added when it ends.
         count: the number of backwards.
@@ -162,7 +163,7 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
 def _peak(live: LiveBytes, first: int) -> int:
     """Return the largest number of live bytes since the change `first` of `live.changes`.
 
-    `live.peak` is not used, because a MemoryPlanner may have reset it.
+    `live.peak` is not used, because the plan for use_checkpoint="auto" may have reset it.
     """
     now = live.live
     most = now
@@ -173,7 +174,7 @@ def _peak(live: LiveBytes, first: int) -> int:
 
 
 def _label(world: World, stage: str) -> str:
-    """Return the label of the code that is running, for `Change.label`. stage: the running phase of the step."""
+    """Return which part of the step is running, for `Change.label`. stage: the running phase of the step."""
     depth = world.inside.depth
     if world.schedule.in_backward:
         return "recomputation" if depth else "backward"
@@ -187,7 +188,7 @@ def _keeps(block: Any) -> bool:
 
 
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:
-    """Return {number of a storage: key in ROWS} for the storages that the engine or the optimizer owns."""
+    """Return {number of a storage: key in ROWS} for storages with parameters, gradients or optimizer state."""
     kinds: dict[int | None, str] = {}
     for state in optimizer.state.values():
         for value in state.values():

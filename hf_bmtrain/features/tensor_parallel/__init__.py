@@ -1,6 +1,6 @@
 """Tensor parallelism: in a group of consecutive ranks, each rank computes with its part of the layers' weights.
 
-Files: `groups` divides the ranks into groups, and defines which ranks shard a part and how its gradient is averaged.
+Files: `groups` divides the ranks into groups, and defines which ranks shard a parameter and average its gradient.
 `storage` converts between parts and the whole tensors of checkpoints. `layers` has BMTrain's layers, and `functions`
 has their collectives. `plan` splits models of transformers by their plans. `same_rows` finds parameters with a wrong
 `tp_mode`. `refuse` refuses models without split layers. The loss is in `features/loss/parallel.py`.
@@ -9,7 +9,11 @@ Convention: the ranks of a group compute one loss together. For each tensor in t
 Either the tensor is equal on all ranks of the group, and its gradient is too. Or each rank has a part of the rows or
 features of the tensor, and the gradient of this part.
 
-Gradients of parameters: that of a part of a split weight is averaged over the groups. That of another parameter is
-summed over the ranks of each group and averaged over the groups, because each rank uses it for different rows. With
-`tp_mode=True`, all ranks of a group use the parameter for the same rows, and the gradient is averaged over all ranks.
+There are three kinds of parameters:
+
+* Parts of split weights. The gradient is averaged over the groups.
+* Parameters that are not split and have `tp_mode=True`: all ranks of a group use them for the same rows. The gradient
+  is averaged over all ranks.
+* All others: each rank of a group uses them for different rows. The gradient is summed over the ranks of each group,
+  and averaged over the groups.
 """

@@ -1,8 +1,8 @@
-"""Differentiable collectives between the ranks of a group.
+"""Differentiable collectives between the ranks of a tensor-parallel group.
 
 "Rows" are dimension 0, and "features" are the last dimension. Every rank of the group must call each function, and run
-its backward. Gradients follow the convention of `__init__`: if a tensor is equal on all ranks, each rank has its full
-gradient; if each rank has a part of a tensor, it has the gradient of this part.
+its backward. If a tensor is equal on all ranks, each rank has its full gradient. If each rank has a part of a tensor,
+it has the gradient of this part.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from ...engine.runtime.world import Grid
 
 
 def gather_rows(grid: Grid, x: Tensor) -> Tensor:
-    """Concatenate the ranks' rows. Each rank uses the result differently, so backward sums the ranks' gradients.
+    """All-gather the rows (dimension 0) of all ranks of the group. Collective.
+
+    Each rank uses the result differently. Backward therefore sums the ranks' gradients, in a reduce-scatter.
 
     Args:
-        grid: the groups.
+        grid: the tensor-parallel groups.
         x: (n, ...), of equal shape on all ranks of the group.
 
     Returns:
@@ -29,10 +31,12 @@ def gather_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def add_rows(grid: Grid, x: Tensor) -> Tensor:
-    """Sum the ranks' tensors, and return this rank's rows of the sum. The adjoint of `gather_rows`.
+    """Sum the tensors of all ranks of the group, and return this rank's rows (dimension 0) of the sum. Collective.
+
+    This is a reduce-scatter. Backward all-gathers the rows of the gradient.
 
     Args:
-        grid: the groups.
+        grid: the tensor-parallel groups.
         x: (grid.size * n, ...), of equal shape on all ranks of the group.
 
     Returns:
@@ -42,28 +46,34 @@ def add_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def add(grid: Grid, x: Tensor) -> Tensor:
-    """Sum the ranks' tensors. All ranks get the same sum, and its gradient is the gradient of each rank's tensor."""
+    """Sum the tensors of all ranks of the group, in an all-reduce. Collective.
+
+    The sum and its gradient are equal on all ranks, so backward returns this gradient without communication.
+    """
     return _Add.apply(grid, x)
 
 
 def share(grid: Grid, x: Tensor) -> Tensor:
-    """Return `x`, which is equal on all ranks. Each rank uses it differently, so backward sums the ranks' gradients.
+    """Return `x`, which is equal on all ranks of the group. Collective in backward.
 
-    The adjoint of `add`.
+    Each rank uses the result differently. Backward therefore sums the ranks' gradients, in an all-reduce.
     """
     return _Share.apply(grid, x)
 
 
 def gather_features(grid: Grid, x: Tensor) -> Tensor:
-    """Concatenate the ranks' features: (..., k) becomes (..., grid.size * k), equal on all ranks."""
+    """All-gather the features of all ranks of the group: (..., k) becomes (..., grid.size * k). Collective.
+
+    All ranks use the result in the same way. Backward therefore returns this rank's features of the gradient.
+    """
     return _GatherFeatures.apply(grid, x)
 
 
 def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
-    """Return this rank's features of all ranks' rows, given all features of this rank's rows.
+    """Return this rank's features of all ranks' rows, given all features of this rank's rows. Collective.
 
     Args:
-        grid: the groups.
+        grid: the tensor-parallel groups.
         x: (n, ..., grid.size * k), of equal shape on all ranks of the group.
 
     Returns:
@@ -73,12 +83,15 @@ def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def same_rows_of(grid: Grid, x: Tensor) -> Tensor:
-    """Concatenate the ranks' rows. All ranks use the result in the same way, so backward returns this rank's rows."""
+    """All-gather the rows (dimension 0) of all ranks of the group. Collective.
+
+    All ranks use the result in the same way. Backward therefore returns this rank's rows of the gradient.
+    """
     return _SameRowsOf.apply(grid, x)
 
 
 def _gathered(grid: Grid, x: Tensor) -> Tensor:
-    """Return the tensors of all ranks, (grid.size, *x.shape)."""
+    """All-gather the tensors `x` of all ranks of the group: (grid.size, *x.shape)."""
     part = x.detach().contiguous()
     every = part.new_empty((grid.size, *part.shape))
     if part.numel():

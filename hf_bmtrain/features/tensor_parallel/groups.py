@@ -1,4 +1,4 @@
-"""The tensor-parallel groups, and the storage kinds of parameters with `tp_mode=True`."""
+"""The tensor-parallel groups, and which ranks shard a parameter with `tp_mode=True` and average its gradient."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ from .storage import PartStorage, WholeStorage
 
 
 def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
-    """Divide the ranks into groups of `size` consecutive ranks. `size` must divide the number of ranks.
+    """Divide the ranks into tensor-parallel groups of consecutive ranks.
 
     Collective: every rank must call it.
+
+    Args:
+        rank: this rank.
+        ranks: the number of ranks.
+        size: the number of ranks of a group. It must divide `ranks`.
+        open_group: a function that returns the communicator of this rank's group, given the number of its ranks and the
+            distance between them.
     """
     together, across = open_group(size), open_group(ranks // size, size)
     return Grid(size, rank % size, ranks // size, rank // size, together, across)
 
 
 class Groups:
-    """Makes the storage kinds of parameters with `tp_mode=True`.
+    """Defines which ranks shard a parameter with `tp_mode=True`, and over which ranks its gradient is averaged.
 
     Args:
-        grid: the groups.
+        grid: the tensor-parallel groups.
         device: this rank's device.
         mean: the reduction that averages gradients over all ranks.
     """
@@ -41,11 +48,11 @@ class Groups:
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return the storage kind of parameters that are split on dimension `dim`, or not split if it is -1."""
+        """Return the kind of storage for parameters that are split on dimension `dim`, or not split if it is -1."""
         return SameRows(self) if dim < 0 else Part(self, dim)
 
     def ranks_with_this_part(self, world: World) -> World:
-        """Return the ranks that have the same parts as this rank, as a World."""
+        """Return a World of only the ranks that have the same parts of split tensors as this rank, one per group."""
         if self._world is None:
             across = self.grid.across
             self._world = dataclasses.replace(
@@ -58,7 +65,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class SameRows(StorageKind):
-    """Parameters that all ranks of a group use for the same rows. Their gradients are averaged over all ranks."""
+    """The kind of parameters that are not split, and that all ranks of a tensor-parallel group use for the same rows.
+
+    They are sharded over all ranks, and their gradients are averaged over all ranks.
+    """
 
     groups: Groups
 
@@ -71,7 +81,10 @@ class SameRows(StorageKind):
 
 @dataclass(frozen=True)
 class Part(StorageKind):
-    """Parameters that are parts of whole tensors, which are split on dimension `dim` over the ranks of a group."""
+    """The kind of parameters that are parts of whole tensors, split on dimension `dim` over a tensor-parallel group.
+
+    They are sharded over the ranks that have the same part, one per group, and their gradients are averaged over these.
+    """
 
     groups: Groups
     dim: int
@@ -84,7 +97,10 @@ class Part(StorageKind):
 
 
 class _Posts(ObjectComm):
-    """Posts between the ranks that have the same parts, under separate keys of the common store. No collectives."""
+    """Posts texts between the ranks that have the same parts of split tensors. It has no collectives.
+
+    It uses the store of all ranks, with separate keys for each of these sets of ranks.
+    """
 
     def __init__(self, control: ObjectComm, size: int, group: int) -> None:
         self.size, self._control, self._group = size, control, group

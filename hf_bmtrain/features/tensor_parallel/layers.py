@@ -23,7 +23,7 @@ class ReduceType(Enum):
 
 
 class OpParallelLinear:
-    """The function that the parallel linear layers compute, with the interface of BMTrain's autograd function."""
+    """The product that `ColumnParallelLinear` and `RowParallelLinear` compute, under BMTrain's name and interface."""
 
     @staticmethod
     def apply(
@@ -41,16 +41,16 @@ class OpParallelLinear:
         Collective: every rank must call it. "All ranks" here are those of this rank's tensor-parallel group.
 
         Args:
-            input: the input, (rows, ..., features). With `gather_input` it has this rank's rows, otherwise the rows of
-                all ranks. If the outputs are summed and `split_input` is not set, it has this rank's features,
-                otherwise all features.
-            weight: this rank's part of the weight: (out_features / tp_size, in_features), or (out_features, in_features
-                / tp_size) if the outputs are summed.
+            input: the input, (rows, ..., features). Its rows are this rank's with `gather_input`, otherwise those of
+                all ranks. Its features are this rank's if `reduce_output_type` is given without `split_input`,
+                otherwise all.
+            weight: this rank's part of the weight: with `reduce_output_type`, (out_features, in_features / tp_size),
+                otherwise (out_features / tp_size, in_features).
             bias: the bias for this rank's outputs, or None. It is added before the outputs are summed.
             gather_input: whether to concatenate the rows of all ranks first.
             gather_output: whether to return the features of all ranks instead of this rank's.
             split_input: whether to use only this rank's features of `input`.
-            reduce_output_type: how to sum the ranks' outputs. With None they are not summed.
+            reduce_output_type: how to sum the outputs of all ranks. With None they are not summed.
             async_gather_chunks: for compatibility with BMTrain; ignored.
         """
         grid = current_world().grid
@@ -71,14 +71,17 @@ class OpParallelLinear:
 
 
 def parts() -> int:
-    """Return the number of ranks in a tensor-parallel group, over which weights are split."""
+    """Return the number of ranks over which weights are split: `tp_size`, or 1 without tensor parallelism."""
     grid = current_world().grid
     return 1 if grid is None else grid.size
 
 
 def _own_part(name: str, size: int) -> int:
-    """Return the size of this rank's part of a dimension. Raises ValueError if `size` cannot be split evenly."""
-    expect_number(name, size, "one of the positive sizes below 2**48", lambda size: 1 <= size < 2**48, integer=True)
+    """Return the size of this rank's part of a dimension, or raise ValueError if `size` cannot be split evenly.
+
+    name: the argument's name, for the error.
+    """
+    expect_number(name, size, "positive and below 2**48", lambda size: 1 <= size < 2**48, integer=True)
     if size % parts():
         raise ValueError(f"{name}={size} must be a multiple of tp_size={parts()}, over which it is split")
     return size // parts()
@@ -104,8 +107,9 @@ class ColumnParallelLinear(DistributedModule):
     """Linear layer y = x Aᵀ + b whose outputs are split over the ranks of a tensor-parallel group.
 
     Collective: every rank must call it. Each rank has out_features / tp_size rows of `weight` and `bias`; state dicts
-    contain all rows. They are zero until they are loaded, or until `init_parameters` draws the weight from the Glorot
-    normal distribution. The output has the rows of all ranks. "All ranks" here are those of this rank's group.
+    contain all rows. Weight and bias are zero until they are loaded, or until `init_parameters` draws the weight from
+    the Glorot normal distribution. The output has the rows of all ranks. "All ranks" here are those of this rank's
+    tensor-parallel group.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -154,8 +158,8 @@ class RowParallelLinear(DistributedModule):
     """Linear layer y = x Aᵀ + b whose inputs are split over the ranks of a tensor-parallel group.
 
     Collective: every rank must call it. Each rank has in_features / tp_size columns of `weight`; state dicts contain
-    all columns. They are zero until they are loaded, or until `init_parameters` draws the weight from the Glorot normal
-    distribution. "All ranks" here are those of this rank's group.
+    all columns. Weight and bias are zero until they are loaded, or until `init_parameters` draws the weight from the
+    Glorot normal distribution. "All ranks" here are those of this rank's tensor-parallel group.
 
     Args:
         in_features: the total number of input features, a multiple of tp_size.
@@ -191,7 +195,8 @@ class RowParallelLinear(DistributedModule):
         self.in_features_per_partition = _own_part("in_features", in_features)
         glorot = ParameterInitializer(torch.nn.init.xavier_normal_)
         self.weight = _weight(out_features, self.in_features_per_partition, dtype, glorot, 1)
-        # With all_reduce_output, every rank adds the bias to all rows. Otherwise each rank adds it to its own rows.
+        # The third argument is `tp_mode`. With all_reduce_output, the ranks of a group add the bias to the same rows.
+        # Otherwise each rank adds it to its own rows.
         self.bias = _bias(out_features, dtype, all_reduce_output, -1) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -208,8 +213,8 @@ class VPEmbedding(DistributedModule):
     """Embedding whose vocabulary is split over a tensor-parallel group. It also projects hidden states to logits.
 
     Collective: every rank must call it. Each rank has vocab_size / tp_size rows of `weight`; state dicts contain all
-    rows. They are zero until they are loaded, or until `init_parameters` draws them from a normal distribution. "All
-    ranks" here are those of this rank's group.
+    rows. The weight is zero until it is loaded, or until `init_parameters` draws it from a normal distribution. "All
+    ranks" here are those of this rank's tensor-parallel group.
 
     Args:
         vocab_size: the total number of tokens in the vocabulary, a multiple of tp_size.

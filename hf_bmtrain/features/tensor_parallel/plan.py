@@ -1,8 +1,8 @@
 """Split a model of transformers over a tensor-parallel group, by the model's own tensor-parallel plan.
 
-A plan gives modules a style. In "colwise" layers each rank computes a part of the output features, in "rowwise" layers
-it uses a part of the input features, and the ranks' outputs are summed. All other modules compute the same rows on all
-ranks of a group. The modules keep their classes; their hooks contain the communication.
+A plan (`model.tp_plan`) maps names of modules to styles. In a "colwise" layer, each rank computes a part of the output
+features. In a "rowwise" layer, each rank uses a part of the input features, and the ranks' outputs are summed. All
+other modules compute the same rows on all ranks of a group. The modules keep their classes; hooks communicate.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .groups import Part
 
 _SPLIT = {"colwise": 0, "rowwise": 1}  # the dimension of the weight
 _WHOLE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise"}
-"""Styles of layers whose inputs and outputs are whole tensors. They are not split, so that all ranks compute them."""
+"""Styles of layers whose inputs and outputs are whole tensors. Here each rank computes these layers in full."""
 _PART_OF_ROWS = "replicated_with_grad_allreduce"
-"""The style of parameters that are not split, but that each rank uses for its own features, such as norms of heads."""
+"""The style of parameters that are not split, but used by each rank for its own features, such as norms of heads."""
 
 
 def has_parts(model: torch.nn.Module) -> bool:
     """Return whether the model already has parameters that are parts of whole tensors."""
-    # Parameters of a deep copy are plain Parameters; those that are split have the attribute `storage_kind`.
+    # The class does not tell: a deep copy has plain Parameters, and those that are split have this attribute.
     return any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters())
 
 
@@ -47,7 +47,7 @@ def _plan_of(model: Any) -> dict[str, str]:
 
 
 class SplitByPlan(Extension):
-    """Splits the linear layers that the model's plan names."""
+    """The extension that splits linear layers over a tensor-parallel group, as the model's plan says."""
 
     def __init__(self, options: Options) -> None:
         self._float8 = bool(options.float8)
@@ -83,9 +83,9 @@ class SplitByPlan(Extension):
                 _check(name, module, _SPLIT[style], grid.size)
         if unnamed := _beside_parts(plan, found):
             raise ValueError(
-                f"auto_wrap: {unnamed} is beside layers that are split over {grid.size} ranks, but the tensor-parallel "
-                f"plan of {type(plan.model).__name__} does not name it, and its gradient would be wrong if each rank "
-                "uses it for its own features. Leave tp_size out."
+                f"auto_wrap: {unnamed} belongs to a module with layers that are split over {grid.size} ranks, but the "
+                f"tensor-parallel plan of {type(plan.model).__name__} does not name it. If each rank uses it for its "
+                "own features, its gradient would be wrong. Leave tp_size out."
             )
         self._modules = [(module, style) for _, module, style in found]
 
@@ -110,9 +110,9 @@ class SplitByPlan(Extension):
 
 
 def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise RuntimeError unless the ranks of a group have called the model with the same integers.
+    """Raise RuntimeError if the ranks of a tensor-parallel group called the model with different integers (token ids).
 
-    Collective in the group: every rank of it must call it.
+    Collective: every rank of the group must call it.
     """
     grid = current_world().grid
     values = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -125,7 +125,7 @@ def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, An
     if len({*everyone.tolist()}) > 1:
         raise RuntimeError(
             f"{type(model).__name__}: the {grid.size} ranks of a tensor-parallel group must get the same batch, "
-            f"but their inputs differ. Let rank r read the data of rank r - r % {grid.size}. In generate with "
+            f"but their inputs differ. Let rank r read the same data as rank r - r % {grid.size}. In generate with "
             "do_sample=True, give these ranks the same seed."
         )
 
@@ -140,7 +140,10 @@ def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[
 
 
 def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]]) -> str | None:
-    """Return the name of a parameter that is in an MLP or attention with split layers, but not in `found`."""
+    """Return the name of a parameter that belongs to a module with split layers but not to `found`, or None.
+
+    Such a module is an MLP or attention: a module inside a block.
+    """
     named = {parameter for _, module, _ in found for parameter in module.parameters()}
     parents = {name.rpartition(".")[0] for name, _, style in found if style in _SPLIT}
     blocks = {name for name, module in plan.model.named_modules() if module in plan.layers}
@@ -157,7 +160,8 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
         raise ValueError(f"auto_wrap: with tp_size, {name} must be a torch.nn.Linear, but is a {type(module).__name__}")
     if module.weight.is_meta or isinstance(module.weight, SourcedParameter):
         raise ValueError(
-            f"auto_wrap: with tp_size, {name} must have values. Load the model with its own from_pretrained."
+            f"auto_wrap: with tp_size, {name} must have values, but it is on the meta device or was loaded by "
+            "bmt.hf.from_pretrained. Load the model with its own from_pretrained."
         )
     if module.weight.shape[dim] % parts:
         raise ValueError(
@@ -165,13 +169,16 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
             f"tp_size={parts}"
         )
     if dim == 1 and module.bias is not None:
-        raise ValueError(f"auto_wrap: with tp_size, {name} must have no bias, because it would be added {parts} times")
+        raise ValueError(f"auto_wrap: with tp_size, {name} must have no bias, because all {parts} ranks would add it")
 
 
 def _split(module: Any, dim: int) -> None:
-    """Replace the weight and bias of a linear layer by this rank's parts of rank 0's values, and add the hooks.
+    """Replace the weight and bias of a linear layer by this rank's parts of rank 0's values.
 
-    Collective: every rank must call it.
+    Also add the hook that communicates in each forward. Collective: every rank must call it.
+
+    module: the layer.
+    dim: the dimension of the weight that is split: 0 for output features, 1 for input features.
     """
     world, grid = current_world(), current_world().grid
     assert grid is not None and world.split_kind is not None
@@ -200,4 +207,4 @@ def _add_outputs(module: torch.nn.Module, args: Any, output: torch.Tensor) -> to
 
 
 for _hook in (_share_input, _add_outputs):
-    setattr(_hook, STAYS, True)  # the weights in copies are parts, too
+    setattr(_hook, STAYS, True)  # a deep copy of the model has the same parts, so it needs the hooks too

@@ -11,10 +11,10 @@ from .plan import has_parts, has_plan
 
 
 class TensorParallel(Extension):
-    """Refuses models without layers that are split over a tensor-parallel group."""
+    """The extension that refuses models without split layers, and arguments of `auto_wrap` that exclude `tp_size`."""
 
     def __init__(self, options: Options) -> None:
-        # A quantized weight is sharded over all ranks, which would get rank 0's part of a split weight.
+        # quantize_frozen shards rank 0's weights over all ranks, so all ranks would get rank 0's part of split weights.
         unfit = {"sequence_parallel": options.sequence_parallel > 1, "quantize_frozen": options.quantize_frozen}
         self._unfit = [name for name, asked in unfit.items() if asked]
 

@@ -1,8 +1,8 @@
-"""Find parameters whose gradients are averaged over the ranks of a group but should be summed, or the reverse.
+"""Find parameters with a wrong `tp_mode`, whose gradient would be tp_size times too large or too small.
 
-The user declares with `tp_mode` whether the ranks of a group use a parameter for the same rows. If this is wrong, the
-gradient is tp_size times too large or too small. The check: for the same rows, the ranks' gradients are equal, and for
-different rows they differ.
+With `tp_mode`, the user declares whether the ranks of a tensor-parallel group use a parameter for the same rows (their
+gradients are averaged) or for different rows (they are summed). The check: for the same rows, the ranks' gradients are
+equal, and for different rows they differ.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from .groups import Part, SameRows
 
 _log = logging.getLogger("hf_bmtrain")
 _EQUAL, _SIMILAR = 1e-6, 0.05
-"""Relative differences of the norms of gradients. Up to the first, the gradients are considered equal. Up to the
-second, they may be equal except for rounding."""
+"""Limits of the relative difference between the norms of gradients. Up to the first, the gradients are considered
+equal. Up to the second, they may be equal except for rounding."""
 _QUIET = 100
-"""The check ends after this many backwards without a new parameter."""
+"""The check ends after this many backwards in which no parameter had its first gradient."""
 
 
 class SameRowsCheck(Observer):
-    """Compares the norms of the ranks' own gradients in the first backward of each parameter.
+    """Compares the gradients of each parameter on the ranks of a tensor-parallel group, by their norms, in its first
+    backward.
 
     `end_backward` raises RuntimeError on every rank if `tp_mode` is wrong. It logs a warning if `tp_mode` may be wrong
     for some parameters.
@@ -35,7 +36,7 @@ class SameRowsCheck(Observer):
         self._world = world
         self._squares: dict[tuple[bool, str], torch.Tensor] = {}
         self._seen: set[tuple[bool, str]] = set()
-        self._quiet = 0  # backwards since the last new parameter
+        self._quiet = 0  # backwards since a parameter last had its first gradient
         self.handle = world.schedule.observe(self)
 
     def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
@@ -44,13 +45,13 @@ class SameRowsCheck(Observer):
             return
         same = isinstance(local.buffer.storage.kind, SameRows)
         origin = local.origin
-        name = f"parameter {index + 1} of buffer {gradient.number}"
+        name = f"an unnamed parameter ({gradient.number}.{index + 1})"
         if origin is not None:
             name = f"{origin.block}.{origin.name}" if origin.block else origin.name
         if (key := (same, f"{name}, of shape {tuple(local.full_shape)}")) in self._seen:
             return
         wide = torch.promote_types(values.dtype, torch.float32)
-        squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()  # without a copy of `values`
+        squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()  # without a copy
         self._squares[key] = self._squares[key] + squares if key in self._squares else squares
 
     def end_backward(self) -> None:

@@ -1,4 +1,4 @@
-"""Storage of split parameters, which converts between the parts of a tensor and the whole tensor of checkpoints."""
+"""Storage of tensor-parallel parameters. It converts between a rank's part and the whole tensor of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ...engine.sharding.storage import Storage, StorageKind
 
 
 class WholeStorage(Storage):
-    """Stores plain elements. Parameters that are moved to another buffer keep this kind of storage."""
+    """Stores the elements of parameters as they are. Parameters that are moved to another flat buffer keep `kind`."""
 
     def __init__(self, kind: StorageKind) -> None:
         self.kind = kind
 
 
 class PartStorage(WholeStorage):
-    """Stores plain elements of parameters that are parts of whole tensors.
+    """Stores the elements of parameters that are parts of whole tensors, split over a tensor-parallel group.
 
     Args:
         kind: the kind of storage.
-        grid: the groups of ranks. Each rank of a group has one part.
-        dim: the dimension on which the tensors are split.
+        grid: the tensor-parallel groups. Each rank of a group has one part.
+        dim: the dimension on which the whole tensors are split.
     """
 
     is_part = True
@@ -43,8 +43,10 @@ class PartStorage(WholeStorage):
         return torch.cat(parts.unbind(), self.dim)
 
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
-        """As in `Storage`. The parts are stacked, because a part of rows is contiguous in the whole tensor, but a part
-        of columns is not. For a split on dimension 0, the stack has the elements and the shape of the whole tensor.
+        """Return the shape of parameter `index` in checkpoints, and the place there of this rank's first element.
+
+        Checkpoints contain the parts one after another, so that the elements of each rank are contiguous. For a split
+        on dimension 0, that is the whole tensor. Otherwise it is a stack of the parts, (grid.size, *shape of a part).
         """
         part, first = super().saved_as(index)
         stacked = self.whole_shape(index) if self.dim == 0 else torch.Size([self.grid.size, *part])
@@ -54,7 +56,7 @@ class PartStorage(WholeStorage):
         shape = self.whole_shape(index)
         if whole.shape != shape:
             raise ValueError(
-                f"`full` must be the whole tensor, which {self.grid.size} ranks split into parts: its shape must be "
+                f"`full` must be the whole tensor, before it is split over {self.grid.size} ranks: its shape must be "
                 f"{tuple(shape)}, but is {tuple(whole.shape)}"
             )
         return whole.chunk(self.grid.size, self.dim)[self.grid.place]

@@ -20,7 +20,7 @@ _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^crit
 
 
 def claim_hooks(model: Any, trainer: object) -> bool:
-    """Return whether `trainer` has yet to add its hooks to `model`. If so, remove the hooks of another Trainer."""
+    """Return False if `trainer` has already added its hooks to `model`. Otherwise remove those of another Trainer."""
     record = vars(base_of(model))  # the same record with and without PEFT's wrapper
     owner, handles = record.get(_HOOKS, (None, []))
     if owner is not None and owner() is trainer:
@@ -36,7 +36,7 @@ def hook_loss(
     correct: Callable[[dict[str, Any], Any, torch.Tensor], torch.Tensor],
     around: tuple[Callable[[], None], Callable[[], None]] | None = None,
 ) -> None:
-    """Correct the loss that `model` returns in forwards that get `num_items_in_batch`, as Trainer's do.
+    """Add hooks to `model` that correct the loss of each forward that gets `num_items_in_batch`, as Trainer's do.
 
     Args:
         model: the sharded model, after `claim_hooks`.
@@ -44,7 +44,7 @@ def hook_loss(
         around: two functions, called before and after such a forward, even if it raises.
     """
 
-    asked = False  # whether the caller (not a later hook, such as of sequence_parallel) passed the count
+    asked = False  # whether the caller passed num_items_in_batch; a later hook, as of sequence_parallel, may add it
 
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
         nonlocal asked
@@ -85,7 +85,7 @@ def base_of(model: Any) -> Any:
 
 
 def chooses_loss(model: Any) -> bool:
-    """Return whether `model` computes its loss with the `loss_function` of a model of transformers."""
+    """Return whether the forward of `model` calls `self.loss_function`, a property of models of transformers."""
     return "loss_function" in names_in_forward(model) and isinstance(
         getattr(type(base_of(model)), "loss_function", None), property
     )
@@ -101,7 +101,7 @@ def ignores_count(model: Any) -> bool:
 
 
 def names_in_forward(model: Any) -> set[str]:
-    """Return the names and strings in the forward of `model`, and in those that it calls by super()."""
+    """Return the names and strings in the code of the forward of `model` and of forwards that it calls by super()."""
     found: set[str] = set()
     for cls in type(base_of(model)).__mro__:
         names = names_in(vars(cls).get("forward"))
@@ -112,7 +112,7 @@ def names_in_forward(model: Any) -> set[str]:
 
 
 def names_in(function: Any) -> set[str]:
-    """Return the names and strings in a function without its decorators; empty if it is not written in Python."""
+    """Return the identifiers and strings in a function's code, without its decorators. Empty for built-in functions."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)

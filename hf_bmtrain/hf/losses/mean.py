@@ -1,4 +1,4 @@
-"""Losses that are a mean over a rank's labels, which Trainer would multiply by the number of ranks."""
+"""Correct losses that are a mean over a rank's labels, which Trainer would multiply by the number of ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from .hooks import COUNT, base_of, chooses_loss, hook_loss, ignores_count, names
 
 _log = logging.getLogger("hf_bmtrain")
 _OF_ROWS = re.compile("CTC|RNNT|TDT")
-"""Names of losses that are a mean over rows, each with many labels."""
+"""Matches the names of losses that are a mean over rows, each of which has many labels."""
 
 
 def follow_mean_loss(model: Any, args: Any) -> None:
-    """Make Trainer's loss of `model` on several ranks the mean over all ranks' labels, as in one process.
+    """Make Trainer's loss of `model` on several ranks the mean over the labels of all ranks, as in one process.
 
     With `average_tokens_across_devices`, the default, Trainer multiplies the loss by the number of ranks if the model's
-    forward takes keyword arguments, because it expects the model to divide a sum by `num_items_in_batch`. Many models
-    ignore that number and compute a mean. BERT does so itself, other models do not pass the number to their
-    `loss_function`, and some of these functions do not use it. A hook multiplies the loss of such a model by this
-    rank's share of all labels, before Trainer multiplies it.
+    forward takes keyword arguments, because it expects a sum over labels that the model has divided by
+    `num_items_in_batch`. Many models ignore this number and return a mean: BERT's forward does not use it, other models
+    do not pass it to their `loss_function`, and some of these functions do not use it. A hook multiplies the loss of
+    such a model by this rank's share of the labels of all ranks, before Trainer multiplies it.
 
-    For the same reason Trainer adds up the losses of micro-batches instead of averaging them, also in one process. That
-    is left as it is, with a warning.
+    For the same reason, Trainer adds up the losses of micro-batches instead of averaging them, in one process too. This
+    is not changed, but a warning is logged.
+
+    Args:
+        model: the sharded model, after `claim_hooks`.
+        args: the trainer's TrainingArguments.
     """
     world = current_world()
     several = world.size > 1 and args.average_tokens_across_devices
@@ -49,7 +53,7 @@ def follow_mean_loss(model: Any, args: Any) -> None:
         if model.training and args.gradient_accumulation_steps > 1 and not warned and world.rank == 0:
             _log.warning(
                 "the loss of %s is a mean that ignores num_items_in_batch, so Trainer adds up the losses of the %d "
-                "micro-batches of a step instead of averaging them, as it also does in plain Transformers: the logged "
+                "micro-batches of a step instead of averaging them, as it also does without hf_bmtrain. The logged "
                 "loss and the gradients are %d times as large. To average them, set trainer.model_accepts_loss_kwargs "
                 "= False before train()",
                 type(base).__name__, args.gradient_accumulation_steps, args.gradient_accumulation_steps,
@@ -70,7 +74,12 @@ def follow_mean_loss(model: Any, args: Any) -> None:
 
 
 class _Calls:
-    """Observes calls of the `loss_function` of a model of transformers during a forward."""
+    """Records whether a model of transformers ignores `num_items_in_batch` when it calls its `loss_function`.
+
+    Attributes:
+        ignored: whether the loss is a mean that does not depend on `num_items_in_batch`.
+        name: the name of the function that was called last; "" if none was called.
+    """
 
     def __init__(self, base: Any) -> None:
         self._base = base
@@ -78,15 +87,16 @@ class _Calls:
         self.ignored, self.name = False, ""
 
     def begin(self) -> None:
-        """Route the next calls through this object."""
+        """Before a forward: replace the model's `loss_function` by one that also records the call."""
         function = self._base.loss_function
         self._own = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
         self.ignored, self.name = False, ""
+        # update_wrapper keeps the function's name, by which other code recognizes it.
         seen = functools.partial(self._call, function)
-        self._base.loss_function = functools.update_wrapper(seen, function)  # other code recognizes it by its name
+        self._base.loss_function = functools.update_wrapper(seen, function)
 
     def end(self) -> None:
-        """Restore the model's own `loss_function`."""
+        """After a forward: restore the model's own `loss_function`."""
         vars(self._base).pop("_loss_function", None)
         for function in self._own:
             self._base.loss_function = function
@@ -97,22 +107,29 @@ class _Calls:
         self.name = getattr(function, "__name__", "")
         if kwargs.get(COUNT) is None or not names & {COUNT, "fixed_cross_entropy"}:
             self.ignored = True
-        else:  # transformers' classification loss is a mean for two problem types
+        else:
+            # The classification loss of transformers gets the count, but is a mean for two problem types all the same.
             kind = getattr(self._base.config, "problem_type", None)
             self.ignored = "MSELoss" in names and kind in ("regression", "multi_label_classification")
         return loss
 
 
 def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Tensor:
-    """Return this rank's share of all ranks' rows or labels, without ignored labels.
+    """Return this rank's share, from 0 to 1, of the labels of all ranks. Ignored labels (-100) do not count.
 
     Collective: every rank must call it.
+
+    Args:
+        labels: this rank's labels.
+        loss: a tensor with the device and dtype of the result.
+        of_rows: count rows that have a label, instead of labels.
     """
     world = current_world()
     counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
     mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
     everyone = mine.clone()
-    if (entry := world.schedule.negotiated) is not None:  # another rank may still need this rank for its blocks
+    # If ranks may run different blocks, first take part in the collectives for which other ranks still need this one.
+    if (entry := world.schedule.negotiated) is not None:
         world.schedule.negotiation.finish(entry)
     world.reduce.all_reduce(everyone).wait()
     return (mine / everyone).to(loss.dtype)[0]

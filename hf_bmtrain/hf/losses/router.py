@@ -1,4 +1,4 @@
-"""The auxiliary loss of the routers in a mixture of experts, which Trainer would add per micro-batch and rank."""
+"""Correct the auxiliary loss of a mixture of experts, which Trainer would add once per micro-batch and rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
-    """Average the routers' auxiliary loss of `model` over micro-batches and ranks, times its coefficient.
+    """Make the auxiliary loss of the routers of `model` count once per step, averaged over micro-batches and ranks.
 
-    A mixture of experts adds `router_aux_loss_coef * aux_loss` to a cross entropy that is divided by
-    `num_items_in_batch`, the labels of all micro-batches and ranks. Trainer sums the losses of the micro-batches and
-    multiplies them by the number of ranks. This is right for the cross entropy. But the auxiliary loss is already a
-    mean, so it would be added once per micro-batch and rank. A hook divides it beforehand.
+    A mixture of experts returns the sum of a cross entropy, divided by `num_items_in_batch` (the number of labels in
+    all micro-batches on all ranks), and of `router_aux_loss_coef * aux_loss`. Trainer adds up the losses of the
+    micro-batches and multiplies them by the number of ranks. This is right for the cross entropy. But the auxiliary
+    loss is already a mean, so it would count once per micro-batch and rank. Before that, a hook divides it by the
+    number of micro-batches and ranks.
 
     Args:
         model: the sharded model, with or without PEFT's adapters.

@@ -19,7 +19,7 @@ _log = logging.getLogger("hf_bmtrain")
 IGNORED = -100
 _OF_PAIRS = ("trl.trainer.reward_trainer", "trl.trainer.dpo_trainer")
 _OF_BATCHES = {"aot", "aot_unpaired", "sft"}
-"""Losses of DPOTrainer that are no means over pairs."""
+"""Losses of DPOTrainer that are not a mean over pairs."""
 
 
 def follow_short_batch(trainer: transformers.Trainer) -> None:
@@ -28,12 +28,15 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     Accelerate fills up the last batch with rows of the first one, so that all ranks take the same number of steps.
     Trainer drops the predictions for these rows, but a rank's loss is a mean over all its rows, including repeated
     ones. This function replaces `prediction_step` of `trainer`: after such a batch, it computes the loss again without
-    the repeated rows. Seq2SeqTrainer also drops the predictions of repeated rows then. If it generates, its loss is
-    averaged over the labels of all ranks. So is that of TRL's SFTTrainer, which gets the repeated rows with ignored
-    labels. Rows that a collator has concatenated also get ignored labels. The losses of TRL's RewardTrainer and
-    DPOTrainer are computed for one pair after another. With `split_batches`, Trainer repeats the loss of a batch as
-    often as all ranks have rows, so that a short batch would count too little; then only this rank's repetitions are
-    gathered.
+    the repeated rows. There are special cases:
+
+    * Seq2SeqTrainer would keep the predictions for repeated rows, so they are dropped. If it generates, its loss is
+      averaged over the labels of all ranks.
+    * TRL's SFTTrainer: the labels of repeated rows are ignored, and the loss is averaged over the labels of all ranks.
+    * Rows that a collator has concatenated: the labels of repeated rows are ignored.
+    * TRL's RewardTrainer and DPOTrainer: the loss is computed for one pair after another.
+    * `split_batches`: Trainer repeats a batch's loss once for each row of all ranks, so that a short batch would count
+      too little. Only the repetitions for this rank's rows are gathered.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
@@ -55,7 +58,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         generates = getattr(trainer.args, "predict_with_generate", False) and not prediction_loss_only
         if loss is not None and (of_labels or generates):
             loss = _weigh(trainer, inputs, loss, world)
-        elif loss is not None and flattened and left is None:  # Trainer keeps the losses of the first `left` rows alone
+        elif loss is not None and flattened and left is None:
+            # Trainer drops the losses that it gathers for repeated rows, so each rank returns the mean over ranks.
             mean = loss.detach().reshape(1).to(trainer.args.device, copy=True)
             world.reduce.all_reduce_mean(mean).wait()
             loss = mean[0]
@@ -68,7 +72,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
             if of_pairs and not told and world.rank == 0:
                 _log.info(
                     "the last evaluation batch has %d pairs for %d ranks, so Accelerate fills it up with pairs of the "
-                    "first batch. They do not count in the evaluation loss, but in the other metrics of %s",
+                    "first batch. They do not count in the evaluation loss, but they count in the other metrics of %s",
                     left, world.size, type(trainer).__name__,
                 )  # fmt: skip
                 told = True
@@ -105,11 +109,12 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
 
 class _GatherRows:
-    """Gathers the outputs of ranks without repeated rows, and the loss of a batch, which Trainer gathers first, by
-    `gather_loss`.
+    """Replaces `trainer.gather_function`: gathers the outputs of all ranks, without repeated rows.
 
-    Seq2SeqTrainer's own function would keep repeated rows. It gives each batch of an evaluation the same weight, in one
-    process too.
+    Trainer gathers the loss of a batch first, then the other outputs. The loss is gathered by `gather_loss`. For
+    Seq2SeqTrainer this is its own function, which gives each batch of an evaluation the same weight, as in one process.
+
+    loss_comes: whether the next call gets a loss.
     """
 
     def __init__(self, accelerator: Any, gather_loss: Callable[[Any], Any]) -> None:
@@ -137,14 +142,14 @@ def _rows_of_rank(trainer: transformers.Trainer) -> int:
 
 
 def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
-    """Return `inputs` with ignored labels in all but the first `kept` rows."""
+    """Return `inputs` in which the labels of all rows after the first `kept` are ignored (-100)."""
     labels = inputs["labels"].clone()
     labels[max(kept, 0) :] = IGNORED
     return {**inputs, "labels": labels}
 
 
 def starts_of_rows(inputs: Any) -> torch.Tensor | None:
-    """Return where rows begin that a collator has concatenated to one, or None if `inputs` are not one such row."""
+    """Return the index of the first token of each row if a collator has concatenated the rows to one, else None."""
     positions, labels = inputs.get("position_ids"), inputs.get("labels")
     if not isinstance(positions, torch.Tensor) or not isinstance(labels, torch.Tensor):
         return None
@@ -154,7 +159,7 @@ def starts_of_rows(inputs: Any) -> torch.Tensor | None:
 
 
 def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]:
-    """Return `inputs`, whose rows begin at `starts`, with ignored labels in all but the first `kept` rows."""
+    """Return `inputs`, with concatenated rows that begin at `starts`. Ignore the labels after the first `kept` rows."""
     labels = inputs["labels"].clone()
     if kept < len(starts):
         labels[:, int(starts[max(kept, 0)]) :] = IGNORED
@@ -162,14 +167,23 @@ def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]
 
 
 def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether a collator has concatenated this rank's several rows to `inputs`."""
+    """Return whether `inputs` are one row, to which a collator has concatenated several rows of this rank."""
     divided = isinstance(trainer.accelerator.gradient_state.active_dataloader, DataLoaderDispatcher)
     return not divided and _rows_of_rank(trainer) > 1 and starts_of_rows(inputs) is not None
 
 
 def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> dict[str, Any] | None:
-    """Return concatenated rows with ignored labels in all but the first `left` rows of all ranks, or None if the rows
-    are unknown, because they were packed before, or if the loss is not averaged over the labels of all ranks."""
+    """Return `inputs`, with concatenated rows, in which the labels of repeated rows are ignored.
+
+    Return None if this is not possible: the rows were already packed in the dataset, so that their number differs, or
+    the loss is not averaged over the labels of all ranks.
+
+    Args:
+        trainer: the Trainer that evaluates.
+        inputs: this rank's batch.
+        left: the number of rows of all ranks that are not repeated. They come first.
+        of_labels: whether the loss is a mean over labels in any case.
+    """
     starts, rows = starts_of_rows(inputs), _rows_of_rank(trainer)
     counted = computes_loss(trainer) and trainer.model_accepts_loss_kwargs
     if starts is None or len(starts) != rows:
@@ -180,9 +194,9 @@ def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> 
 
 
 def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world: World) -> torch.Tensor:
-    """Return the mean over the labels of all ranks, given `loss`, the mean over this rank's labels.
+    """Return the mean loss over the labels of all ranks, given `loss`, the mean over this rank's labels.
 
-    Collective: every rank must call it. This is needed for trainers that do not pass the number of labels to the model:
+    Collective: every rank must call it. It is needed for trainers that do not pass the number of labels to the model:
     Seq2SeqTrainer if it generates, and SFTTrainer.
     """
     labels = inputs.get("labels")
@@ -196,9 +210,9 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world
 
 
 def _rows_left(trainer: transformers.Trainer) -> int | None:
-    """Return the number of rows of all ranks' last evaluation batch without repeated rows, or -1 if it is unknown.
+    """Return how many rows the last evaluation batch has on all ranks, without repeated rows; -1 if that is unknown.
 
-    Returns None for other batches, for a full last batch, and if Accelerate has not divided the rows among the ranks.
+    Return None for other batches, for a full last batch, and if Accelerate has not divided the rows among the ranks.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or loader is not trainer.callback_handler.eval_dataloader or loader._drop_last:
@@ -209,9 +223,9 @@ def _rows_left(trainer: transformers.Trainer) -> int | None:
 def _loss_of_rows(
     trainer: transformers.Trainer, model: Any, inputs: Any, left: int, world: World
 ) -> torch.Tensor | None:
-    """Return the loss of the first `left` rows of all ranks' `inputs`, or None if it is unknown.
+    """Compute the loss of the first `left` rows of the batch of all ranks. Return None if it cannot be computed.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. `inputs` is this rank's part of the batch.
     """
     rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # `shared` ranks share each row
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)
@@ -235,7 +249,7 @@ def _loss_of_rows(
 
 
 def _is_mean_over_pairs(trainer: Any) -> bool:
-    """Return whether the loss of `trainer` is a mean over pairs of rows, as TRL's for rewards, and most for DPO."""
+    """Return whether the loss of `trainer` is a mean over pairs of rows, as in TRL's RewardTrainer and most of DPO."""
     methods = (type(trainer).compute_loss, getattr(type(trainer), "_compute_loss", type(trainer).compute_loss))
     if any(method.__module__ not in _OF_PAIRS for method in methods) or not hasattr(trainer, "_metrics"):
         return False
@@ -244,7 +258,7 @@ def _is_mean_over_pairs(trainer: Any) -> bool:
 
 
 def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: World) -> torch.Tensor | None:
-    """Return the mean loss of the first `left` pairs of all ranks' `inputs`, or None if they are not in pairs.
+    """Return the mean loss of the first `left` pairs of the batch of all ranks, or None if it is not one of pairs.
 
     Collective: every rank must call it. All ranks compute the loss of their first pair, then of the second, and so on,
     because the trainer gathers tensors that must have the same shape on all ranks.
@@ -254,7 +268,7 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
     if not all(world.gather_objects(None not in pairs)):
         return None
     metrics, total = trainer._metrics["eval"], torch.zeros(1, dtype=torch.float64, device=trainer.args.device)
-    trainer._metrics["eval"] = defaultdict(list)  # has counted this batch already
+    trainer._metrics["eval"] = defaultdict(list)  # this batch was already counted
     try:
         with torch.no_grad(), trainer.compute_loss_context_manager():
             for row, pair in enumerate(pairs):
@@ -267,8 +281,10 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
 
 
 def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
-    """Return pair `row` of `inputs`, whose tensors have one row for each of `size` pairs, or `size` rows and then
-    `size` others. Return None if one has not."""
+    """Return pair number `row` of `inputs`, or None if `inputs` do not have `size` pairs.
+
+    A tensor has either one row per pair, or the first rows of all `size` pairs followed by their second rows.
+    """
     found = {}
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) not in (size, 2 * size):
@@ -278,7 +294,7 @@ def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
 
 
 def computes_loss(trainer: transformers.Trainer) -> bool:
-    """Return whether `trainer` uses Trainer's own methods to compute the loss. Others might use other ranks' rows."""
+    """Return whether `trainer` computes the loss with transformers' methods, whose loss needs only this rank's rows."""
     if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
         return False  # segmentation, where a label of -100 is out of range
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)

@@ -1,4 +1,4 @@
-"""The loss of the last training batch of an epoch, which Accelerate fills up with repeated rows if it is too short."""
+"""Correct the loss of an epoch's last batch, which Accelerate fills up with repeated rows if it is too short."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _log = logging.getLogger("hf_bmtrain")
 
 @dataclass(frozen=True)
 class _Short:
-    """This rank's part of a short batch.
+    """This rank's part of an epoch's last batch, if that is short: without the repeated rows.
 
     Attributes:
-        inputs: the inputs that Trainer gets.
-        rows: the rows of this rank that are not repeated, possibly none.
+        inputs: the inputs for Trainer. If this rank has only repeated rows, it keeps one of them.
+        rows: the inputs with only the rows that are not repeated, possibly none. They are for counting tokens.
         weight: the factor of the loss if the loss is a mean over this rank's rows. It is 0 if `rows` has no rows.
     """
 
@@ -38,9 +38,9 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
     """Make `trainer` train on several ranks as on one, even with a short last batch of an epoch.
 
     Accelerate fills up that batch with rows of the first one, so that all ranks take the same number of steps. These
-    rows would count twice in this epoch, so they are removed. A rank that has only repeated rows keeps one of them with
-    weight 0, because every rank must run the model. This function replaces `get_batch_samples`, `training_step` and the
-    method that counts tokens in `trainer`.
+    rows would count twice in this epoch, so they are removed. A rank that has only repeated rows keeps one of
+    them, with weight 0, because every rank must run the model. This function replaces three methods of `trainer`:
+    `get_batch_samples`, `training_step`, and the method that counts tokens.
     """
     world = current_world()
     if world.size == 1 or "get_batch_samples" in vars(trainer):
@@ -94,7 +94,7 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
 
 def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
-    """Return the number of rows of all ranks' last batch without repeated rows, and the number of rows per rank.
+    """Return the rows of an epoch's last batch: the number on all ranks without repeated rows, and the number per rank.
 
     The first number is None for other batches and for a full last batch, and -1 if it is unknown. The second is None if
     it is not fixed, because rank 0 reads the batch and Accelerate divides it.
@@ -123,15 +123,22 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
 def _shorten(
     trainer: transformers.Trainer, inputs: Any, left: int, size: int | None, world: World
 ) -> tuple[_Short | None, str]:
-    """Return the batch without repeated rows, or None and the reason why they cannot be removed.
+    """Return the last batch of an epoch without repeated rows, or None and the reason why they cannot be removed.
 
-    Collective: every rank must call it. The reason is empty if the batch needs no change.
+    Collective: every rank must call it. With None, the reason is empty if the batch needs no change.
+
+    Args:
+        trainer: the Trainer that trains.
+        inputs: this rank's part of the batch.
+        left: the number of rows of all ranks that are not repeated.
+        size: the number of rows of this rank, with repeated rows; None if it is not fixed.
+        world: all ranks.
     """
     found, shared = find_batch_size(inputs), ranks_per_row(trainer.model)
     groups, group = world.size // shared, world.rank // shared
     starts = starts_of_rows(inputs)
     if starts is not None and 1 < len(starts) == size:
-        found = len(starts)  # a collator has concatenated them
+        found = len(starts)  # a collator has concatenated the rows
     else:
         starts = None
     rows = found or 0
@@ -162,7 +169,7 @@ def _shorten(
 
 
 def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | None, size: int | None) -> str:
-    """Return why repeated rows cannot be removed, or an empty string if they can be."""
+    """Return why repeated rows cannot be removed from a batch, or an empty string if they can be."""
     if left < 0:
         return "the dataset has no length"
     if found is None or size not in (None, found):
@@ -170,12 +177,12 @@ def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | 
     if trainer.compute_loss_func is not None:
         return "compute_loss_func computes the loss"
     if not computes_loss(trainer) and hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
-        return "its loss is one of segmentation"
+        return "segmentation models do not ignore labels of -100"
     counted = "labels" in inputs and trainer.model_accepts_loss_kwargs
     if counted and not isinstance(inputs["labels"], torch.Tensor):
         return "its labels are not a tensor"
     if counted and not trainer.args.average_tokens_across_devices:
-        return "average_tokens_across_devices=False averages each rank's labels by themselves"
+        return "with average_tokens_across_devices=False, each rank's loss is a mean over its own labels"
     ignored = counted and "shift_labels" not in inputs and _are_of_tokens(trainer, inputs)
     if not computes_loss(trainer) and not ignored:
         return f"{type(trainer).__name__}, or its model, computes losses in its own way"
@@ -183,7 +190,7 @@ def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | 
 
 
 def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether each token has a label. For other labels, a trainer's own loss may take -100 as a value."""
+    """Return whether there is one label per token. Other labels may have -100 as a value, which is not ignored."""
     model: Any = trainer.model
     labels, read = inputs["labels"], inputs.get(getattr(model, "main_input_name", "input_ids"))
     if labels.is_floating_point() or labels.ndim != 2 or not isinstance(read, torch.Tensor):

@@ -80,11 +80,11 @@ def init_distributed(
         shard_over: the ranks over which weights, gradients and optimizer state are sharded. "world": all ranks. "host":
             the ranks of one host. Every host then has a complete copy (hybrid sharding, HSDP), and only gradients are
             exchanged between hosts. "host+world": the optimizer state and gradients are sharded over all ranks, but
-            each host has a copy of the weights, sharded over its ranks. After each step the new weights are exchanged between hosts once, so
-            the traffic between hosts is the same as with "host". "host" and "host+world" need the same number of ranks
-            on all hosts. On one host, all values mean the same. "auto" measures the bandwidth between hosts and inside
-            a host. If the former is less than half the latter, it selects "host+world" (or "host" if `gather` does not
-            allow that), otherwise "world". The choice is logged.
+            each host has a copy of the weights, sharded over its ranks. After each step the new weights are exchanged
+            between hosts once, so the traffic between hosts is the same as with "host". "host" and "host+world" need
+            the same number of ranks on all hosts. On one host, all values mean the same. "auto" measures the bandwidth
+            between hosts and inside a host. If the former is less than half the latter, it selects "host+world" (or
+            "host" if `gather` does not allow that), otherwise "world". The choice is logged.
 
     Raises:
         RuntimeError: it was called before, a rank did not call it within `timeout`, the ranks' arguments differ, or
@@ -113,8 +113,8 @@ def init_distributed(
     check_no_world()
     if tp_size > 1 and shard_over != "world":
         raise ValueError(
-            f"tp_size={tp_size} does not work with shard_over={shard_over!r}: tensor parallelism needs weights that are "
-            "sharded over all ranks. Pass shard_over='world'."
+            f"tp_size={tp_size} does not work with shard_over={shard_over!r}: tensor parallelism needs weights that "
+            "are sharded over all ranks. Pass shard_over='world'."
         )
     device = choose_device(local_rank)
     seed_everything(seed, rank, device)

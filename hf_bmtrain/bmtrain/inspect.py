@@ -315,7 +315,8 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
         expect_kind("summary", line, Mapping, "a list of dicts, from inspect_model or get_summary")
         if not _COLUMNS.keys() <= line.keys():
             raise ValueError(
-                f"summary must be a result of inspect_model or get_summary, but a dict lacks one of the keys {list(_COLUMNS)}"
+                "summary must be a result of inspect_model or get_summary, but a dict in it lacks one of the keys "
+                f"{list(_COLUMNS)}"
             )
     rows = [tuple(_COLUMNS), *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
     longest = [max(map(len, column)) for column in zip(*rows)]

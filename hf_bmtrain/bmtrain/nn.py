@@ -67,7 +67,7 @@ class Linear(DistributedModule):
 
 
 class OpLinear:
-    """The linear function under the name of BMTrain's autograd function. Call it as `OpLinear.apply(x, weight, bias)`."""
+    """The linear function, under the name of BMTrain's autograd function: `OpLinear.apply(x, weight, bias)`."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -60,7 +60,7 @@ def test_it_fits_on_a_screen(facts):
             (CPU, {"unseen": True, "cuda": "13.0"}, "look at nvidia-smi"),
             (CPU, {"unseen": True, "cuda": "13.0", "trouble": {"torch": "old driver"}}, "torch: old driver"),
             (CPU, {"packages": CPU.packages | {"peft": None}}, "for LoRA and other adapters: pip install peft"),
-            (CPU, {"packages": CPU.packages | {"torch": "2.9.1"}}, "2.14; not this one"),
+            (CPU, {"packages": CPU.packages | {"torch": "2.9.1"}}, "2.14; not with this version"),
             (CPU, {"needed": {}}, "not installed"),
         ]),
     ],

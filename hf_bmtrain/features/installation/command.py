@@ -101,11 +101,7 @@ def devices(facts: Facts) -> list[str]:
     if len(facts.gpus) > 1:
         kind = ", ".join(f"{link}{' (NVLink)' if link.startswith('NV') else ''}" for link in facts.links) or "unknown"
         pairs = ", ".join(f"{b} from {a}" for a, b in facts.blocked)
-        reach = (
-            f"memory that cannot be accessed: of GPU {pairs}"
-            if pairs
-            else "each GPU can access the memory of every other"
-        )
+        reach = f"no access to memory: GPU {pairs}" if pairs else "each GPU can access the memory of every other"
         lines.append(f"  links: {kind}; {reach}")
     return lines
 
@@ -118,14 +114,12 @@ def choices(facts: Facts) -> list[str]:
             "communication   gloo between processes",
         ]
     count = len(facts.gpus)
-    several = f", or {count} processes under torchrun --nproc-per-node {count}" if count > 1 else ""
-    lines = [f"device          GPU, one process for each{several}"]
+    several = f", or {count}, one for each GPU, under torchrun --nproc-per-node {count}" if count > 1 else ""
+    lines = [f"device          GPU, one process{several}"]
     if count > 1 and facts.blocked:
         lines.append("communication   NCCL, because not every GPU can access the others' memory")
     elif count > 1:
-        lines.append(
-            f"communication   copies between GPUs for shards from {SMALLEST_PULLED >> 20} MiB on, NCCL for smaller"
-        )
+        lines.append(f"communication   copies between GPUs for shards from {SMALLEST_PULLED >> 20} MiB on, else NCCL")
     half = min(gpu.capability for gpu in facts.gpus) >= (8, 0)
     lines.append(f"precision       {'bfloat16' if half else 'float16 with a loss scale: these GPUs have no bfloat16'}")
     lines.append(f"float8=True     {'works' if facts.float8 is None else facts.float8}")

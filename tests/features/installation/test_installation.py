@@ -53,7 +53,7 @@ def test_it_fits_on_a_screen(facts):
         *rows_in_full([
             (TWO, {}, "links: NV18 (NVLink); "),
             (TWO, {}, "copies between GPUs for shards from 16 MiB on"),
-            (TWO, {"gpus": (H200,), "links": ()}, "one process for each\n"),
+            (TWO, {"gpus": (H200,), "links": ()}, "GPU, one process\n"),
             (TWO, {"gpus": (H200, Gpu("NVIDIA T4", 15 << 30, (7, 5)))}, "float16 with a loss scale"),
             (TWO, {"float8": "no float8 products"}, "float8=True     no float8 products"),
             (CPU, {"unseen": True}, "install a torch for CUDA"),

@@ -40,7 +40,7 @@ def _extended_class(cls: Any) -> Any:
 
 @contextmanager
 def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator[None]:
-    """Enter PEFT's context `activated`, which replaces the parameter of `wrapper`, and preserve the parameter's version."""
+    """Enter PEFT's context `activated`, which replaces the parameter of `wrapper`. Preserve the parameter's version."""
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name
     held = holder._parameters.get(name)
     with ExitStack() as stack:

@@ -17,8 +17,8 @@ class TrainingState:
     """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
 
     Of the weights, it copies only this rank's shards. Until `restore`, local parameters have no gradients and no
-    gradient hooks. Also until then, every block is recomputed, unless its policy is NEVER: a plan with
-    use_checkpoint="auto" must not measure these steps, which are not training.
+    gradient hooks, and every block is recomputed, except blocks that never are. So use_checkpoint="auto" does not
+    measure the memory of these steps, which are not training.
     """
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:

@@ -36,7 +36,7 @@ class Replay:
         self._attributes: Attributes | None = None
 
     def _present_attributes(self) -> Attributes:
-        """Return a copy of the layer's attributes, which is the last copy if they have not changed since."""
+        """Return a copy of the layer's attributes. The last copy is reused if they have not changed since."""
         if self._attributes is None or not self._attributes.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
         return self._attributes
@@ -106,7 +106,7 @@ class Replay:
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:
-        """Return the buffers that are now at `_places`, with None for a buffer that was removed."""
+        """Return the layer's buffers as they are now, in the order of `_places`; None for one that was removed."""
         return [buffers.get(name) for buffers, name in self._places]
 
 

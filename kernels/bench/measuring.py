@@ -8,7 +8,7 @@ import torch
 
 
 class Line(NamedTuple):
-    """One measurement. moved: the bytes that must be read and written. least: the required speed, "" if there is none."""
+    """One measurement. moved: the bytes that must be read and written. least: the required speed, or "" for none."""
 
     name: str
     ms: float

@@ -64,7 +64,7 @@ def time_torch_on_cpu() -> float:
 
 
 def time_torch_with_copies() -> float:
-    """Return the milliseconds of torch's AdamW on the CPU, with copies of gradients from the GPU and of weights to it."""
+    """Return the milliseconds of torch's AdamW on the CPU, with copies of gradients from and weights to the GPU."""
     master, wide, exp_avg, exp_avg_sq = (torch.zeros(ELEMENTS).uniform_(0, 1) for _ in range(4))
     gradient, weight = (torch.randn(ELEMENTS, device="cuda").bfloat16() for _ in range(2))
     down, up = (torch.empty(ELEMENTS, dtype=torch.bfloat16, pin_memory=True) for _ in range(2))
@@ -161,7 +161,10 @@ def clipped(model, optimizer, manager, ids: torch.Tensor) -> None:
 
 
 def in_backward(model, optimizer, manager, ids: torch.Tensor) -> None:
-    """Run a training step that updates the weights during the backward, without gradient clipping."""
+    """Run a training step that updates the weights during the backward, without gradient clipping.
+
+    The gradient norm is still computed, to check that it is finite.
+    """
     manager.zero_grad()
     with optimizer.update_in_backward():
         manager.backward(model(ids))

@@ -102,7 +102,7 @@ class Matrix:
 
 
 def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matrix]:
-    """Return a 2-D parameter as one Matrix, or a stack as up to `size` of them, so that several ranks share the work."""
+    """Return a 2-D parameter as one Matrix, or a stack as up to `size` of them, so that `size` ranks share the work."""
     shape = tuple(parameter.shape)
     if len(shape) == 2:
         return [Matrix(run, parameter, 0, shape)]

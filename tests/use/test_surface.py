@@ -65,7 +65,7 @@ def linear():
     torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, bias))
     assert bmt.nn.Linear(3, 5, bias=False, dtype=torch.half).bias is None
     assert bmt.nn.Linear(3, 5, dtype=torch.half).weight.dtype == torch.half
-    with pytest.raises(ValueError, match="positive sizes"):
+    with pytest.raises(ValueError, match="at least 1 and below"):
         bmt.nn.Linear(0, 5)
 
 

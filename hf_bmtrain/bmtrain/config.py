@@ -97,7 +97,7 @@ class Config(Mapping):
       the same parts of the weights that tensor parallelism splits. pipe_size is 1 and pipe_enabled is False, because
       there is no pipeline parallelism. topology is a `Topology`.
     * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks. With `tp_size` there are
-      also tp_comm, this rank's tensor-parallel group, and tp_zero_comm, the ranks that tp_zero_size counts.
+      also tp_comm, this rank's tensor-parallel group, and tp_zero_comm, the group of tp_zero_rank.
     * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
     """
 

@@ -112,8 +112,8 @@ class WarmupLRScheduler:
         """Continue a schedule from a saved state, and set the optimizer's learning rate.
 
         Args:
-            state_dict: the result of `state_dict()` of the same class. BMTrain's is also accepted: it has only the four
-                numbers that all schedules have, so other attributes keep their values.
+            state_dict: the result of `state_dict()` of the same class. One that BMTrain wrote is also accepted. It has
+                only the four numbers that all schedules have, so other attributes keep their values.
 
         Raises:
             ValueError: `state_dict` is not from a schedule of this class. The schedule is then not changed.

@@ -72,7 +72,7 @@ class DistributedStateDictWrapper(Mapping):
     def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         expect_kind("state_dict", state_dict, Mapping, "a state dict (an empty dict on ranks other than 0)")
         for value in state_dict.values():
-            expect_kind("state_dict", value, torch.Tensor, "a state dict, whose values are tensors")
+            expect_kind("state_dict", value, torch.Tensor, "a state dict with tensors as values")
         self._state_dict = state_dict
         mine = (list(state_dict), getattr(state_dict, "_metadata", None))
         self._keys, self._metadata = current_world().control.broadcast_object(mine)

@@ -14,7 +14,7 @@ SHAPES = ((8192, 32000), (4096, 128256), (2048, 256000), (8192, 50257))
 
 
 class Rows:
-    """The inputs of one shape. fresh: a copy of the logits, from which they are reset before each repetition."""
+    """Logits and targets of one shape. fresh: a copy of the logits, to which they are reset before each repetition."""
 
     def __init__(self, shape: tuple[int, int]):
         self.shape = shape

@@ -94,7 +94,7 @@ def best(function: Callable[[], object], repeats: int) -> float:
 def bench_offload() -> list[Line]:
     """Measure the offloaded update, and torch's AdamW on the CPU. GB/s count both directions.
 
-    torch's time is printed relative to two of ours: with bfloat16 weights, and with a bfloat16 exp_avg too.
+    torch's times are printed as multiples of ours with bfloat16 weights, for a float32 and for a bfloat16 exp_avg.
     """
     duplex, lines, streamed = duplex_speed(), [], {}
     for size, kind in KINDS.items():
@@ -183,7 +183,10 @@ def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) ->
 
 
 def exposed(sizes: tuple[int, int, int], shape: tuple[int, int], device: str, steps: int = 10) -> list[Line]:
-    """Measure a step without an update and with each kind of update. The difference is the update's exposed time."""
+    """Measure a step without an update and with each kind of update.
+
+    The difference is the update's exposed time: how much longer a step takes because of the update.
+    """
     adam, offload = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
     ways = {
         "with the resident update": (adam, clipped),

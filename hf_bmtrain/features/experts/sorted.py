@@ -65,7 +65,7 @@ def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the subclass of SortedExperts and `cls` that becomes the class of modules of class `cls`."""
+    """Return a subclass of both SortedExperts and `cls`, to which the class of a module is changed from `cls`."""
     return extend_class(SortedExperts, cls, {})
 
 

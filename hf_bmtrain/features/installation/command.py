@@ -70,7 +70,7 @@ def screen(facts: Facts, version: str) -> str:
 
 
 def table(facts: Facts) -> list[str]:
-    """Return a line per package: its installed, needed and tested versions, and the purpose of an optional one."""
+    """Return a line per package: its installed, needed and tested versions, and an optional package's purpose."""
     lines = [f"{'package':14}{'installed':14}{'needed':10}tested with"]
     for name, version in facts.packages.items():
         oldest = facts.needed.get(name)

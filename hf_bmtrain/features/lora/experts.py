@@ -72,7 +72,7 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the subclass of SplitWrapper and `cls` that becomes the class of modules of class `cls`."""
+    """Return a subclass of both SplitWrapper and `cls`, to which the class of a module is changed from `cls`."""
     return extend_class(SplitWrapper, cls, {})
 
 

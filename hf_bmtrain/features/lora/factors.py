@@ -63,9 +63,10 @@ def has_wide_products(device: torch.device) -> bool:
 
 
 def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """Return A and Bᵀ in the form in which they are multiplied, their factors, in `dtype`: (r, K) and (r, N).
+    """Return the factors of A and Bᵀ, which `enter` and `add_products` multiply by, in `dtype`.
 
-    If the adapter is split, each factor is a stack of bfloat16 parts, [hi, lo, hi, hi]: (4 r, K) and (4 r, N).
+    These are A and Bᵀ themselves, (r, K) and (r, N). If the adapter is split, they are stacks of their bfloat16 parts,
+    [hi, lo, hi, hi], where hi + lo is the matrix: (4 r, K) and (4 r, N).
     """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
@@ -155,14 +156,14 @@ def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
 
 
 def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return dA = duᵀ x in `dtype`. rank: r."""
+    """Return the gradient of A, dA = duᵀ x, in `dtype`. rank: r."""
     if not adapter.split:
         return _parameter_product(du.t(), x, 1.0, adapter, dtype)
     return _wide_product(du[:, : 3 * rank].t(), x, 1.0, adapter).view(3, rank, -1).sum(0)
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return dB = s dyᵀ u in `dtype`. s is the adapter's scaling, which a split u already includes. rank: r."""
+    """Return the gradient of B, dB = s dyᵀ u, in `dtype`. s is the scaling, which a split u includes. rank: r."""
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
     return _wide_product(dy.t(), u[:, : 3 * rank], 1.0, adapter).view(-1, 3, rank).sum(1)

@@ -34,7 +34,7 @@ def let_parametrize(model: torch.nn.Module) -> None:
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the subclass of UncountedWrapper and `cls` that becomes the class of modules of class `cls`."""
+    """Return a subclass of both UncountedWrapper and `cls`, to which the class of a module is changed from `cls`."""
     return extend_class(UncountedWrapper, cls, {})
 
 

@@ -27,8 +27,8 @@ def refuse_parts(parameters: Iterable[torch.Tensor]) -> None:
     """Raise ValueError if tensor parallelism has split a parameter, so that this rank has only a part of its matrix."""
     if any(map(is_part, parameters)):
         raise ValueError(
-            "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has only a part of some. Use "
-            "bmt.optim.AdamOptimizer(model.parameters()), or leave tp_size out."
+            "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has only a part of some of them. "
+            "Use bmt.optim.AdamOptimizer(model.parameters()), or leave tp_size out."
         )
 
 
@@ -129,10 +129,10 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
 
 
 def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
-    """Divide matrices into rounds. The matrices of a round are exchanged together.
+    """Divide matrices into rounds. The matrices of a round are sent to their owners together.
 
-    Each owner has about the same share of its total cost in every round, so that a round takes all ranks about the same
-    time. In a round, an owner gets at most about ROUND_ELEMENTS elements.
+    Each owner (the rank that orthogonalizes a matrix) has about the same share of its total cost in every round, so
+    that a round takes all ranks about the same time. In a round, an owner gets at most about ROUND_ELEMENTS elements.
     """
     queues = [sorted((m for m in matrices if m.owner == rank), key=lambda m: -m.cost) for rank in range(size)]
     elements = max(sum(math.prod(matrix.shape) for matrix in queue) for queue in queues)

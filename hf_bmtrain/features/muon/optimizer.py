@@ -242,7 +242,7 @@ class MuonOptimizer(AdamOptimizer):
 
     @property
     def _skip(self) -> torch.Tensor | None:
-        """Whether this step is skipped, as a scalar on the device; None if steps cannot be skipped."""
+        """Whether this step is skipped because of inf or nan, as a scalar on the device; None if not checked."""
         found_inf = getattr(self, "found_inf", None)
         return None if found_inf is None else found_inf.reshape(()) != 0
 

@@ -39,7 +39,7 @@ def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterato
         schedule: the world's schedule, which knows whether the running forward is a recomputation.
 
     Yields:
-        The outputs. Each call of a module adds its output.
+        The outputs of all calls so far: {(module name, call name): the tensors that the call returned}.
     """
     outputs: Outputs = {}
     calls = dict.fromkeys(modules, 0)

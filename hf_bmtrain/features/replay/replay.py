@@ -102,7 +102,7 @@ class Replay:
             undo()
 
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
-        """Return `copies`, {index in `_places`: copy}, in the form that Snapshot takes."""
+        """Return `copies`, {index in `_places`: copy}, as pairs of a module's `_buffers` and {name: copy}."""
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:

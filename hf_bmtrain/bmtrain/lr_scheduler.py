@@ -87,8 +87,7 @@ class WarmupLRScheduler:
         """Advance the schedule and set the optimizer's learning rate.
 
         Args:
-            num_iter: the step whose learning rate is set; the next call continues after it. None for the step after the
-                current one.
+            num_iter: the step to go to, counted from the start of training. None for the step after the current one.
 
         Raises:
             ValueError: `num_iter` is negative or not finite.

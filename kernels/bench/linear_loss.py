@@ -104,7 +104,7 @@ def products(problem: Problem) -> Result:
 
 
 def linear_losses() -> Iterator[tuple[str, Callable[[], Loss]]]:
-    """Yield the name of each implementation and a function that returns it or raises ImportError."""
+    """Yield each implementation's name, and a function that returns it, or raises ImportError if it is missing."""
     for mib in (1024, 512, 2048):
         yield (
             f"linear_cross_entropy, {mib} MiB of logits",

@@ -29,8 +29,8 @@ class Replay:
         # A weak reference, because the layer refers to this object.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
-        # Both keyed by `layer.training`: the indices in `_places` of the buffers that a forward changes, and the
-        # generators that it uses.
+        # For training mode and evaluation mode (the key is `layer.training`): the indices in `_places` of the buffers
+        # that a forward changes, and the generators that it uses.
         self._changing: dict[bool, set[int]] = {}
         self._drawn: dict[bool, list[Any]] = {}
         self._attributes: Attributes | None = None

@@ -1,4 +1,4 @@
-"""ZeRO-2/3 training of any Hugging Face model, under BMTrain's public names.
+"""ZeRO-2/3 training of any Hugging Face model, with the public interface of the BMTrain library.
 
     import hf_bmtrain as bmt
     bmt.init_distributed(seed=0)
@@ -63,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `hf` when it is first used, because it imports transformers."""
+    """Import the subpackage `hf` when it is first used, so that `import hf_bmtrain` does not import transformers."""
     if name == "hf":
         return importlib.import_module(f"{__name__}.hf")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,4 +1,4 @@
-"""Properties of this process's world under BMTrain's keys, such as `bmt.config["rank"]`."""
+"""`bmt.config`: the rank, world size and other properties of this process under BMTrain's keys."""
 
 from .bmtrain.config import config
 

@@ -1,4 +1,4 @@
-"""Cross-entropy losses: from logits in fused kernels, or from hidden states without storing the logits."""
+"""Cross-entropy losses: of logits, in fused kernels, or of hidden states, without storing the full logits."""
 
 from .features.loss.fused import FusedCrossEntropy, cross_entropy
 from .features.loss.linear import linear_cross_entropy

@@ -1,4 +1,4 @@
-"""Optimizers over sharded parameters, and OptimManager, which scales the loss, clips gradients and makes steps."""
+"""Optimizers for sharded parameters, and OptimManager, which scales the loss, clips gradients and steps optimizers."""
 
 from .engine.optim.adam import AdamOptimizer
 from .engine.optim.manager import OptimManager

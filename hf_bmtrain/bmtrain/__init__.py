@@ -1,1 +1,1 @@
-"""BMTrain's public interface, and `init_distributed`, which creates the world."""
+"""The functions and classes of BMTrain's public interface, such as `init_distributed`, which connects the ranks."""

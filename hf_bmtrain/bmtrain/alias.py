@@ -1,7 +1,8 @@
-"""Make `import bmtrain` provide this package: each public module of BMTrain gets a module with the same names in it.
+"""Make `import bmtrain` import this package, for scripts and libraries written for BMTrain.
 
-`bmtrain` is a new module, so that an import of a submodule that BMTrain does not have fails. If `bmtrain` were this
-package under a second name in `sys.modules`, such an import would find a file of this package and run it a second time.
+Each public module of BMTrain, such as `bmtrain.optim`, is replaced by a new module with the same names in it. `bmtrain`
+is a new module too. If it were instead `hf_bmtrain` under a second name in `sys.modules`, an import of a submodule that
+only hf_bmtrain has, such as `bmtrain.engine`, would run that file a second time. Now such an import fails.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ _OFFERED = {
     "bmtrain.optim.adam_offload": ("optim", _OFFLOAD),
     "bmtrain.optim.optim_manager": ("optim", _MANAGER),
 }
-"""{BMTrain's module: (the module of this package that has its names, or "" for the package; the names)}."""
+"""{module of BMTrain: (the submodule of hf_bmtrain that has its names, or "" for hf_bmtrain itself; the names)}."""
 
 
 class _Module(ModuleType):
-    """A module that is imported under a name of BMTrain's."""
+    """A module that takes the place of one of BMTrain's modules in `sys.modules`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"{name}, provided by hf_bmtrain.")
@@ -89,7 +90,7 @@ class _Module(ModuleType):
 
 
 def install_as_bmtrain() -> None:
-    """Make `import bmtrain`, and imports of its modules, provide this package in this process.
+    """Make `import bmtrain`, and imports of its submodules, import this package in the current process.
 
     Scripts and libraries written for BMTrain then run unchanged. Call this function before they are imported, or start
     the script with `python -m hf_bmtrain.run`. A second call does nothing. Spawned processes must call it again; forked
@@ -108,7 +109,11 @@ def install_as_bmtrain() -> None:
         )
     real = importlib.util.find_spec("bmtrain")
     if real is not None:
-        _log.warning("bmtrain is installed (%s), but `import bmtrain` will provide hf_bmtrain instead", real.origin)
+        _log.warning(
+            "bmtrain is installed (%s), but `import bmtrain` will provide hf_bmtrain instead, because "
+            "install_as_bmtrain was called",
+            real.origin,
+        )
     package = sys.modules[__name__.split(".")[0]]
     modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted, so that parents come first
     vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
@@ -118,6 +123,7 @@ def install_as_bmtrain() -> None:
             source = getattr(package, origin) if origin else package
             vars(module).update({each: getattr(source, each) for each in names.split()})
         above, _, last = name.rpartition(".")
-        if above and not callable(vars(modules[above]).get(last)):  # the function `synchronize` hides its module
+        # `bmtrain.synchronize` is both a function and a module of BMTrain: the attribute remains the function.
+        if above and not callable(vars(modules[above]).get(last)):
             setattr(modules[above], last, module)
         sys.modules[name] = module

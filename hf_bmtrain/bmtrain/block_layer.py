@@ -1,4 +1,4 @@
-"""CheckpointBlockContext, a name of BMTrain's."""
+"""CheckpointBlockContext, BMTrain's context manager that gathers the parameters of a block."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ __all__ = ["CheckpointBlockContext"]
 
 
 class CheckpointBlockContext:
-    """Context in which the parameters of a block are full, for reading, as in `gathered(block)`.
+    """Context manager that all-gathers the parameters of a block, so that their full values can be read.
 
-    Collective: every rank must call it. Prefer `gathered`, which takes any module and can also write.
+    Collective: every rank must enter and leave it. It does the same as `gathered(block)`. Prefer `gathered`, which
+    takes any module, and also allows you to write the parameters.
 
     Args:
-        block: the block.
+        block: the CheckpointBlock, for example a transformer layer of a model that `auto_wrap` has sharded.
         ctx_dict: for compatibility with BMTrain; ignored.
         flag: for compatibility with BMTrain; ignored.
         pipe: for compatibility with BMTrain; ignored.
@@ -37,13 +38,13 @@ class CheckpointBlockContext:
         self._inside: AbstractContextManager[Any] | None = None
 
     def enter(self) -> None:
-        """Gather the parameters, unless they are already gathered. Collective: every rank must call it."""
+        """All-gather the parameters, unless `enter` was called already. Collective: every rank must call it."""
         if self._inside is None:
             self._inside = gathered(self._block)
             self._inside.__enter__()
 
     def exit(self) -> None:
-        """Free the full parameters. Collective: every rank must call it."""
+        """Free the full parameters that `enter` gathered. Collective: every rank must call it."""
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""BMTrain's `config` mapping: rank, world size, device and other properties of this process's world."""
+"""BMTrain's `config`: a mapping with this process's rank, world size, device, process groups and settings."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ def _stream(world: World) -> Any:
 
 
 class Topology:
-    """BMTrain's process groups that this process is in: the value of `config["topology"]`.
+    """This rank's position in each of BMTrain's process groups: the value of `config["topology"]`.
+
+    There is no pipeline parallelism, so every rank is a pipeline of its own, with one stage.
 
     Attributes:
         rank: this process's rank.
-        stages: the number of stages of a pipeline, 1.
+        stages: the number of stages of a pipeline, always 1.
         pipe_idx: the index of this rank's pipeline, equal to `rank`.
-        stage_id: the index of the pipeline's stage, 0.
+        stage_id: the index of this rank's stage in its pipeline, always 0.
         tp_id: this rank's index in its tensor-parallel group.
-        tp_idx: the index of this rank's tensor-parallel group.
-        zero_idx: the index of the group of all ranks, 0.
-        zero_id: this process's rank.
-        tp_zero_idx: the index of the group of ranks that have the same parts of weights.
+        tp_idx: the index of this rank's tensor-parallel group among all such groups.
+        zero_idx: the index of the group of all ranks, always 0.
+        zero_id: this rank's index in the group of all ranks, equal to `rank`.
+        tp_zero_idx: the index of the group of all ranks with the same `tp_id`, which hold the same parts of the weights
+            that tensor parallelism splits. It is equal to `tp_id`.
         tp_zero_id: this rank's index in that group.
         pp_zero_idx: equal to `stage_id`.
         pp_zero_id: equal to `pipe_idx`.
@@ -43,13 +46,13 @@ class Topology:
         self.tp_zero_idx = self.pp_tp_zero_idx = self.tp_id
 
     def get_group_id(self, group_name: str) -> int:
-        """Return the index of this rank's group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
+        """Return the index of this rank's group among all groups of a kind: "pipe", "zero", "tp_zero" or "tp"."""
         return {"pipe": self.pipe_idx, "zero": self.zero_idx, "tp_zero": self.tp_zero_idx, "tp": self.tp_idx}[
             group_name
         ]
 
     def get_group_rank(self, group_name: str) -> int:
-        """Return this rank's index in its group. group_name: "pipe", "zero", "tp_zero" or "tp"."""
+        """Return this rank's index within its group of a kind: "pipe", "zero", "tp_zero" or "tp"."""
         return {"pipe": self.stage_id, "zero": self.zero_id, "tp_zero": self.tp_zero_id, "tp": self.tp_id}[group_name]
 
 
@@ -84,16 +87,17 @@ _READ = _VALUES | _OBJECTS
 
 
 class Config(Mapping):
-    """A read-only mapping with the properties of this process's world.
+    """A read-only mapping, under BMTrain's keys, with properties of this process and of its process groups.
 
-    Before `init_distributed` only `initialized` can be read; it is False. The keys are:
+    Before `init_distributed`, only the key `initialized` can be read, and its value is False. The keys are:
 
     * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
-    * The properties of BMTrain's process groups. zero_rank and zero_size describe the group of all ranks. tp_rank and
-      tp_size describe this rank's tensor-parallel group. tp_zero_rank and tp_zero_size describe the ranks that have the
-      same parts of weights. pipe_size and pipe_enabled describe a group of this rank alone. topology is a `Topology`.
+    * This rank's index in each of BMTrain's process groups, and the group's size. zero_rank, zero_size: the group of
+      all ranks. tp_rank, tp_size: this rank's tensor-parallel group. tp_zero_rank, tp_zero_size: the ranks that hold
+      the same parts of the weights that tensor parallelism splits. pipe_size is 1 and pipe_enabled is False, because
+      there is no pipeline parallelism. topology is a `Topology`.
     * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks. With `tp_size` there are
-      also tp_comm, this rank's tensor-parallel group, and tp_zero_comm, the ranks that have the same parts of weights.
+      also tp_comm, this rank's tensor-parallel group, and tp_zero_comm, the group of tp_zero_rank.
     * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
     """
 

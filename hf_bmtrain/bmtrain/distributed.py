@@ -2,13 +2,13 @@
 
 An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
 adjoint of that map: each rank gets the gradient of the *sum* of all ranks' losses with respect to its own input.
-For sharded parameters you need not divide the loss, because their gradients are averaged over the ranks afterwards.
-If you use the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation,
-in the same order, and run its backward.
+Gradients of sharded parameters are averaged over the ranks afterwards, so you need not divide the loss for them. If
+you use the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation, in
+the same order, and run its backward.
 
-With `comm=config["tp_comm"]`, the operations are between the ranks of a tensor-parallel group, which compute one loss.
-A tensor that is equal on these ranks, such as the result of `all_gather`, also has an equal gradient on each of them.
-As in BMTrain and in layers with split weights, these gradients are not summed.
+With `comm=config["tp_comm"]`, an operation is between the ranks of a tensor-parallel group. These ranks compute one
+loss together, so a result that is equal on all of them, such as that of `all_gather`, has an equal gradient on each. As
+in BMTrain, these gradients are not summed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def _all_reduce(ranks: _Ranks, x: torch.Tensor, op: str) -> torch.Tensor:
         raise ValueError(f"op must be one of the operations {', '.join(_OPERATIONS)}, not {op!r}")
     _check_tensor("all_reduce", "x", x)
     if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
-        raise ValueError(f"all_reduce cannot take the {op} of {x.dtype}: convert it first, for example with .float()")
+        raise ValueError(
+            f"all_reduce cannot take the {op} of {x.dtype} tensors. To reduce x, convert it first, for example with "
+            "x.float()"
+        )
     _check_alike("all_reduce", "x", x, ranks)
     if op in ("sum", "avg"):
         total = _Sum.apply(ranks, x)
@@ -90,7 +93,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
         (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
 
     Raises:
-        ValueError: the size of dimension 0 is not a multiple of the world size, or `all_reduce` raises it.
+        ValueError: the size of dimension 0 is not a multiple of the world size, or `all_reduce` refuses `x` or `op`.
     """
     ranks = _ranks(comm)._replace(together=False)  # each rank gets different rows, so gradients are summed
     _check_tensor("reduce_scatter", "x", x)
@@ -119,7 +122,7 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     """
     ranks = _ranks(comm)
     size = ranks.size
-    expect_number("root", root, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, integer=True)
+    expect_number("root", root, f"a rank (ranks are 0 to {size - 1})", lambda rank: 0 <= rank < size, integer=True)
     _check_alike("broadcast", "x", x, ranks)
     return _Broadcast.apply(ranks, x, root)
 
@@ -130,9 +133,9 @@ class _Ranks(NamedTuple):
     Attributes:
         gather: the communicator for all-gathers and broadcasts.
         reduce: the communicator for reductions.
-        groups: the groups into which all ranks are divided. This rank is in one of them.
-        together: whether these ranks compute one loss. The gradients of a tensor that is equal on all of them are then
-            not summed.
+        groups: the ranks of every group of this kind. Each rank of the world is in exactly one of these groups.
+        together: whether the ranks of a group compute one loss together, as in tensor parallelism. The gradients of a
+            tensor that is equal on all of them are then not summed.
     """
 
     gather: Communicator
@@ -150,7 +153,7 @@ class _Ranks(NamedTuple):
 
 
 def _ranks(comm: Any) -> _Ranks:
-    """Return the ranks of the argument `comm`. Raises NotImplementedError if it is not a communicator from `config`."""
+    """Return the ranks that `comm` stands for. Raises NotImplementedError if it is not a communicator from `config`."""
     world, grid = current_world(), current_world().grid
     if grid is not None and comm is not None:
         for communicator, size, stride in ((grid.together, grid.size, 1), (grid.across, grid.groups, grid.size)):
@@ -169,7 +172,7 @@ def _check_tensor(function: str, name: str, x: Any) -> None:
 
 
 def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> None:
-    """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal in each group.
+    """Raise ValueError on every rank unless `x` has equal shapes and dtypes on all ranks of each group.
 
     Collective: every rank must call it.
     """
@@ -178,7 +181,8 @@ def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> No
     if any(everyone[rank] != everyone[group[0]] for group in ranks.groups for rank in group):
         listing = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(everyone))
         raise ValueError(
-            f"{function} needs equal shapes and dtypes on all ranks, got {listing}. Pad to a common length first."
+            f"{function} needs equal shapes and dtypes on all ranks, got {listing}. Pad to a common length or "
+            "convert to a common dtype first."
         )
 
 
@@ -195,7 +199,11 @@ def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """y_s = (x_0, ..., x_{N-1}) on every rank s. Adjoint: rank r gets the sum over s of part r of y_s's gradient."""
+    """Differentiable all-gather: y_s = (x_0, ..., x_{N-1}) on every rank s.
+
+    In backward, rank r gets part r of the sum of all ranks' gradients, or of its own gradient if the ranks compute one
+    loss together.
+    """
 
     @staticmethod
     def forward(ctx: Any, ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +216,11 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """y_s = x_0 + ... + x_{N-1} on every rank s. It is its own adjoint."""
+    """Differentiable sum: y_s = x_0 + ... + x_{N-1} on every rank s.
+
+    In backward, every rank gets the sum of all ranks' gradients, or its own gradient if the ranks compute one loss
+    together.
+    """
 
     @staticmethod
     def forward(ctx: Any, ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
@@ -224,15 +236,20 @@ class _Sum(torch.autograd.Function):
 
 
 def _added_up(ranks: _Ranks, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a tensor that is equal on all `ranks`: the sum of theirs, unless they compute one loss.
+    """Return the sum of all `ranks`' gradients of a tensor that is equal on all of them.
 
-    Collective: every rank must call it.
+    If these ranks compute one loss together, return this rank's own gradient instead. Collective: every rank must call
+    it.
     """
     return gradient if ranks.together else _Sum.apply(ranks, gradient)
 
 
 class _Broadcast(torch.autograd.Function):
-    """y_s = x_root on every rank s. Adjoint: the root gets the sum over s of y_s's gradients, other ranks zeros."""
+    """Differentiable broadcast: y_s = x_root on every rank s.
+
+    In backward, the root gets the sum of all ranks' gradients, or its own gradient if the ranks compute one loss
+    together. The other ranks get zeros.
+    """
 
     @staticmethod
     def forward(ctx: Any, ranks: _Ranks, x: torch.Tensor, root: int) -> torch.Tensor:
@@ -251,15 +268,16 @@ class _Broadcast(torch.autograd.Function):
 def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
     """Return the mean of a loss over all ranks, element by element. Differentiable.
 
-    Collective: every rank must call it. The name is BMTrain's, which returns the mean too. For logging, keep `.item()`
-    or `.detach()` of the result, because the result itself keeps the autograd graph of the forward in memory.
+    Collective: every rank must call it. BMTrain's function of this name returns the mean too. For logging, keep
+    `.item()` or `.detach()` of the result, because the result itself keeps the autograd graph of the forward in memory.
 
     Args:
         loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
         comm: as in `all_gather`.
 
     Returns:
-        (...) float32, on the device of `loss`. If every rank calls backward on it, the gradients are those of the mean.
+        (...) float32, on the device of `loss`. If every rank calls backward on it, sharded parameters get the gradients
+        of the mean.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.

@@ -1,4 +1,4 @@
-"""`init_distributed` creates the world from the engine's parts, the fault detection and the features."""
+"""`init_distributed` connects the ranks, and sets up their communication, fault detection and features."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def init_distributed(
     num_micro_batches: int | None = None,
     shard_over: str = "world",
 ) -> None:
-    """Initialize the world of all processes that the launcher started, or of one process without a launcher.
+    """Connect the processes that the launcher started, or set up a single process if there is no launcher.
 
     Collective: every rank must call it. It reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which
     torchrun, torch.distributed.launch and accelerate set, or uses torch's process group if that is already initialized.
@@ -64,27 +64,27 @@ def init_distributed(
         loss_scale_factor: the default of `OptimManager`'s argument with this name.
         loss_scale_steps: the default of `OptimManager`'s argument with this name.
         timeout: the time in seconds that a rank waits for the others before all ranks end with an error.
-        gather: how weights and gradients are exchanged. "peer": each rank reads shards from the memory of other ranks,
-            and writes gradients of blocks to their memory. This needs all ranks of a shard group on one host and, on
-            GPUs, peer access. "collective": with collectives of NCCL or gloo over all ranks of a shard group.
-            "two-level": with collectives first between hosts, so that each shard enters a host once, and then inside
-            each host. This needs several hosts with the same number of ranks. "auto": on GPUs "peer" for large shards
-            if possible; with several hosts "two-level" if possible; otherwise "collective".
+        gather: how weights and gradients are exchanged between the ranks over which they are sharded (`shard_over`).
+            "peer": each rank reads shards from the memory of other ranks, and writes gradients of blocks to their
+            memory. This needs all these ranks on one host and, on GPUs, peer access. "collective": by collectives of
+            NCCL or gloo. "two-level": by collectives first between hosts, so that each shard enters a host once, and
+            then inside each host. This needs several hosts with the same number of ranks. "auto": on GPUs "peer" for
+            large shards if possible; with several hosts "two-level" if possible; otherwise "collective".
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
         tp_size: the number of consecutive ranks in a tensor-parallel group. Layers of `nn` such as ColumnParallelLinear
             split their weights over the group, and `auto_wrap` splits models of transformers by their `tp_plan`. It
-            must divide the number of ranks; 1 or -1 means none. Give the ranks of a group the same rows of the data
-            set.
+            must divide the number of ranks; 1 or -1 means no tensor parallelism. Give the ranks of a group the same
+            rows of the data set.
         init_method: the URL for the rendezvous, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
         shard_over: the ranks over which weights, gradients and optimizer state are sharded. "world": all ranks. "host":
             the ranks of one host. Every host then has a complete copy (hybrid sharding, HSDP), and only gradients are
-            exchanged between hosts. "host+world": the optimizer state and gradients over all ranks, and a copy of the
-            weights over the ranks of each host. After each step the new weights are exchanged between hosts once, so
-            the traffic between hosts is the same as with "host". "host" and "host+world" need the same number of ranks
-            on all hosts. On one host, all values mean the same. "auto" measures the bandwidth between hosts and inside
-            a host. If the former is less than half the latter, it selects "host+world" (or "host" if `gather` does not
-            allow that), otherwise "world". The choice is logged.
+            exchanged between hosts. "host+world": the optimizer state and gradients are sharded over all ranks, but
+            each host has a copy of the weights, sharded over its ranks. After each step the new weights are exchanged
+            between hosts once, so the traffic between hosts is the same as with "host". "host" and "host+world" need
+            the same number of ranks on all hosts. On one host, all values mean the same. "auto" measures the bandwidth
+            between hosts and inside a host. If the former is less than half the latter, it selects "host+world" (or
+            "host" if `gather` does not allow that), otherwise "world". The choice is logged.
 
     Raises:
         RuntimeError: it was called before, a rank did not call it within `timeout`, the ranks' arguments differ, or
@@ -100,7 +100,7 @@ def init_distributed(
     check_zero_level(zero_level)
     expect_number("loss_scale_factor", loss_scale_factor, "at least 1 and finite", lambda x: 1 <= x < float("inf"))
     expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
-    expect_number("timeout", timeout, "of seconds, above 0 and at most 1e8", lambda seconds: 0 < seconds <= 1e8)
+    expect_number("timeout", timeout, "above 0 and at most 1e8 seconds", lambda seconds: 0 < seconds <= 1e8)
     check_addresses(gather, shard_over, init_method)
     expect_number("pipe_size", pipe_size, "1", integer=True)
     if pipe_size not in (1, -1):  # BMTrain accepts -1 too, and treats it as 1
@@ -108,11 +108,14 @@ def init_distributed(
     rank, size, local_rank = find_place()
     together = "1, or a number that divides the number of ranks"
     expect_number(
-        "tp_size", tp_size, f"{together}, {size}", lambda n: n == -1 or (n > 0 and size % n == 0), integer=True
+        "tp_size", tp_size, f"{together}, which is {size}", lambda n: n == -1 or (n > 0 and size % n == 0), integer=True
     )
     check_no_world()
     if tp_size > 1 and shard_over != "world":
-        raise ValueError(f"tp_size={tp_size} needs shard_over='world', not {shard_over!r}")
+        raise ValueError(
+            f"tp_size={tp_size} does not work with shard_over={shard_over!r}: tensor parallelism needs weights that "
+            "are sharded over all ranks. Pass shard_over='world'."
+        )
     device = choose_device(local_rank)
     seed_everything(seed, rank, device)
     joined = dist.is_initialized()
@@ -146,4 +149,4 @@ def init_distributed(
     if watch is not None:
         install(world, watch, found.opened, joined)
     kind = type(found.shards).__name__
-    _log.info("rank %d of %d on %s: gather: %s, zero_level %d", rank, size, device, kind, zero_level)
+    _log.info("rank %d of %d on %s: shards are all-gathered by %s, zero_level %d", rank, size, device, kind, zero_level)

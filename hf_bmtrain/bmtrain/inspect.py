@@ -68,7 +68,7 @@ class _Moments:
 
 
 class _Local:
-    """One rank's statistics of one tensor, from which `_line` makes an entry of a summary."""
+    """The statistics of one rank's part of a tensor, and of the part's gradient."""
 
     def __init__(self, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
         self.name, self.shape = name, tuple(shape)
@@ -77,7 +77,7 @@ class _Local:
 
 
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the summary of one tensor, given the statistics of all ranks. shape: the value for the key "shape"."""
+    """Combine the ranks' statistics of one tensor into its entry of a summary. shape: the entry's value of "shape"."""
     total = functools.reduce(operator.add, [local.values for local in ranks])
     gradients = [local.gradient for local in ranks if local.gradient is not None]
     gradient = functools.reduce(operator.add, gradients) if gradients else None
@@ -93,13 +93,13 @@ def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> list[dict[str, Any]]:
-    """Compute statistics of a model's parameters, without gathering the parameters.
+    """Compute statistics of a model's parameters from the ranks' shards, without gathering full parameters.
 
     Collective: every rank must call it.
 
     Args:
         model: the model, sharded or not.
-        param_name: a pattern for the names (`*`, `?`, `[...]`), such as "*.weight".
+        param_name: a pattern for the names of parameters (`*`, `?`, `[...]`), such as "*.weight".
         prefix: a text that is put before each name. The pattern is compared with the prefixed name.
 
     Returns:
@@ -116,7 +116,7 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if fnmatch.fnmatchcase(prefix + name, param_name):
             gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
-            values = parameter.data.as_subclass(torch.Tensor)  # `.data` waits for a pending update
+            values = parameter.data.as_subclass(torch.Tensor)  # `.data` waits for an asynchronous optimizer step
             shape = parameter.shape
             if isinstance(parameter, DistributedParameter):
                 shape = parameter.buffer.storage.whole_shape(parameter.index)
@@ -132,10 +132,10 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
 
 @dataclass
 class _Record:
-    """A recorded tensor.
+    """A tensor that `record_tensor` recorded.
 
     wants_gradient: whether the tensor's gradient is also kept.
-    version: the tensor's version when it was recorded.
+    version: torch's counter of in-place writes to the tensor, when it was recorded.
     """
 
     tensor: torch.Tensor
@@ -178,8 +178,8 @@ class InspectTensor:
 
         Returns:
             A dict for each record, in order, with the keys of `inspect_model`. The size of dimension 0 in "shape" is
-            the sum over the ranks. grad_std and grad_mean are None if there is no gradient. Each record
-            is named `group.N.name`, or `N.name` without a group. N counts the records of this group and name, from 0.
+            the sum over the ranks. grad_std and grad_mean are None if there is no gradient. Each record is named
+            `group.N.name`, or `N.name` without a group. N counts the records of this group and name, from 0.
 
         Raises:
             RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place later.
@@ -201,7 +201,7 @@ class InspectTensor:
         if any(other != names[0] for other in names):
             raise RuntimeError(
                 f"The ranks recorded different tensors, so no statistics over all ranks can be computed: {names}. Call "
-                "record_tensor on every rank the same number of times."
+                "record_tensor on every rank the same number of times, with the same names."
             )
         lines = []
         for ranks in zip(*everyone):
@@ -226,7 +226,7 @@ class InspectTensor:
         return found[index] if 0 <= index < len(found) else None
 
     def _names(self) -> list[str]:
-        """Return the name of each record in the summary."""
+        """Return the summary's name of each record: `group.N.name`, or `N.name` without a group."""
         numbers = defaultdict(itertools.count)
         names = []
         for record in self._records:
@@ -236,7 +236,7 @@ class InspectTensor:
 
 
 class _Recording(Observer):
-    """Adds the tensors passed to `record_tensor` to `inspector`."""
+    """Passes the tensors that are given to `record_tensor` on to an InspectTensor, `inspector`."""
 
     def __init__(self, inspector: InspectTensor) -> None:
         self.inspector = inspector
@@ -308,14 +308,15 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
 
     Raises:
         TypeError: `summary` is not a list of dicts.
-        ValueError: a dict lacks one of the keys.
+        ValueError: a dict lacks the key of a column.
     """
     expect_kind("summary", summary, (list, tuple), "a list, from inspect_model or get_summary")
     for line in summary:
         expect_kind("summary", line, Mapping, "a list of dicts, from inspect_model or get_summary")
         if not _COLUMNS.keys() <= line.keys():
             raise ValueError(
-                f"summary must be a result of inspect_model or get_summary, but a dict lacks a key of {list(_COLUMNS)}"
+                "summary must be a result of inspect_model or get_summary, but a dict in it lacks one of the keys "
+                f"{list(_COLUMNS)}"
             )
     rows = [tuple(_COLUMNS), *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
     longest = [max(map(len, column)) for column in zip(*rows)]

@@ -61,15 +61,15 @@ class WarmupLRScheduler:
         wanted = "finite and at least 0 (0: no warm-up)"
         expect_number("warmup_iter", self.warmup_iter, wanted, lambda steps: 0 <= steps < math.inf)
         expect_number(
-            "end_iter", self.end_iter, "finite (-1 where there is no end)", lambda steps: abs(steps) < math.inf
+            "end_iter", self.end_iter, "finite (-1 for a schedule without an end)", lambda steps: abs(steps) < math.inf
         )
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return the learning rate during the warm-up, before step `warmup_iter`: s*t/w."""
+        """Return the learning rate at step `num_iter` of the warm-up: start_lr * num_iter / warmup_iter."""
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate at step `num_iter`, at least `warmup_iter`. Subclasses define this method.
+        """Return the learning rate at step `num_iter`, which is not in the warm-up. Subclasses define this method.
 
         `num_iter` counts from the start of training, not from the end of the warm-up.
 
@@ -87,8 +87,7 @@ class WarmupLRScheduler:
         """Advance the schedule and set the optimizer's learning rate.
 
         Args:
-            num_iter: the step whose learning rate is set; the next call continues after it. None for the step after the
-                current one.
+            num_iter: the step to go to, counted from the start of training. None for the step after the current one.
 
         Raises:
             ValueError: `num_iter` is negative or not finite.
@@ -100,7 +99,7 @@ class WarmupLRScheduler:
         self.current_lr = self.get_lr()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(self.current_lr)  # CUDA graphs and compiled steps refer to this tensor
+                group["lr"].fill_(self.current_lr)  # in place: CUDA graphs and compiled steps use this tensor
             else:
                 group["lr"] = self.current_lr
 
@@ -112,13 +111,13 @@ class WarmupLRScheduler:
         """Continue a schedule from a saved state, and set the optimizer's learning rate.
 
         Args:
-            state_dict: the result of `state_dict()` of the same class. BMTrain's is also accepted: it has only the four
-                numbers that all schedules have, so other attributes keep their values.
+            state_dict: the result of `state_dict()` of the same class. One that BMTrain wrote is also accepted. It has
+                only the four numbers that all schedules have, so other attributes keep their values.
 
         Raises:
             ValueError: `state_dict` is not from a schedule of this class. The schedule is then not changed.
         """
-        expect_kind("state_dict", state_dict, dict, "what state_dict() of a schedule returned")
+        expect_kind("state_dict", state_dict, dict, "a dict that a schedule's state_dict() returned")
         missing = sorted(set(STATE) - set(state_dict))
         unexpected = sorted(set(map(str, state_dict)) - set(STATE) - set(self.own_state))
         if missing or unexpected:

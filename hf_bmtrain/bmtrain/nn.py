@@ -44,7 +44,7 @@ class Linear(DistributedModule):
     ) -> None:
         super().__init__()
         for name, size in (("in_features", in_features), ("out_features", out_features)):
-            wanted = "one of the positive sizes below 2**48"
+            wanted = "at least 1 and below 2**48"
             expect_number(name, size, wanted, lambda size: 1 <= size < 2**48, integer=True)
         expect_flag("bias", bias)
         if dtype is not None:
@@ -67,7 +67,7 @@ class Linear(DistributedModule):
 
 
 class OpLinear:
-    """The linear function of `Linear`, in the form of BMTrain's autograd function."""
+    """The linear function, under the name of BMTrain's autograd function: `OpLinear.apply(x, weight, bias)`."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from .alias import install_as_bmtrain
 
 
 def main() -> None:
-    """Run the script named on the command line as `python SCRIPT` would, after `install_as_bmtrain`."""
+    """Run the script named on the command line as `python SCRIPT` would, with hf_bmtrain in place of bmtrain."""
     if len(sys.argv) < 2:
         raise SystemExit("usage: python -m hf_bmtrain.run SCRIPT [ARGUMENTS]")
     del sys.argv[0]

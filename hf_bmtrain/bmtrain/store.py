@@ -52,7 +52,7 @@ def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
     world = current_world()
     world.check_comm(comm)
     size = world.size
-    expect_number("src", src, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, integer=True)
+    expect_number("src", src, f"a rank (ranks are 0 to {size - 1})", lambda rank: 0 <= rank < size, integer=True)
     if src == 0:
         return world.control.broadcast_object(obj)
     return world.gather_objects(obj if world.rank == src else None)[src]
@@ -61,8 +61,9 @@ def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
 class DistributedStateDictWrapper(Mapping):
     """Mapping that gives every rank the entries of rank 0's state dict, for `load_state_dict`.
 
-    Collective: every rank must call it. Reading an entry is collective too: it broadcasts the tensor, and other ranks
-    receive it on the CPU. Prefer `bmt.load`, with which each rank reads only its own part of a file.
+    Collective: every rank must create it, and all ranks must read the same entries in the same order, because reading
+    an entry broadcasts its tensor. Ranks other than 0 receive it on the CPU. Prefer `bmt.load`, with which each rank
+    reads only its own part of a file.
 
     Args:
         state_dict: the state dict on rank 0; an empty dict on other ranks.
@@ -71,7 +72,7 @@ class DistributedStateDictWrapper(Mapping):
     def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         expect_kind("state_dict", state_dict, Mapping, "a state dict (an empty dict on ranks other than 0)")
         for value in state_dict.values():
-            expect_kind("state_dict", value, torch.Tensor, "a state dict, whose values are tensors")
+            expect_kind("state_dict", value, torch.Tensor, "a state dict with tensors as values")
         self._state_dict = state_dict
         mine = (list(state_dict), getattr(state_dict, "_metadata", None))
         self._keys, self._metadata = current_world().control.broadcast_object(mine)
@@ -99,15 +100,15 @@ class DistributedStateDictWrapper(Mapping):
         return len(self._keys)
 
     def copy(self) -> DistributedStateDictWrapper:
-        """Return this mapping itself."""
+        """Return this mapping itself, because a real copy would broadcast all entries."""
         return self
 
 
 def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, prefix: str = "") -> dict:
     """Return the full state dict on the CPU on rank 0, under the model's own keys, and {} on other ranks.
 
-    Collective: every rank must call it. The `state_dict` method of some models, such as ModelCenter's, calls this
-    function. So this function does not call that method, but `torch.nn.Module.state_dict`.
+    Collective: every rank must call it. Some models, such as ModelCenter's, call this function in their own
+    `state_dict` method. So it calls `torch.nn.Module.state_dict` instead of the model's method.
 
     destination: if given, a state dict to which the entries are added on every rank, and which is returned.
     """

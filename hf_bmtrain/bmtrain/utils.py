@@ -34,7 +34,7 @@ class AverageRecorder:
     """
 
     def __init__(self, alpha: float = 0.9, start_value: float = 0.0) -> None:
-        wanted = "in [0, 1), the weight of the previous average"
+        wanted = "in [0, 1) (the weight of the previous average)"
         expect_number("alpha", alpha, wanted, lambda share: 0 <= share < 1)
         expect_number("start_value", start_value, "finite", math.isfinite)
         self.alpha, self._start = alpha, start_value

@@ -34,7 +34,7 @@ from .tensor_parallel.refuse import TensorParallel
 
 
 def extensions_of(options: Options) -> list[Extension]:
-    """Return the extensions of a model that is wrapped with `options`, in the order in which the engine calls them."""
+    """Return one object per feature, whose methods `wrap` calls, in this order, while it shards a model."""
     return [
         TensorParallel(options), SplitByPlan(options), Experts(), Lora(), Packed(options), Float8(options),
         Memory(options), SequenceParallel(options), OffloadActivations(options), MlpChunks(options),
@@ -42,10 +42,11 @@ def extensions_of(options: Options) -> list[Extension]:
 
 
 class LayerFeatures:
-    """Builds the recomputation policy and the `Replay` of each block.
+    """Creates what each CheckpointBlock needs to recompute its forward in backward.
 
-    The `Replay` restores a block's state (random generators, buffers) when its forward is recomputed. This class also
-    serves a `CheckpointBlock` that is created without `auto_wrap`.
+    `recompute` creates the policy that decides what to recompute. `replay` creates the object that restores buffers and
+    random generators for a recomputation. `inputs` creates a store that keeps block inputs in host memory. Blocks that
+    are created without `auto_wrap` use this class too.
     """
 
     def check(self, use_checkpoint: object) -> None:
@@ -81,11 +82,11 @@ def auto_wrap(
     The items of each outermost `nn.ModuleList` that contains parameters become CheckpointBlocks, and the list becomes a
     TransformerBlockList. Every other module all-gathers its own parameters when it is called, as a DistributedModule
     does. Class names, `state_dict` keys and tied weights are preserved. The model moves to this rank's device, and
-    every rank receives rank 0's weights and buffers. Cast the model before this call. Create the optimizer after it,
-    because `model.parameters()` then yields local parameters.
+    every rank receives rank 0's weights and buffers. Convert the model to another dtype before this call. Create the
+    optimizer after it, because `model.parameters()` then yields local parameters, which hold this rank's elements.
 
-    After adding parameters such as adapters, call `auto_wrap(model)` again: it shards each with the block that contains
-    it.
+    After adding parameters such as adapters, call `auto_wrap(model)` again. It shards each new parameter with the block
+    that contains it.
 
     Args:
         model: the model, on any device. With `weights` it is on the meta device.
@@ -99,8 +100,8 @@ def auto_wrap(
         compile: whether to compile the blocks with torch.compile. A str names the backend; True takes the default one.
         blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
             ModuleList or Sequential among them is replaced by its items.
-        weights: the folder or file, as for `load`, with the weights of a model on the meta device. Each rank keeps only
-            its shard.
+        weights: the folder or file, as for `load`, with the weights of a model that is on the meta device. Each rank
+            keeps only its shard.
         keep_frozen: whether frozen parameters stay unsharded between steps. True: all. False: none. "auto": as many as
             fit on the GPU.
         quantize_frozen: "nf4" or "fp8" quantizes the frozen weight matrices of blocks to 4 or 8 bits, which makes them
@@ -128,7 +129,7 @@ def auto_wrap(
     """
     world = current_world()
     expect_module("model", model)
-    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # a module is checked by `choose_chains`
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `wrap` accepts a ModuleList
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)
@@ -155,7 +156,7 @@ def auto_wrap(
 def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Shard a model as `auto_wrap` does, unless it is sharded already. Collective: every rank must call it.
 
-    Two kinds of models are returned unchanged: a TransformerBlockList, and a model that contains blocks or
+    Two kinds of models are returned unchanged: a TransformerBlockList, and a model that contains CheckpointBlocks or
     DistributedModules and whose parameters are all sharded.
 
     Args:

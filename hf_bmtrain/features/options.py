@@ -56,13 +56,13 @@ class Options:
                 "offload_activations=True keeps inputs of recomputed blocks in host memory, but use_checkpoint=False "
                 "recomputes none. Pass use_checkpoint=True or 'auto'."
             )
-        wanted = "at least 1, the number of pieces of an MLP's tokens"
+        wanted = "at least 1 (the number of chunks into which the tokens of an MLP are divided)"
         expect_number("mlp_chunks", self.mlp_chunks, wanted, lambda chunks: chunks >= 1, integer=True)
-        wanted = "at least 1, the number of ranks that share a row"
+        wanted = "at least 1 (the number of ranks over which each sequence is split)"
         expect_number("sequence_parallel", self.sequence_parallel, wanted, lambda ranks: ranks >= 1, integer=True)
 
     def facts(self) -> dict[str, Any]:
-        """Return the options for `World.check_same_on_all_ranks`. Each must be equal on all ranks."""
+        """Return the options by name, for the check that each is equal on all ranks."""
         return {**vars(self), "keep": [*self.keep]}
 
 

@@ -3,10 +3,10 @@
     python kernels/bench/linear_loss.py [--rows N --width H --classes V] [--json FILE]
 
 It compares hf_bmtrain, torch and, if they are installed, Liger and cut-cross-entropy. TFLOP/s count three matrix
-products (6 N H V). Memory is the peak in addition to the inputs; it includes both gradients. An error is the norm of
-the difference to float32, relative to the norm in float32, of some rows of a gradient. Then the cross-entropy alone is
-measured, with logits as its input. If a case fails, its error is printed and the next one runs; no case starts after 80
-seconds.
+products (6 N H V). Memory is the peak in addition to the inputs; it includes both gradients. The error of a gradient is
+that of its first rows: the norm of their difference from a float32 gradient, divided by the norm of the latter. Then
+the cross-entropy alone is measured, with logits as its input. If a case fails, its error is printed and the next one
+runs; no case starts after 80 seconds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LogitLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Result(NamedTuple):
-    """The measurement of one implementation. gb: peak memory. The errors are relative to the norm of the gradient."""
+    """The measurement of one implementation. gb: its peak memory in GB, without the inputs. The errors are relative."""
 
     name: str
     ms: float
@@ -39,7 +39,7 @@ class Result(NamedTuple):
 
 
 class Problem:
-    """The inputs, and float32 reference gradients for the first rows of `hidden` and of `weight`."""
+    """The inputs of a linear layer with a loss, and float32 reference gradients for the first rows of each input."""
 
     def __init__(self, rows: int, width: int, classes: int) -> None:
         torch.manual_seed(0)
@@ -90,7 +90,7 @@ class Problem:
 
 
 def products(problem: Problem) -> Result:
-    """Measure the three matrix products alone."""
+    """Measure only the three matrix products of a linear layer's forward and backward."""
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
 
     def step() -> None:
@@ -104,7 +104,7 @@ def products(problem: Problem) -> Result:
 
 
 def linear_losses() -> Iterator[tuple[str, Callable[[], Loss]]]:
-    """Yield the name of each implementation and a function that returns it or raises ImportError."""
+    """Yield each implementation's name, and a function that returns it, or raises ImportError if it is missing."""
     for mib in (1024, 512, 2048):
         yield (
             f"linear_cross_entropy, {mib} MiB of logits",
@@ -146,7 +146,7 @@ def _liger_of_logits() -> LogitLoss:
 
 
 class Logits(torch.autograd.Function):
-    """Makes given logits look like the output of a layer, which a loss may overwrite. Their gradient is dropped."""
+    """Returns given logits as if a layer had computed them, so that a loss may overwrite them. Drops their gradient."""
 
     @staticmethod
     def forward(ctx, leaf: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ class Logits(torch.autograd.Function):
 
 
 def time_logits(shape: tuple[int, int], loss: LogitLoss) -> float:
-    """Return the milliseconds of forward and backward. The logits are reset before each repetition."""
+    """Return the milliseconds of the loss's forward and backward. The logits are reset before each repetition."""
     torch.manual_seed(0)
     fresh = torch.randn(shape, device="cuda").bfloat16() * 2
     logits, targets = fresh.clone(), torch.randint(shape[1], shape[:1], device="cuda")
@@ -175,7 +175,7 @@ class Clock:
     def attempt(self, name: str, function: Callable[[], Result | float]) -> Result | float | None:
         elapsed = time.monotonic() - self._start
         if elapsed > SECONDS:
-            print(f"{name}: skipped, because {elapsed:.0f} s have passed", flush=True)
+            print(f"{name}: skipped, because {elapsed:.0f} s have passed and the limit is {SECONDS} s", flush=True)
             return None
         try:
             return function()
@@ -197,7 +197,7 @@ def bench_linear(clock: Clock, problem: Problem) -> list[Result]:
 
 
 def bench_logits(clock: Clock) -> list[tuple[str, float, float]]:
-    """Return (name, milliseconds, ratio to the time of our loss in place) of each implementation and shape."""
+    """Return (name, milliseconds, time relative to our in-place loss) of each implementation and shape."""
     lines = []
     for shape in SHAPES:
         ours = float("nan")

@@ -1,4 +1,4 @@
-"""Measures the cross-entropy, compared with torch's and Liger's."""
+"""Measure our cross-entropy, torch's and Liger's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SHAPES = ((8192, 32000), (4096, 128256), (2048, 256000), (8192, 50257))
 
 
 class Rows:
-    """The inputs of one shape. fresh: a copy of the logits, from which they are reset before each repetition."""
+    """Logits and targets of one shape. fresh: a copy of the logits, to which they are reset before each repetition."""
 
     def __init__(self, shape: tuple[int, int]):
         self.shape = shape
@@ -67,7 +67,7 @@ def rivals() -> dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Ten
 
 
 def time_rival(rows: Rows, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-    """Return the milliseconds of forward and backward, which allocates the gradient."""
+    """Return the milliseconds of the forward and backward of `function`, including the gradient's allocation."""
     logits = rows.logits.detach().requires_grad_()
 
     def reset() -> None:
@@ -95,7 +95,7 @@ def bench_cross_entropy() -> list[Line]:
 
 @dataclass(frozen=True)
 class Planned(CrossEntropy):
-    """The loss without options, launched with a given plan instead of the one it would choose."""
+    """The cross-entropy without options, launched with a given plan (thread blocks, threads, shared memory)."""
 
     chosen: Plan = Plan(1, 256, 0)
 
@@ -120,9 +120,9 @@ def sweep_shape(rows: Rows, limit: int) -> list[Line]:
 
 
 def bench_sweep() -> list[Line]:
-    """Measure the fused kernel for combinations of (cluster, threads, stage).
+    """Measure the fused kernel for combinations of thread blocks per row, threads per block, and shared memory.
 
-    stage is either as many vectors as fit into shared memory, or 0.
+    A thread block keeps either as much of its row in shared memory as fits, or nothing.
     """
     limit = cross_entropy.shared_memory_limit(torch.device("cuda", 0))
     return [line for shape in SHAPES for line in sweep_shape(Rows(shape), limit)]

@@ -1,4 +1,4 @@
-"""Measures times on one GPU, and prints the table of measurements."""
+"""Measure times on one GPU, and print the table of measurements."""
 
 import statistics
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 
 
 class Line(NamedTuple):
-    """One measurement. moved: the bytes that must move. least: the project's requirement, "" if there is none."""
+    """One measurement. moved: the bytes that must be read and written. least: the required speed, or "" for none."""
 
     name: str
     ms: float
@@ -19,8 +19,8 @@ class Line(NamedTuple):
 def measure(function: Callable[[], object], setup: Callable[[], object] = lambda: None, repeats: int = 15) -> float:
     """Return the median milliseconds that `function` takes on the device.
 
-    setup: called before each repetition, and not measured. The device sleeps before each repetition, so that the host
-    has queued all work when it starts, and the time of the host is not included.
+    The device sleeps before each repetition, so that the host has queued all work before the device starts it. The time
+    of the host is therefore not included. setup: called before each repetition, and not measured.
     """
     times = []
     for _ in range(repeats + 3):
@@ -46,7 +46,7 @@ def copy_speed() -> float:
 
 
 def show(lines: list[Line], copy: float) -> None:
-    """Print the measurements. copy: the GB/s of the device copy."""
+    """Print the table of measurements. copy: the GB/s of a device-to-device copy, for comparison."""
     print(f"{'':58} {'ms':>8} {'GB/s':>7} {'of copy':>7}  at least")
     for line in lines:
         speed = line.moved / line.ms / 1e6

@@ -1,4 +1,4 @@
-"""Measures AdamOffloadOptimizer, compared with PCIe and the CPU, and the time that it adds to a training step."""
+"""Measure AdamOffloadOptimizer, compared with PCIe and the CPU, and the time that it adds to a training step."""
 
 import gc
 import time
@@ -14,7 +14,7 @@ from hf_bmtrain.engine.base.pinned import pinned_bytes
 
 ELEMENTS = 1 << 28
 KINDS = {10: (torch.bfloat16, torch.float32), 8: (torch.bfloat16, torch.bfloat16), 12: (torch.float16, torch.float32)}
-"""The bytes of state per element that are transferred each way: (dtype of weights, dtype of exp_avg)."""
+"""{bytes of state per element that are transferred in each direction: (dtype of weights, dtype of exp_avg)}."""
 WIDTH, LAYERS, VOCABULARY = 2048, 28, 32000  # 1.48 B parameters; with the head 1.54 B
 BATCH, LENGTH = 4, 1024
 
@@ -64,7 +64,7 @@ def time_torch_on_cpu() -> float:
 
 
 def time_torch_with_copies() -> float:
-    """Return the milliseconds of the same update with copies of bfloat16 gradients from, and weights to, the device."""
+    """Return the milliseconds of torch's AdamW on the CPU, with copies of gradients from and weights to the GPU."""
     master, wide, exp_avg, exp_avg_sq = (torch.zeros(ELEMENTS).uniform_(0, 1) for _ in range(4))
     gradient, weight = (torch.randn(ELEMENTS, device="cuda").bfloat16() for _ in range(2))
     down, up = (torch.empty(ELEMENTS, dtype=torch.bfloat16, pin_memory=True) for _ in range(2))
@@ -92,9 +92,9 @@ def best(function: Callable[[], object], repeats: int) -> float:
 
 
 def bench_offload() -> list[Line]:
-    """Measure the offloaded update. GB/s count both directions.
+    """Measure the offloaded update, and torch's AdamW on the CPU. GB/s count both directions.
 
-    The two "times" of torch are relative to ours with bfloat16 weights, and with a bfloat16 exp_avg as well.
+    torch's times are printed as multiples of ours with bfloat16 weights, for a float32 and for a bfloat16 exp_avg.
     """
     duplex, lines, streamed = duplex_speed(), [], {}
     for size, kind in KINDS.items():
@@ -135,7 +135,7 @@ class Model(torch.nn.Module):
 
 @contextmanager
 def training(make: Callable, width: int, layers: int, vocabulary: int, device: str) -> Iterator[tuple]:
-    """Yield a sharded bfloat16 model, its optimizer and manager, and free them afterwards."""
+    """Yield a sharded bfloat16 model, its optimizer and its OptimManager, and free them afterwards."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Model(width, layers, vocabulary).bfloat16()
@@ -149,7 +149,7 @@ def training(make: Callable, width: int, layers: int, vocabulary: int, device: s
 
 
 def without_update(model, optimizer, manager, ids: torch.Tensor) -> None:
-    """Run forward, backward and clipping."""
+    """Run a training step without its update: forward, backward and gradient clipping."""
     manager.zero_grad()
     manager.backward(model(ids))
     manager.clip_grad_norm(optimizer.param_groups, 1.0)
@@ -161,7 +161,10 @@ def clipped(model, optimizer, manager, ids: torch.Tensor) -> None:
 
 
 def in_backward(model, optimizer, manager, ids: torch.Tensor) -> None:
-    """Update during the backward, without clipping; the norm is still computed, to check that it is finite."""
+    """Run a training step that updates the weights during the backward, without gradient clipping.
+
+    The gradient norm is still computed, to check that it is finite.
+    """
     manager.zero_grad()
     with optimizer.update_in_backward():
         manager.backward(model(ids))
@@ -180,7 +183,10 @@ def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) ->
 
 
 def exposed(sizes: tuple[int, int, int], shape: tuple[int, int], device: str, steps: int = 10) -> list[Line]:
-    """Measure a step without an update and with each kind of update. The difference is the exposed time."""
+    """Measure a step without an update and with each kind of update.
+
+    The difference is the update's exposed time: how much longer a step takes because of the update.
+    """
     adam, offload = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
     ways = {
         "with the resident update": (adam, clipped),

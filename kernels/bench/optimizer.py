@@ -1,4 +1,4 @@
-"""Measures the gradient norm, AdamW and a full optimizer step, compared with torch's."""
+"""Measure the gradient norm, AdamW and a full optimizer step, ours and torch's."""
 
 import torch
 from measuring import COPY_BYTES, Line, measure
@@ -9,7 +9,7 @@ ELEMENTS = 1 << 28
 
 
 def bench_norm() -> list[Line]:
-    """Measure the norm of a buffer that is as large as that of `copy_speed`."""
+    """Measure the norm of a buffer of COPY_BYTES bytes, the size for which the speed of a copy is measured."""
     moved = COPY_BYTES
     flat, wide = torch.randn(moved // 2, device="cuda").bfloat16(), torch.randn(moved // 4, device="cuda")
     out = torch.zeros(2, dtype=torch.float64, device="cuda")
@@ -28,7 +28,7 @@ def bench_norm() -> list[Line]:
 
 
 class Step:
-    """The tensors of one flat parameter, with our optimizer step and torch's, which needs a float32 master."""
+    """The tensors of one flat parameter, with our AdamW step and torch's. torch's step needs a float32 master."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Step:
 
 
 def bench_adam() -> list[Line]:
-    """Measure AdamW for several dtypes."""
+    """Measure AdamW for several dtypes of gradient, exp_avg, weight and master."""
     lines = []
     half, full = torch.bfloat16, torch.float32
     for name, dtypes, moved, least in (
@@ -113,7 +113,7 @@ def bench_adam() -> list[Line]:
 
 
 def bench_adam8() -> list[Line]:
-    """Measure AdamW with 8-bit moments for several dtypes. The exponents' bytes are left out: 0.125 an element."""
+    """Measure AdamW with 8-bit moments. The bytes of the moments' exponents, 0.125 per element, are not counted."""
     lines = []
     half, full = torch.bfloat16, torch.float32
     for name, dtypes, moved, least in (
@@ -134,7 +134,7 @@ def bench_adam8() -> list[Line]:
 
 
 def bench_step() -> list[Line]:
-    """Measure a full step: norm, clipping and AdamW. GB/s of all lines count the bytes that ours moves."""
+    """Measure a full step: norm, clipping and AdamW. All GB/s count the bytes that our step must move."""
     half, full, moved = torch.bfloat16, torch.float32, 28 * ELEMENTS
     ours = measure(Step(half, full, half, torch.int16).whole)
     pieces = measure(Step(half, full, half).torch_whole)

@@ -65,7 +65,7 @@ def linear():
     torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, bias))
     assert bmt.nn.Linear(3, 5, bias=False, dtype=torch.half).bias is None
     assert bmt.nn.Linear(3, 5, dtype=torch.half).weight.dtype == torch.half
-    with pytest.raises(ValueError, match="positive sizes"):
+    with pytest.raises(ValueError, match="at least 1 and below"):
         bmt.nn.Linear(0, 5)
 
 
@@ -100,7 +100,7 @@ def test_before_init():
         "import hf_bmtrain as bmt, pytest\n"
         "assert bmt.config['initialized'] is False and 'before' in repr(bmt.config)\n"
         "with pytest.raises(NotImplementedError, match='is not offered'): bmt.init_distributed(pipe_size=2)\n"
-        "with pytest.raises(ValueError, match='divides the number of ranks, 1'): bmt.init_distributed(tp_size=4)\n"
+        "with pytest.raises(ValueError, match='the number of ranks, which is 1'): bmt.init_distributed(tp_size=4)\n"
         "with pytest.raises(RuntimeError, match='init_distributed'): bmt.config['rank']\n"
         "bmt.init_distributed(seed=0, pipe_size=-1, tp_size=1)\n"
         "assert bmt.config['world_size'] == 1\n"

@@ -11,7 +11,7 @@ from torch import Tensor
 _KERNEL: Any = getattr(torch.nn.functional, "grouped_mm", None)  # public since torch 2.10
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16
-"""In bytes. The strides of tensors must be multiples of this for torch's kernel."""
+"""torch's kernel requires strides that are multiples of this number of bytes."""
 
 
 def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     Returns:
         (rows, N).
     """
-    # Compiled code does not call torch's kernel directly: Inductor may give its operands strides that it refuses.
-    # Before torch 2.12, torch does not trace the kernel in float32.
+    # Compiled code does not call torch's kernel directly, because Inductor may choose strides that the kernel refuses.
+    # Before torch 2.12, torch cannot trace the kernel in float32.
     traced = matrices.dtype == torch.bfloat16 or torch.__version__ >= "2.12"
     if traced and not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)
@@ -34,12 +34,12 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def has_kernel(stack: Tensor) -> bool:
-    """Return whether torch has a grouped product with `stack` (groups, rows, columns) on the stack's device."""
+    """Return whether torch's kernel can multiply by the matrices `stack`, (groups, rows, columns), on their device."""
     return _fits(stack, *stack.shape[1:])
 
 
 def _fits(like: Tensor, rows: int, columns: int) -> bool:
-    """Return whether torch has a grouped product with matrices (rows, columns) of the dtype and device of `like`."""
+    """Return whether torch's kernel supports matrices (rows, columns) with the dtype and device of `like`."""
     if _KERNEL is None or like.dtype not in _KERNEL_DTYPES:
         return False
     if any(width * like.itemsize % ALIGNMENT for width in (rows, columns)):
@@ -53,7 +53,10 @@ def _fits(like: Tensor, rows: int, columns: int) -> bool:
     "hf_bmtrain::product_of_groups", mutates_args=(), schema="(Tensor x, Tensor matrices, Tensor ends) -> Tensor"
 )
 def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Compute `grouped_product` for any dtype and device. Without torch's kernel, the host waits for the device."""
+    """Compute `grouped_product` for any dtype and device.
+
+    Where torch's kernel cannot be used, the groups are multiplied in a loop, for which the host waits for the device.
+    """
     if has_kernel(matrices):
         return _KERNEL(x.contiguous(), matrices, offs=ends)
     y = x.new_empty(len(x), matrices.shape[2])
@@ -66,7 +69,7 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     "hf_bmtrain::gradient_of_groups", mutates_args=(), schema="(Tensor x, Tensor dy, Tensor ends) -> Tensor"
 )
 def gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of `matrices` in `grouped_product`, (groups, K, N); it is zero for a group without rows."""
+    """Return the gradient of the argument `matrices` of `grouped_product`: (groups, K, N), zero for an empty group."""
     if _fits(x, x.shape[1], dy.shape[1]):
         return _KERNEL(x.contiguous().t(), dy.contiguous(), offs=ends)
     matrices = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
@@ -94,7 +97,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]
     dx = grouped_product(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None
-    if matrices.stride(1) == 1 != matrices.stride(2):  # a transposed stack, whose gradient must be transposed too
+    if matrices.stride(1) == 1 != matrices.stride(2):  # transposed: give the gradient the same strides
         return dx, gradient_of_groups(dy, x, ends).transpose(1, 2), None
     return dx, gradient_of_groups(x, dy, ends), None
 

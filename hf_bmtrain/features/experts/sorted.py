@@ -1,4 +1,4 @@
-"""The forward of experts: sort the rows by expert, compute grouped products, and restore the order of the tokens."""
+"""The forward of experts: sort the tokens' rows by expert, compute grouped products, restore the tokens' order."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ...engine.tensors.backward import double_backward
 from .products import ALIGNMENT, gradient_of_groups, grouped_product, has_kernel
 
 FACTORS = "lora_factors"
-"""The keyword with which `SortedExperts` gets the adapters of its stacks."""
+"""The keyword argument of `SortedExperts.forward` for LoRA adapters: {name of the adapted weight: Factors}."""
 _SETTINGS = ("down_proj", "has_gate", "has_bias", "is_transposed", "num_experts", "config")
 _MODULE = "transformers.integrations.moe"
-"""Defines the forward of all classes whose experts can run by grouped_mm."""
+"""The module that defines the forward of every class of experts that can run with grouped_mm."""
 
 Factors = list[tuple[Tensor, Tensor, float]]
-"""A, B and the scaling of each active adapter of one stack."""
+"""(A, B, scaling) of each active LoRA adapter of one stack, a 3-D weight with one matrix per expert."""
 
 
 class SortedExperts(OnlyWhileSharded):
-    """Experts of transformers, extended in place.
+    """A module with experts of transformers, whose class is extended in place.
 
-    In training they run `run_experts` instead of `experts_implementation="grouped_mm"`. Adapters of their stacks are
+    In training it runs `run_experts` instead of `experts_implementation="grouped_mm"`. LoRA adapters of its weights are
     passed to `forward` by keyword.
     """
 
@@ -39,9 +39,9 @@ class SortedExperts(OnlyWhileSharded):
 
 
 def can_sort(experts: Any) -> bool:
-    """Return whether `experts` is a module of transformers with several experts that can run with grouped_mm.
+    """Return whether the module `experts` has several experts that transformers can run with its own grouped_mm.
 
-    It is not if its forward was replaced, by a subclass or in its class, or if another function was registered as
+    It cannot if the forward was replaced, by a subclass or in its class, or if another function was registered as
     "grouped_mm".
     """
     if not hasattr(experts, "_apply_gate") or not all(hasattr(experts, setting) for setting in _SETTINGS):
@@ -56,7 +56,7 @@ def can_sort(experts: Any) -> bool:
 
 
 def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
-    """Turn the experts of transformers among `modules` into SortedExperts, in place. Return their number."""
+    """Turn the experts of transformers among `modules` into SortedExperts, in place. Return how many were turned."""
     found = [module for module in modules if can_sort(module) and not isinstance(module, SortedExperts)]
     for module in found:
         module.__class__ = _extended_class(type(module))
@@ -65,12 +65,12 @@ def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the subclass of SortedExperts and `cls` that all modules of class `cls` get."""
+    """Return a subclass of both SortedExperts and `cls`, to which the class of a module is changed from `cls`."""
     return extend_class(SortedExperts, cls, {})
 
 
 def _replaces(experts: Any) -> bool:
-    """Return whether `run_experts` computes this forward: in training, if transformers would use grouped_mm."""
+    """Return whether `run_experts` replaces this forward: in training, where transformers would use grouped_mm."""
     if not torch.is_grad_enabled() or experts.config._experts_implementation != "grouped_mm":
         return False
     if getattr(experts, "_is_expert_parallel", False) or "forward" in vars(experts):
@@ -84,14 +84,14 @@ def _replaces(experts: Any) -> bool:
 def run_experts(
     experts: Any, factors: dict[str, Factors], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute the output of experts of transformers, whose stacks may have adapters.
+    """Compute the output of a module with experts of transformers, whose weights may have LoRA adapters.
 
     Args:
-        experts: the module, whose stacks are unsharded.
-        factors: the adapters of each adapted stack, by the stack's name.
+        experts: the module. Its weights must be unsharded.
+        factors: {name of a weight: its adapters}, for the weights that have adapters.
         hidden_states: (tokens, width).
         top_k_index: (tokens, k), the indices of each token's experts.
-        top_k_weights: (tokens, k), the factors of their outputs.
+        top_k_weights: (tokens, k), the router's weights for the outputs of these experts.
 
     Returns:
         (tokens, width), in the dtype of `hidden_states`.
@@ -113,10 +113,10 @@ def run_experts(
 
 
 def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: Tensor, name: str, x: Tensor) -> Tensor:
-    """Return x times the matrix, plus the bias, of each row's expert, with the adapters of stack `name`.
+    """Multiply each row of x by its expert's matrix in the weight `name`, and add adapters and bias.
 
     x: (rows, K), sorted by expert.
-    numbers: (rows,), the experts' indices.
+    numbers: (rows,), the index of each row's expert.
     ends: (experts,) int32, the end of each expert's rows, exclusive.
     """
     stack = getattr(experts, name)
@@ -132,10 +132,12 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
 
 
 def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Aᵀ and (s B)ᵀ of all experts, (E, K, r) and (E, r, N), with all adapters combined.
+    """Return Aᵀ and (s B)ᵀ of all E experts, (E, K, r) and (E, r, N), with all adapters combined into one.
 
-    r is the sum of the adapters' ranks, padded with zeros to the alignment that torch's kernel requires.
+    s is an adapter's scaling. r is the sum of the adapters' ranks, padded with zeros to the alignment that torch's
+    kernel requires.
 
+    factors: (A, B, s) of each adapter.
     matrices: (E, K, N), the experts' own matrices.
     """
     count, dtype = len(matrices), matrices.dtype
@@ -150,8 +152,8 @@ def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
 class Spread(torch.autograd.Function):
     """Repeats each row of x for its k experts, in the given order: x[order // k].
 
-    places: the inverse of `order`, with which backward finds the k rows of a token. The backward of torch's indexing
-    would sort instead.
+    places: the inverse of `order`. With it, backward finds the k rows of a token without the sort that the backward of
+    torch's indexing needs.
     """
 
     @staticmethod
@@ -170,7 +172,7 @@ class Spread(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """Computes x[order]. The backward is dy[places]. places: the inverse of `order`."""
+    """Computes x[order]; the backward is dy[places], which needs no sort. places: the inverse of `order`."""
 
     @staticmethod
     def forward(ctx, x, order, places):
@@ -186,9 +188,11 @@ class Permute(torch.autograd.Function):
 
 
 class Biases(torch.autograd.Function):
-    """Computes bias[numbers] for sorted numbers. The backward sums the rows of each group, as a product with ones.
+    """Computes bias[numbers] for sorted numbers: each row gets its expert's bias.
 
-    ends: the end of each group's rows, exclusive.
+    The backward sums the gradients of each expert's rows, as a grouped product with a matrix of ones.
+
+    ends: the end of each expert's rows, exclusive.
     """
 
     @staticmethod

@@ -29,7 +29,7 @@ TESTED: dict[str, tuple[str, ...]] = {
 """The releases that the tests run with. Each release of torch was tested with the newest releases of the others."""
 PURPOSES = {
     "cupy": "GPUs", "peft": "LoRA and other adapters", "trl": "SFT, DPO, GRPO",
-    "bitsandbytes": "bases in its nf4, optimizers in 8 bits",
+    "bitsandbytes": "base models in its nf4 format, 8-bit optimizers",
 }  # fmt: skip
 """The purpose of each optional package."""
 
@@ -46,13 +46,13 @@ def main() -> None:
 
 
 def report(text: str) -> str:
-    """Return the screen in a block of Markdown, with environment variables and the topology of the GPUs."""
+    """Return `text`, the result of `screen`, with environment variables and GPU topology added, as a Markdown block."""
     set_ = [f"{name}={value}" for name, value in variables().items()]
     return "\n".join(["```", text, "", "environment: " + (" ".join(set_) or "nothing set"), topology().rstrip(), "```"])
 
 
 def screen(facts: Facts, version: str) -> str:
-    """Return the text of the screen.
+    """Return the text that the command prints: packages, devices, what training would use, and what is missing.
 
     Args:
         facts: the facts about this machine.
@@ -70,13 +70,13 @@ def screen(facts: Facts, version: str) -> str:
 
 
 def table(facts: Facts) -> list[str]:
-    """Return a line per package: its installed, needed and tested versions, and the purpose of an optional one."""
+    """Return a line per package: its installed, needed and tested versions, and an optional package's purpose."""
     lines = [f"{'package':14}{'installed':14}{'needed':10}tested with"]
     for name, version in facts.packages.items():
         oldest = facts.needed.get(name)
         need = (f">= {oldest}" if oldest else "any") if oldest is not None else "optional" if name in PURPOSES else ""
         last = [", ".join(TESTED.get(name, ()))]
-        last += ["not this one"] if version and last[0] and not is_tested(name, version) else []
+        last += ["not with this version"] if version and last[0] and not is_tested(name, version) else []
         last += [f"for {PURPOSES[name]}"] if name in PURPOSES else []
         lines.append(f"{name:14}{version or '-':14}{need:10}{'; '.join(filter(None, last))}".rstrip())
     return lines
@@ -100,8 +100,8 @@ def devices(facts: Facts) -> list[str]:
         lines.append(f"  {count} x {name}, {memory / 2**30:.1f} GiB, compute capability {major}.{minor}")
     if len(facts.gpus) > 1:
         kind = ", ".join(f"{link}{' (NVLink)' if link.startswith('NV') else ''}" for link in facts.links) or "unknown"
-        pairs = ", ".join(f"{a} from {b}" for a, b in facts.blocked)
-        reach = f"not accessible: GPU {pairs}" if pairs else "each GPU can access the memory of every other"
+        pairs = ", ".join(f"{b} from {a}" for a, b in facts.blocked)
+        reach = f"no access to memory: GPU {pairs}" if pairs else "each GPU can access the memory of every other"
         lines.append(f"  links: {kind}; {reach}")
     return lines
 
@@ -114,8 +114,8 @@ def choices(facts: Facts) -> list[str]:
             "communication   gloo between processes",
         ]
     count = len(facts.gpus)
-    several = f", or {count} processes under torchrun --nproc-per-node {count}" if count > 1 else ""
-    lines = [f"device          GPU, one process for each{several}"]
+    several = f", or {count}, one for each GPU, under torchrun --nproc-per-node {count}" if count > 1 else ""
+    lines = [f"device          GPU, one process{several}"]
     if count > 1 and facts.blocked:
         lines.append("communication   NCCL, because not every GPU can access the others' memory")
     elif count > 1:
@@ -128,7 +128,7 @@ def choices(facts: Facts) -> list[str]:
 
 
 def obstacles(facts: Facts) -> list[str]:
-    """Return what must be done before training works here, with the commands."""
+    """Return lines that say what must be done before training works on this machine, with the commands."""
     lines = []
     wrong = [name for name, oldest in facts.needed.items() if is_older(facts.packages.get(name), oldest)]
     if wrong:
@@ -139,7 +139,7 @@ def obstacles(facts: Facts) -> list[str]:
 
 
 def advice(facts: Facts) -> list[str]:
-    """Return suggestions that are not required for training, with the commands."""
+    """Return lines that suggest what else to install or check, with the commands. Training works without it."""
     lines = []
     if not facts.needed:
         lines.append("hf_bmtrain can be imported but is not installed: run pip install -e . in its folder")

@@ -1,4 +1,4 @@
-"""Find packages, GPUs and their links."""
+"""Find out which packages are installed, which GPUs torch can use, and how the GPUs are linked."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Facts:
 
     Attributes:
         packages: the version of each of PACKAGES, None if it is not installed.
-        needed: the oldest admitted version of each required package, such as "2.6".
+        needed: the oldest supported version of each required package, such as "2.6".
         cuda: the CUDA version that torch is built for, None for a build without CUDA.
         gpus: the GPUs that torch sees.
         unseen: whether the machine has NVIDIA GPUs but torch sees none.
-        trouble: for torch, CuPy (with NCCL) or the CUDA sources, by name: why it cannot be used.
+        trouble: why "torch", "CuPy" (with NCCL) or the "CUDA sources" cannot be used, by these names.
         nccl: the NCCL version, such as "2.27.5"; None without GPUs.
         links: the kinds of links between GPUs according to nvidia-smi, such as "NV18" or "SYS"; empty if unknown.
-        blocked: pairs of GPUs that cannot access each other's memory.
+        blocked: pairs (a, b) such that GPU a cannot access the memory of GPU b.
         float8: why GPU 0 cannot multiply float8 matrices, or None if it can or there is no GPU.
     """
 
@@ -112,7 +112,7 @@ def installed(package: str) -> str | None:
 
 
 def needed() -> dict[str, str]:
-    """Return {package: oldest admitted version, or ""} for what hf_bmtrain requires; empty if it is not installed."""
+    """Return {required package: oldest supported version, or ""}; empty if hf_bmtrain is not installed."""
     try:
         lines = importlib.metadata.requires("hf_bmtrain") or []
     except importlib.metadata.PackageNotFoundError:

@@ -2,12 +2,12 @@
 
 LoRA layers in blocks add their adapters in fewer passes over the output than PEFT, and without float32 copies of
 activations. A layer with DoRA, an adapter bias, or hooks on its inner layers runs PEFT's own forward, and the log says
-so. Adapters on stacks of experts (`target_parameters`) are computed as separate products instead of being added to the
-stack. Adapters, even frozen ones, share no buffer with base weights, so that training an adapter later reduces no
-gradients of base weights.
+so. Adapters on stacks of experts (3-D weights, `target_parameters`) are computed as separate products instead of being
+added to the stack. Adapters, even frozen ones, share no flat buffer with base weights. A buffer's gradients are reduced
+together, so otherwise training an adapter later would also reduce gradients of base weights.
 
 Files: `linear` is the layer; `factors` computes its products with A and B; `experts` handles adapters on stacks of
-experts; `parametrize` makes PEFT's own adapters on parameters work when those parameters are sharded.
+experts; `parametrize` makes PEFT's own forward of adapters on parameters work when those parameters are sharded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Lora(Extension):
-    """The feature for PEFT's LoRA adapters. It has no keyword: it applies to every model that has such adapters."""
+    """The feature for PEFT's LoRA adapters, which `auto_wrap` applies to every model that has them."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
         return adapter_parameters(plan.model)
@@ -35,13 +35,13 @@ class Lora(Extension):
         chosen = [block for block in blocks if COMPILES or not block._bmt.compiled]
         fused = sum(fuse_lora(block.modules(), plan.world.device) for block in chosen)
         if fused and plan.world.rank == 0:
-            _log.info("%d LoRA layers add their adapters' products to the output of the frozen layer in place", fused)
+            _log.info("%d LoRA layers can run a fused forward, which is faster than PEFT's", fused)
             for name, module in plan.model.named_modules():
                 if isinstance(module, FusedLoraLinear):
                     vars(module)["_bmt_name"] = name
         split = sum(split_adapters(block.modules()) for block in chosen)
         if split and plan.world.rank == 0:
-            _log.info("%d adapters of stacked experts are not merged into the weights", split)
+            _log.info("LoRA adapters on %d weights of experts are computed without copies of these weights", split)
             for name, module in plan.model.named_modules():
                 if isinstance(module, SplitWrapper):
                     vars(module)["_bmt_name"] = name

@@ -1,9 +1,9 @@
 """PEFT's adapters on stacks of experts (`target_parameters`), computed as separate products.
 
-A stack is a 3-D parameter that contains one matrix W per expert. With the rows x of an expert's tokens, W (N, K),
-A (r, K), B (N, r) and the scaling s, this file computes x Wᵀ + (x Aᵀ)(s B)ᵀ for all experts at once, by grouped
-products. PEFT instead forms W + s B A for all experts in each forward, and autograd then computes a gradient as large
-as the stack. The results are equal up to rounding.
+A stack is a 3-D parameter that contains one matrix W (N, K) per expert. An adapter has matrices A (r, K) and B (N, r)
+per expert, and a scaling s. For the rows x of an expert's tokens, this file computes x Wᵀ + (x Aᵀ)(s B)ᵀ, for all
+experts at once by grouped products. PEFT instead forms W + s B A for all experts in each forward, and autograd then
+computes a gradient as large as the stack. The results are equal up to rounding.
 
 PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
 is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
@@ -34,10 +34,11 @@ _logged: set[str] = set()
 
 
 class SplitWrapper(OnlyWhileSharded):
-    """PEFT's wrapper of a stack, extended in place: it passes its adapters to the experts instead of adding them.
+    """PEFT's wrapper of a stack (a 3-D weight with one matrix per expert), whose class is extended in place.
 
-    If several stacks of one module have adapters, PEFT nests their wrappers. Each wrapper adds its adapters to the
-    keyword, or it runs PEFT's own forward and the reason is logged once.
+    It passes its adapters to the experts' forward by keyword, instead of adding them to the stack. If several stacks of
+    one module have adapters, PEFT nests their wrappers, and each wrapper adds its adapters to that keyword argument. A
+    wrapper whose adapters cannot be passed runs PEFT's own forward.
     """
 
     base_layer: Any
@@ -71,7 +72,7 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the subclass of SplitWrapper and `cls` that all modules of class `cls` get."""
+    """Return a subclass of both SplitWrapper and `cls`, to which the class of a module is changed from `cls`."""
     return extend_class(SplitWrapper, cls, {})
 
 
@@ -85,7 +86,7 @@ def _is_wrapper(module: Any) -> bool:
 
 
 def _factors_of(wrapper: Any) -> Factors | str:
-    """Return the factors of the active adapters.
+    """Return (A, B, scaling) of each active adapter of PEFT's wrapper of a stack of experts.
 
     If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
     """
@@ -102,14 +103,14 @@ def _factors_of(wrapper: Any) -> Factors | str:
         return "the experts' forward is replaced"
     stack = getattr(experts, wrapper.parameter_name)
     if not stack.is_floating_point() or stack.itemsize < 2:
-        return f"the experts are {stack.dtype}"
+        return f"the experts' weights are {stack.dtype}"
     if not torch.compiler.is_compiling() and functorch_transforms_active():
         return ""
     factors: Factors = []
     for name in names:
         scaling = wrapper.scaling[name]
         if name in wrapper.lora_variant or not isinstance(scaling, (int, float)):
-            return "the adapter is a variant, or its scaling is not a number"
+            return "the adapter is a variant of LoRA, such as DoRA, or its scaling is not a number"
         factors.append((wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, scaling))
     return factors
 

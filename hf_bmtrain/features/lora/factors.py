@@ -1,16 +1,19 @@
-"""Matrix products with A (r, K) and B (N, r) of an adapter with scaling s, in one of two modes (`Adapter.split`).
+"""The products of a LoRA layer with an adapter: u = x Aᵀ and y + s u Bᵀ, with A (r, K), B (N, r) and the scaling s.
 
-*Rounded*: A and B are converted to the dtype in which the layer computes. u = x Aᵀ has that dtype too, and s is applied
-in the product with B.
+x is the layer's input and y the output of the frozen layer. The products are computed in one of two modes:
 
-*Split*: A and B are float32. Each is represented as a sum of two bfloat16 matrices, and their products are bfloat16
-products with float32 sums. For P = A or P = Bᵀ the two matrices are hi = bf16(P) and lo = bf16(P - hi); the relative
-error of hi + lo is 2⁻¹⁷. The *factor* of P is the stack [hi, lo, hi, hi], with four times the rows of P. The product of
-s x with the first three parts is s x [hi, lo, hi]ᵀ = [p, q, p] in float32, and p + q = s x Pᵀ. Then, with hi(p) =
-bf16(p) and lo(p) = bf16(p - hi(p)),
+*Rounded*: A and B are converted to the dtype in which the layer computes. u has that dtype too, and s is applied in the
+product with B.
 
-    u = [lo(p), hi(p), hi(q), hi(p)]        is stored in bfloat16, and
-    u [hi, lo, hi, hi]                      with the other matrix's factor, is (p + q) times that matrix up to 2⁻¹⁷.
+*Split* (`Adapter.split`): A and B are float32, and the layer computes in bfloat16. A matrix P, which is A or Bᵀ, is
+represented as the sum of two bfloat16 matrices, hi = bf16(P) and lo = bf16(P - hi), with a relative error of 2⁻¹⁷. All
+products are bfloat16 products with float32 sums. The *factor* of P is the stack [hi, lo, hi, hi], with four times the
+rows of P. The product of s x with the first three parts of the factor is s x [hi, lo, hi]ᵀ = [p, q, p] in float32, and
+p + q = s x Pᵀ. Then, with hi(p) = bf16(p) and lo(p) = bf16(p - hi(p)),
+
+    u = [lo(p), hi(p), hi(q), hi(p)]    is stored in bfloat16, and
+    u [hi, lo, hi, hi]                  is the product of u with the factor of the other matrix Q. It equals (p + q) Q
+                                        up to a relative error of 2⁻¹⁷.
 
 The first three quarters of u sum to p + q, so a gradient is the sum of the products with these three. y and dx are
 therefore as exact as PEFT's in float32. dA and dB have an error of 2⁻¹⁷ of their norm (measured: 4.5e-6; PEFT 4e-7;
@@ -27,16 +30,16 @@ from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
 
-_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # whether CUDA supports `out_dtype=` (since torch 2.8)
+_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # whether `out_dtype=` works on CUDA (since torch 2.8)
 
 
 class Adapter(NamedTuple):
     """The settings of one adapter for a forward and its backward.
 
     Attributes:
-        scaling: the factor of its product, including dropout's 1 / (1 - rate).
+        scaling: the factor of the adapter's output, including dropout's 1 / (1 - rate).
         rate: the probability with which dropout drops an element of the input.
-        split: whether A and B are float32 matrices that are split into bfloat16 ones.
+        split: whether A and B are float32 and each is represented as a sum of two bfloat16 matrices.
         wide: whether the device can multiply 16-bit matrices with a float32 result.
         needs_a: whether A needs a gradient.
         needs_b: whether B needs a gradient.
@@ -54,13 +57,17 @@ class Adapter(NamedTuple):
 def has_wide_products(device: torch.device) -> bool:
     """Return whether `device` can multiply 16-bit matrices with a float32 result.
 
-    A GPU must do it without float32 copies of the matrices. Other devices always can, by making such copies.
+    For a GPU, this means without float32 copies of the matrices. Other devices always can, with such copies.
     """
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
 
 def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """Return the factors of A and Bᵀ in `dtype`: (r, K) and (r, N), or (4 r, K) and (4 r, N) if split."""
+    """Return the factors of A and Bᵀ, which `enter` and `add_products` multiply by, in `dtype`.
+
+    These are A and Bᵀ themselves, (r, K) and (r, N). If the adapter is split, they are stacks of their bfloat16 parts,
+    [hi, lo, hi, hi], where hi + lo is the matrix: (4 r, K) and (4 r, N).
+    """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
     matrix = torch.cat([a, b.t()], 1)  # so that the same kernels split A and Bᵀ
@@ -75,10 +82,10 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 
 
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
-    """Return the product of x with a transposed factor: u in the forward, or du in the backward.
+    """Return the product of x with a transposed factor: u = x Aᵀ in the forward, or du = s dy B in the backward.
 
     Args:
-        x: (rows, width): the layer's input for u, the gradient of its output for du.
+        x: (rows, width): the layer's input for u; dy, the gradient of its output, for du.
         factor: a result of `factors_of`, (r, width) or, if split, (4 r, width).
         adapter: the settings of the adapter.
         rank: r.
@@ -114,13 +121,14 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
     """Return y plus the sum over the adapters of scaling · u @ factor. The sum is in place, except in compiled code.
 
-    When torch 2.11 compiles an autograd.Function that modifies its output in place, the gradients become zero.
+    The exception is due to torch 2.11: if it compiles an autograd.Function that modifies its output in place, the
+    gradients become zero.
 
     Args:
         y: (rows, width).
         us: for each adapter, a result of `enter`.
         factors: for each adapter, a result of `factors_of`, (r, width) or, if split, (4 r, width).
-        scalings: for each adapter, the scaling; not used if split, because `us` then include it.
+        scalings: for each adapter, the scaling; not used if split, because each u then includes it.
         split: whether the factors are split. Split products are added in one matrix product, so that y is rounded once.
     """
     if split and len(us) > 1:
@@ -134,7 +142,7 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
 def draw_mask(x: Tensor, rate: float) -> Tensor:
     """Return a boolean mask of the elements of x that dropout keeps; each is dropped with probability `rate`.
 
-    On the CPU, except in compiled code, torch.nn.Dropout keeps the same elements.
+    On the CPU, torch.nn.Dropout keeps the same elements for the same random state, except in compiled code.
     """
     if torch.compiler.is_compiling():
         return torch.rand(x.shape, device=x.device) >= rate
@@ -148,14 +156,14 @@ def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
 
 
 def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return dA = duᵀ x in `dtype`. rank: r."""
+    """Return the gradient of A, dA = duᵀ x, in `dtype`. rank: r."""
     if not adapter.split:
         return _parameter_product(du.t(), x, 1.0, adapter, dtype)
     return _wide_product(du[:, : 3 * rank].t(), x, 1.0, adapter).view(3, rank, -1).sum(0)
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return dB = s dyᵀ u in `dtype`. s is the adapter's scaling, which a split u already includes. rank: r."""
+    """Return the gradient of B, dB = s dyᵀ u, in `dtype`. s is the scaling, which a split u includes. rank: r."""
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
     return _wide_product(dy.t(), u[:, : 3 * rank], 1.0, adapter).view(-1, 3, rank).sum(1)
@@ -178,7 +186,7 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
     """Return factor · one @ other in float32, for 16-bit matrices `one` and `other`."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
-    if torch.compiler.is_compiling():  # not in place, for the reason that `add_products` gives
+    if torch.compiler.is_compiling():  # not in place, which would make gradients zero
         wide = device == "cuda"
         return (torch.mm(one, other, out_dtype=torch.float32) if wide else one.float() @ other.float()) * factor
     total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)

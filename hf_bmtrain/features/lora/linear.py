@@ -19,8 +19,8 @@ of 2 bytes, without matrices that have r rows or columns.
     moved, forward      5 K + 14 N       1 K + 2 N      7 K + 6 N        1 K + 2 N
     moved, backward     10 K + 14 N      3 K + 2 N      11 K + 4 N       3 K + 2 N
 
-DistributedDataParallel runs the same kernels as PEFT. Of the 17 kernels of *split*, 9 are short: they touch only A, B,
-u or du.
+PEFT under DistributedDataParallel runs the kernels of PEFT's columns. Of the 17 kernels of *split*, 9 are short: they
+touch only A, B, u or du.
 
 Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
@@ -55,21 +55,23 @@ _log = logging.getLogger("hf_bmtrain")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LAYERS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 COMPILES = torch.__version__ >= "2.11"
-"""Whether torch compiles a fused layer without graph breaks. Without it (torch 2.6), compiled blocks keep PEFT's
+"""Whether torch compiles a FusedLoraLinear without graph breaks. If not (torch 2.6), compiled blocks keep PEFT's
 layers."""
 _logged: set[str] = set()
 
 
 class FusedLoraLinear(OnlyWhileSharded):
-    """PEFT's LoRA layer, extended in place.
+    """PEFT's LoRA layer, whose class is extended in place, with a forward that adds its adapters with fewer kernels.
 
     It runs PEFT's own forward in these cases:
 
-    * Its adapters or its base layer are of a kind that is not fused: `_adapters_of` returns the reason, which is logged
-      once.
-    * Everything is float32. PEFT's forward then has the same precision.
+    * Its adapters or its base layer are of a kind that is not supported. `_adapters_of` returns the reason, which is
+      logged once.
+    * No adapter is active, or the adapters are disabled or merged.
+    * It computes in float32, where PEFT's forward has the same precision.
     * A transform of torch.func is active.
-    * The code is compiled and the adapters are not split. The compiler fuses PEFT's forward as well.
+    * It is compiled, and not all adapters are split (float32 adapters of a bfloat16 layer). The compiler then fuses
+      PEFT's forward equally well.
 
     wide: whether the device can multiply 16-bit matrices with a float32 result.
     """
@@ -78,7 +80,7 @@ class FusedLoraLinear(OnlyWhileSharded):
     wide: ClassVar[bool]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = "arguments besides the input" if args or kwargs else _adapters_of(self, x)
+        found = "forward was called with other arguments besides the input" if args or kwargs else _adapters_of(self, x)
         if isinstance(found, str):
             if found and not torch.compiler.is_compiling():
                 _log_once(found, self)
@@ -113,7 +115,7 @@ def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = 
 
 @functools.cache
 def _extended_class(cls: Any, wide: bool) -> Any:
-    """Return the subclass of PEFT's class `cls` for fused layers. wide: its attribute `wide`."""
+    """Return the subclass of FusedLoraLinear and PEFT's class `cls`. wide: the value of its class attribute `wide`."""
     return extend_class(FusedLoraLinear, cls, {"wide": wide})
 
 
@@ -176,7 +178,7 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
             return "the adapter has a bias (lora_bias=True)"
         rate = _rate(dropout)
         if rate is None:
-            return f"the dropout layer is {dropout}"
+            return f"the dropout layer {dropout} is not supported"
         split = not rounds and a.weight.dtype == b.weight.dtype == torch.float32 and dtype == torch.bfloat16
         if not (rounds or split or a.weight.dtype == b.weight.dtype == dtype):
             range_ = ", whose range is too small to split a float32 matrix" if dtype == torch.float16 else ""
@@ -223,7 +225,8 @@ def _is_plain(module: torch.nn.Module) -> bool:
 def _is_supported(base: torch.nn.Module) -> bool:
     """Return whether `base` computes the same as torch.nn.Linear or transformers' Conv1D.
 
-    bitsandbytes' Linear4bit is included while its weight is unpacked. It may convert its input; see `_returns`.
+    bitsandbytes' Linear4bit is included while its weight is unpacked, that is, not quantized. It may convert its input;
+    `_returns` checks this.
     """
     if _is_plain(base):
         return True

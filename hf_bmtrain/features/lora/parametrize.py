@@ -14,11 +14,11 @@ from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 
 
 class UncountedWrapper(OnlyWhileSharded):
-    """PEFT's wrapper of a parameter, extended in place.
+    """PEFT's wrapper of a parameter, with a class that is extended in place: a forward leaves no change of the weight.
 
     For the duration of the forward, PEFT registers a torch parametrization. This writes the full parameter to itself
-    and sets the module's slot (its entry in `_parameters`). Neither may count as a change of the weight, so the version
-    of the parameter is preserved and the slot is restored.
+    and replaces the module's entry in `_parameters`. Neither may count as a change of the weight, so the parameter's
+    version (torch's counter of in-place writes) is preserved and the entry is restored.
     """
 
     def _activate_lora(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
@@ -34,13 +34,13 @@ def let_parametrize(model: torch.nn.Module) -> None:
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the subclass of UncountedWrapper and `cls` that all modules of class `cls` get."""
+    """Return a subclass of both UncountedWrapper and `cls`, to which the class of a module is changed from `cls`."""
     return extend_class(UncountedWrapper, cls, {})
 
 
 @contextmanager
 def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator[None]:
-    """Enter `activated`, PEFT's context that replaces the parameter of `wrapper`."""
+    """Enter PEFT's context `activated`, which replaces the parameter of `wrapper`. Preserve the parameter's version."""
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name
     held = holder._parameters.get(name)
     with ExitStack() as stack:

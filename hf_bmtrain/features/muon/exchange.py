@@ -1,4 +1,4 @@
-"""The exchange of one round: each rank sends its elements to the matrices' owners, and gets the results back."""
+"""One exchange of Muon's matrices: ranks send their elements to the ranks that own the matrices, and get results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .matrices import Matrix
 
 
 class Round:
-    """The exchange of some matrices with their owners.
+    """The exchange of some matrices with their owners, the ranks that orthogonalize them.
 
     Every rank must call `send`, `orthogonalize` and `receive`, in this order. The exchange overlaps with other work
     that is queued between these calls.
 
     Attributes:
-        matrices: the matrices, the same on all ranks.
+        matrices: the matrices, sorted by owner, the same on all ranks.
     """
 
     def __init__(self, matrices: Sequence[Matrix], communicator: Communicator) -> None:
@@ -40,16 +40,16 @@ class Round:
         self._ticket = self._communicator.all_to_all(self._received, self._sent, self._of_ranks, self._of_owners)
 
     def orthogonalize(self, function: Callable[[Matrix, torch.Tensor], torch.Tensor]) -> None:
-        """Compute the results of the matrices that this rank owns, and send them back.
+        """Orthogonalize the matrices that this rank owns, and send each rank its elements of the results.
 
         Collective: every rank must call it.
 
         Args:
-            function: called with a Matrix and a tensor of its full shape, which it may overwrite. It returns a tensor
+            function: called with a Matrix and its full values, which it may overwrite. It returns the result, a tensor
                 of the same shape and dtype.
         """
         self._ticket.wait()
-        # Each rank has sent its elements of all matrices that this rank owns.
+        # The received elements are in the order of the ranks that sent them, and of the matrices for each rank.
         pieces = [*self._received.split([count for counts in self._by_rank for count in counts])]
         count = len(self._mine)
         full = [torch.cat(pieces[number::count]) for number in range(count)]
@@ -62,7 +62,7 @@ class Round:
     def receive(self) -> list[torch.Tensor]:
         """Return this rank's elements of the results, one tensor for each of `matrices`.
 
-        The owners computed the results in `orthogonalize`. The current stream waits for them.
+        The owners send the results in `orthogonalize`. The device's current stream waits until they have arrived.
         """
         self._ticket.wait()
         results = self._received

@@ -14,7 +14,7 @@ from ...engine.sharding.parameter import DistributedParameter, is_part
 from ...engine.sharding.slots import find_places
 
 ROUND_ELEMENTS = 1 << 24
-"""Approximate number of elements per owner in a round: 32 MiB, enough for the full speed of the links."""
+"""About as many elements an owner gets in a round, a joint exchange: 32 MiB, enough for the links' full speed."""
 _NOT_HIDDEN = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.modules.conv._ConvNd)
 
 
@@ -24,19 +24,20 @@ def is_matrix(shape: torch.Size) -> bool:
 
 
 def refuse_parts(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError if one of the parameters is one part of a tensor, whose other parts are on other ranks."""
+    """Raise ValueError if tensor parallelism has split a parameter, so that this rank has only a part of its matrix."""
     if any(map(is_part, parameters)):
         raise ValueError(
-            "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has a part of a split one. Use "
-            "bmt.optim.AdamOptimizer(model.parameters()), or leave tp_size out."
+            "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has only a part of some of them. "
+            "Use bmt.optim.AdamOptimizer(model.parameters()), or leave tp_size out."
         )
 
 
 def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """Divide a model's parameters into the matrices of hidden layers and all others, each in the model's order.
 
-    A parameter is a hidden matrix if only modules in blocks use it, and none of them is an embedding or convolution. A
-    parameter with three dimensions is a stack of matrices, such as the experts of a layer.
+    A parameter is a matrix of a hidden layer if it has two dimensions, only modules in blocks (transformer layers) use
+    it, and none of them is an embedding or a convolution. A parameter with three dimensions counts as a stack of
+    matrices, such as the experts of a layer.
     """
     inside = {module for block in model.modules() if isinstance(block, CheckpointBlock) for module in block.modules()}
     refuse_parts(model.parameters())
@@ -55,8 +56,8 @@ class Matrix:
 
     Attributes:
         run: the number of the optimizer's run (a contiguous range of parameters) that contains the parameter.
-        parameter: the parameter.
-        start: the index of the first element in the flattened parameter.
+        parameter: the parameter that contains the matrix.
+        start: the index of the matrix's first element in the flattened parameter.
         shape: (rows, columns) or (count, rows, columns).
         owner: the rank that orthogonalizes it.
     """
@@ -74,11 +75,11 @@ class Matrix:
 
     @cached_property
     def counts(self) -> list[int]:
-        """The number of its elements on each rank. Ranks store consecutive elements, in rank order."""
+        """The number of the matrix's elements that each rank stores. Ranks store consecutive ranges, in rank order."""
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the elements on `rank`, as indices into the rank's part of the parameter."""
+        """Return (start, stop) of the matrix's elements on `rank`, as indices into its local part of the parameter."""
         start, stop = self._range(rank)
         first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0
         return (start - first, stop - first) if start < stop else (0, 0)
@@ -92,7 +93,7 @@ class Matrix:
         return self.parameter.buffer.layout.range_of(self.parameter.index, rank)
 
     def _range(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the elements on `rank`, as indices into the flattened parameter."""
+        """Return (start, stop) of the matrix's elements on `rank`, as indices into the flattened parameter."""
         stop = self.start + math.prod(self.shape)
         if not isinstance(self.parameter, DistributedParameter):
             return self.start, stop
@@ -101,7 +102,7 @@ class Matrix:
 
 
 def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matrix]:
-    """Return the matrices of a parameter: one for a 2-D parameter; up to `size` parts of a stack, so ranks share it."""
+    """Return a 2-D parameter as one Matrix, or a stack as up to `size` of them, so that `size` ranks share the work."""
     shape = tuple(parameter.shape)
     if len(shape) == 2:
         return [Matrix(run, parameter, 0, shape)]
@@ -113,11 +114,11 @@ def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matr
 
 
 def assign(matrices: Sequence[Matrix], size: int) -> None:
-    """Choose the owner of each matrix, the same on all ranks, so that all ranks have about the same cost.
+    """Choose the rank that orthogonalizes each matrix, its owner, so that all ranks have about the same cost.
 
-    Matrices are assigned in descending order of cost. A matrix goes to the rank that stores most of it, which saves
-    traffic, unless that would raise this rank's total above the mean over ranks. Then it goes to the rank with the
-    smallest total.
+    All ranks make the same choice. Matrices are assigned in descending order of cost. A matrix goes to the rank that
+    stores most of it, which saves traffic, unless that would raise this rank's total cost above the mean over ranks.
+    Then it goes to the rank with the smallest total.
     """
     totals, mean = [0] * size, sum(matrix.cost for matrix in matrices) / size
     for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):
@@ -128,10 +129,10 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
 
 
 def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
-    """Divide matrices into rounds. The matrices of a round are exchanged together.
+    """Divide matrices into rounds. The matrices of a round are sent to their owners together.
 
-    Each owner has about the same share of its total cost in every round, so that a round takes all ranks about the same
-    time. A round has about ROUND_ELEMENTS elements of one owner.
+    Each owner (the rank that orthogonalizes a matrix) has about the same share of its total cost in every round, so
+    that a round takes all ranks about the same time. In a round, an owner gets at most about ROUND_ELEMENTS elements.
     """
     queues = [sorted((m for m in matrices if m.owner == rank), key=lambda m: -m.cost) for rank in range(size)]
     elements = max(sum(math.prod(matrix.shape) for matrix in queue) for queue in queues)

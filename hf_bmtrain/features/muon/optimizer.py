@@ -24,18 +24,18 @@ class MuonOptimizer(AdamOptimizer):
 
         m ← μm + (1−μ)g    u ← μm + (1−μ)g with Nesterov, otherwise m    w ← w − lr·wd·w − lr · f · orthogonalized(u)
 
-    Matrices are updated as by torch.optim.Muon, all other parameters as by AdamW. Muon updates 2-D parameters inside
-    blocks, and each matrix of 3-D ones, such as experts. AdamW updates everything else: embeddings, the head, norms,
-    biases, convolutions, parameters with one row or column, and parameters that are also used outside the blocks. Every
-    step is collective: every rank must call it.
+    Matrices are updated as by torch.optim.Muon: 2-D parameters inside blocks (transformer layers), and each matrix of
+    3-D ones, such as experts. AdamW updates everything else: embeddings, the head, norms, biases, convolutions,
+    parameters with one row or column, and parameters that are also used outside the blocks. `step()` is collective:
+    every rank must call it.
 
     Each matrix is orthogonalized on one rank, its owner. The matrices are distributed so that all ranks have about the
     same work. Every rank sends its elements to the owner and gets the results back in bfloat16, the dtype in which
     torch.optim.Muon orthogonalizes too. This communication overlaps with the computation.
 
-    The state of a matrix takes 4 bytes per element, or 8 for half-precision weights, for which it includes float32
-    masters. The state of other parameters is that of AdamOptimizer. A saved state can be loaded on another number of
-    ranks. OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
+    The state of a matrix takes 4 bytes per element, for the momentum. For half-precision weights it takes 8, because it
+    also includes float32 masters. The state of other parameters is that of AdamOptimizer. A saved state can be loaded
+    on another number of ranks. OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
 
     Args:
         params: the sharded model, or parameter groups. A group is a dict with "params", "muon" (whether Muon updates
@@ -163,9 +163,9 @@ class MuonOptimizer(AdamOptimizer):
         return True
 
     def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
-        """Allocate the state.
+        """Allocate the optimizer's state for each of `runs`, which are contiguous ranges of parameters.
 
-        Runs of matrices get one moment, and masters in float32, which torch's operations update.
+        Runs of matrices get a momentum and, for half-precision weights, float32 masters. Other runs get AdamW's state.
         """
         muon = {p for group in self.param_groups if group["muon"] for p in group["params"]}
         others = iter(super()._allocate([run for run in runs if run.parameters[0] not in muon]))
@@ -174,9 +174,12 @@ class MuonOptimizer(AdamOptimizer):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update the matrices in rounds.
+        """Update all parameters, the matrices in rounds (groups whose elements are exchanged together).
 
-        While one round is computed, the exchanges of the next and the previous round overlap.
+        While the matrices of one round are orthogonalized, those of the next are sent to their owners, and the results
+        of the previous one are sent back.
+
+        numbers: the numbers of the runs to update. AdamW updates those that contain no matrices.
         """
         for first in self._rounds[:1]:
             self._send(first)
@@ -204,7 +207,7 @@ class MuonOptimizer(AdamOptimizer):
             self._apply(matrix, result)
 
     def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
-        """Update the momentum of this rank's elements of a matrix, and return u for them, 1-D bfloat16."""
+        """Update the momentum of this rank's elements of a matrix, and return their update u, 1-D bfloat16."""
         state, part = self._states[matrix.run], self._part(matrix)
         assert isinstance(state.exp_avg, torch.Tensor)
         group, momentum = self._group_of[matrix.parameter], state.exp_avg[part]
@@ -239,12 +242,12 @@ class MuonOptimizer(AdamOptimizer):
 
     @property
     def _skip(self) -> torch.Tensor | None:
-        """Whether this step is skipped, as a scalar on the device; None if steps cannot be skipped."""
+        """Whether this step is skipped because of inf or nan, as a scalar on the device; None if not checked."""
         found_inf = getattr(self, "found_inf", None)
         return None if found_inf is None else found_inf.reshape(()) != 0
 
     def _part(self, matrix: Matrix) -> slice:
-        """Return the range of this rank's elements of a matrix in its run."""
+        """Return the slice of the run's elements that contains this rank's elements of a matrix."""
         run = self._states[matrix.run].run
         rank = 0 if run.buffer is None else run.buffer.rank
         start, stop = matrix.local(rank)
@@ -253,13 +256,13 @@ class MuonOptimizer(AdamOptimizer):
 
 
 def _groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups of a model: one for its hidden matrices, one for all other parameters."""
+    """Return a model's parameter groups: one for the matrices of hidden layers, one for all other parameters."""
     matrices, others = divide(model)
     if not matrices:
         raise ValueError(
-            f"params: none of the {len(others)} parameters of {type(model).__name__} is a matrix in a block. Call "
-            "auto_wrap "
-            'first, or pass parameter groups with "muon": True or False.'
+            f"MuonOptimizer: none of the {len(others)} parameters of {type(model).__name__} is a matrix in a block, a "
+            "transformer layer that auto_wrap has sharded. Call auto_wrap first, or pass parameter groups with "
+            '"muon": True or False.'
         )
     groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
     return groups if others else groups[:1]

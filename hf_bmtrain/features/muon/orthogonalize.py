@@ -1,6 +1,6 @@
 """Muon's arithmetic on full matrices: the Newton–Schulz iteration, and the factor of the learning rate.
 
-Both are those of torch.optim.Muon, in the same order of operations, so that single matrices get the same bits.
+Both are those of torch.optim.Muon, in the same order of operations, so that a single matrix gets bitwise equal results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FACTORS: dict[str, Callable[[int, int], float]] = {
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
 }
 ADJUST_LR = tuple(_FACTORS)
-"""The names of the factors of the learning rate. None means the first one."""
+"""The values of `adjust_lr_fn`, which select the factor of the learning rate. None means the first one."""
 
 
 def rate_factor(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:

@@ -80,8 +80,8 @@ def check_parity(
         raise ValueError(f"check_parity needs a wrapped model. Call bmt.auto_wrap on {type(model).__name__} first.")
     if world.grid is not None:
         raise NotImplementedError(
-            "check_parity does not support tp_size, with which no rank computes full layers. Compare with a plain "
-            "model that has loaded model.state_dict()."
+            "check_parity does not support tp_size, because no rank then computes full layers. Compare the model with "
+            "an unwrapped one that has loaded model.state_dict()."
         )
     world.raise_everywhere("check_parity needs the full model on every rank", _shortage(sharded_params, world))
     comparison = _Comparison(model, world, bound)
@@ -144,7 +144,7 @@ def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> s
     needed = 3 * sum(sharded.numel() * sharded.element_size() for sharded in sharded_params)
     memory = world.device_memory
     if memory is None:
-        free, where = available_bytes() // world.size, f"of host memory, shared by {world.size} ranks,"
+        free, where = available_bytes() // world.size, f"of host memory for each of {world.size} ranks"
     else:
         free, where = memory.usable() - memory.allocated(), f"of {world.device}"
     if needed <= free:
@@ -190,7 +190,7 @@ class _Comparison:
         self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
 
     def of_outputs(self, sharded: Outputs, plain: Outputs, mine: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare the outputs of all watched modules, and the losses.
+        """Compare the outputs of all modules whose outputs were recorded, and the losses.
 
         Args:
             sharded: the outputs of the sharded step.

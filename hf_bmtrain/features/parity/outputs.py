@@ -17,7 +17,7 @@ Outputs = dict[tuple[str, str], list[torch.Tensor]]
 
 
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return, by name, the outermost blocks of `model`, and the modules outside blocks that own parameters."""
+    """Return, by name, the outermost CheckpointBlocks of `model`, and the modules outside them that own parameters."""
     found: dict[str, torch.nn.Module] = {}
     inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterato
         schedule: the world's schedule, which knows whether the running forward is a recomputation.
 
     Yields:
-        The outputs. Each call of a module adds its output.
+        The outputs of all calls so far: {(module name, call name): the tensors that the call returned}.
     """
     outputs: Outputs = {}
     calls = dict.fromkeys(modules, 0)

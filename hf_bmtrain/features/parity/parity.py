@@ -55,8 +55,8 @@ class Parity:
     """The result of `check_parity`, the same on every rank. Its `str` is a table with a line per kind and block.
 
     Attributes:
-        differences: one per tensor: outputs in the order of the forward, gradients in the order of the backward, then
-            updates.
+        differences: one per compared tensor: first outputs, in the order of the forward, then gradients, in the order
+            of the backward, then weight updates.
         loss: the loss of the plain step, averaged over the ranks.
     """
 
@@ -96,7 +96,7 @@ def _cells(each: Difference) -> tuple[str, ...]:
 
 
 def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
-    """Return, for each tensor, the rank's difference that is largest relative to its allowed difference.
+    """Return each tensor's difference on the rank where it is largest relative to the allowed difference.
 
     ranks: the differences of each rank. Raises RuntimeError if the ranks compared different tensors.
     """

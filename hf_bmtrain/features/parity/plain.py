@@ -27,7 +27,7 @@ def gather_full_params(model: torch.nn.Module) -> Wholes:
     for sharded in model.parameters():
         if isinstance(sharded, DistributedParameter):
             full: Any = torch.nn.Parameter(sharded.placement.gather(sharded.part), sharded.requires_grad)
-            full.is_unsharded = True  # otherwise the model's forward would raise an error, because it is not sharded
+            full.is_unsharded = True  # otherwise a forward would refuse this parameter, which is not sharded
             full_params[sharded] = full
     return full_params
 
@@ -40,7 +40,7 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
 
     Args:
         model: the wrapped model.
-        full_params: a full parameter for each of its local parameters.
+        full_params: {local parameter: full parameter}, for all sharded parameters of the model.
     """
     slots = find_slots(model.modules())
     extended = [(module, type(module)) for module in model.modules() if own_class(module) is not type(module)]

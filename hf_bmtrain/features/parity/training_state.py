@@ -17,8 +17,8 @@ class TrainingState:
     """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
 
     Of the weights, it copies only this rank's shards. Until `restore`, local parameters have no gradients and no
-    gradient hooks. Also until then, every block is recomputed, unless its policy is NEVER: a plan with
-    use_checkpoint="auto" must not measure these steps, which are not training.
+    gradient hooks, and every block is recomputed, except blocks whose policy is to keep activations. This prevents
+    use_checkpoint="auto" from measuring the memory of these steps, which are not training.
     """
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:
@@ -39,7 +39,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, weights: bool) -> None:
-        """Restore everything. weights: whether to restore the weights too, which is needed if they were written."""
+        """Restore everything, but the weights only if `weights` is True, which is needed if they were written."""
         self._world.schedule.discard_failed_backward()
         self.rewind()
         if weights:

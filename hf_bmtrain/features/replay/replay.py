@@ -29,14 +29,14 @@ class Replay:
         # A weak reference, because the layer refers to this object.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
-        # Both keyed by `layer.training`: the indices in `_places` of the buffers that a forward changes, and the
-        # generators that it uses.
+        # For training mode and evaluation mode (the key is `layer.training`): the indices in `_places` of the buffers
+        # that a forward changes, and the generators that it uses.
         self._changing: dict[bool, set[int]] = {}
         self._drawn: dict[bool, list[Any]] = {}
         self._attributes: Attributes | None = None
 
     def _present_attributes(self) -> Attributes:
-        """Return a copy of the layer's attributes, which is the last copy if they have not changed since."""
+        """Return a copy of the layer's attributes. The last copy is reused if they have not changed since."""
         if self._attributes is None or not self._attributes.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
         return self._attributes
@@ -102,11 +102,11 @@ class Replay:
             undo()
 
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
-        """Return `copies`, {index in `_places`: copy}, in the form that Snapshot takes."""
+        """Return `copies`, {index in `_places`: copy}, as pairs of a module's `_buffers` and {name: copy}."""
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:
-        """Return the buffers that are now at `_places`, with None for a buffer that was removed."""
+        """Return the layer's buffers as they are now, in the order of `_places`; None for one that was removed."""
         return [buffers.get(name) for buffers, name in self._places]
 
 

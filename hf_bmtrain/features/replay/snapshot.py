@@ -63,7 +63,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the state of a snapshot made by `of`. Buffers get their values back in the same tensors."""
+        """Restore the state of a snapshot made by `of`. The old values are written to the original buffer tensors."""
         for (buffers, originals), (_, copies) in zip(self._originals, self.buffers):
             for name in buffers.keys() - originals.keys():
                 del buffers[name]
@@ -252,7 +252,7 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
-    """Replace by `own` the items of a module's `__dict__`, `attributes`, that a forward may change."""
+    """In `attributes`, the `__dict__` of a module, replace all items that a forward may change by `own`."""
     for name in _own(attributes).keys() - own.keys():
         del attributes[name]
     attributes.update(own)

@@ -16,7 +16,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class RouterLoad(Observer):
-    """Counts the tokens of each expert (of transformers) in the model's training forwards, until `close`.
+    """Counts how many tokens the routers of a transformers model send to each expert in training, until `close`.
 
     The counts stay on the device until `read`, the only call for which the host waits. A training forward launches one
     more kernel per layer. Recomputations are not counted. A model without experts costs nothing and reports nothing.
@@ -50,7 +50,7 @@ class RouterLoad(Observer):
             self._forwards += 1
 
     def read(self) -> dict[str, float]:
-        """Return a summary over all ranks since the last call, and log the tokens of the busiest layer.
+        """Return a summary over all ranks since the last call, and log the counts of the busiest expert's layer.
 
         Collective: every rank must call it.
 
@@ -80,7 +80,9 @@ class RouterLoad(Observer):
         if world.rank == 0:
             layer = shares.index(busiest)
             tokens = [int(each) for each in layers[layer]]
-            _log.info("tokens of each expert in the busiest layer, %s: %s", [*self._counters][layer], tokens)
+            _log.info(
+                "tokens of each expert in %s, the layer with the busiest expert: %s", [*self._counters][layer], tokens
+            )
         report = {"busiest_share": busiest, "unused_experts": float(sum(tokens.count(0) for tokens in layers))}
         return {**report, "aux_loss": loss / forwards} if forwards else report
 
@@ -88,8 +90,8 @@ class RouterLoad(Observer):
 class TokenCounter:
     """A forward pre-hook of a module with experts, which counts their tokens while `switch` is 1.
 
-    It makes no decision on the host, so that it can be compiled with its layer. It is never removed from its module,
-    because a compiled layer ignores hooks that are added later.
+    `switch` is a tensor, so that the hook has no branch on the host and can be compiled with its layer. The hook is
+    never removed from its module, because a compiled layer ignores hooks that are added later.
 
     Attributes:
         counts: (experts + 1,) int64. The last element counts tokens that expert parallelism sends to no expert.
@@ -102,13 +104,13 @@ class TokenCounter:
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for each in (*args, *kwargs.values()):
-            if isinstance(each, torch.Tensor) and each.dtype == torch.int64:  # the indices of each token's experts
+            if isinstance(each, torch.Tensor) and each.dtype == torch.int64:  # the indices of the tokens' experts
                 self.counts.scatter_add_(0, each.reshape(-1), self.switch.expand(each.numel()))
                 return
 
 
 def _counters_of(model: torch.nn.Module, world: World) -> tuple[torch.Tensor, dict[str, TokenCounter]]:
-    """Return the switch of the model's TokenCounters, and {name of module: counter}. Add missing counters.
+    """Return the switch that the model's TokenCounters share, and {name of module: counter}. Add missing counters.
 
     Experts that do not use transformers' interface, such as Llama 4's, are left out.
     """

@@ -67,7 +67,8 @@ def counted(wrap):
     layer = int((counts / counts.sum(1, keepdim=True)).max(1).values.argmax())
     if rank == 0:
         assert lines == [
-            f"tokens of each expert in the busiest layer, model.layers.{layer}.mlp.experts: {counts[layer].tolist()}"
+            f"tokens of each expert in model.layers.{layer}.mlp.experts, the layer with the busiest expert: "
+            f"{counts[layer].tolist()}"
         ]
     assert load.read() == {}
     load.close()

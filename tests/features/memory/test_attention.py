@@ -208,7 +208,7 @@ def test_which_calls_are_kept():
 @on_ranks(1)
 def test_refused_where_compiled_code_would_not_run():
     with mock.patch.object(memory_feature, "modes_see_compiled", False):
-        with pytest.raises(RuntimeError, match="Pass True, or install a newer torch"):
+        with pytest.raises(RuntimeError, match="Pass use_checkpoint=True, or install a newer torch"):
             bmt.auto_wrap(tower(), use_checkpoint="attention")
 
 

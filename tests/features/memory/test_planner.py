@@ -312,7 +312,7 @@ def a_torch_whose_hooks_cannot_be_read():
     """As 2.6: refused with the way out."""
     with memory_of(ENOUGH), mock.patch.object(memory_feature, "top_saved_tensors_hooks", None):
         model = Tower()
-        with pytest.raises(RuntimeError, match="Pass True or False, or install a newer torch"):
+        with pytest.raises(RuntimeError, match="Pass use_checkpoint=True or False, or install a newer torch"):
             bmt.auto_wrap(model, use_checkpoint="auto")
         check_twins(Tower, plain_loss, use_checkpoint=True)
 

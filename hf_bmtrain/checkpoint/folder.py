@@ -137,10 +137,11 @@ def prune(root: Path, keep: int | None) -> None:
     for link in root.glob(f"*{_REPLACED}*"):
         if link.is_symlink():
             link.unlink()
-    found = [each for each in find(root)[0] if not each.folder.is_symlink()]
-    for number, each in enumerate(found):
-        if _REPLACED in each.folder.name or (keep is not None and number >= keep):
-            remove(each.folder)
+    found = [each.folder for each in find(root)[0] if not each.folder.is_symlink()]
+    replaced = [folder for folder in found if _REPLACED in folder.name]
+    beyond = [] if keep is None else [folder for folder in found if folder not in replaced][keep:]
+    for folder in (*replaced, *beyond):
+        remove(folder)
 
 
 def remove(folder: Path) -> None:

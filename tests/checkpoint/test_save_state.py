@@ -127,6 +127,17 @@ def test_keep(world, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-2", "checkpoint-3"]
 
 
+def kept_of_repeated(folder):
+    model = bmt.auto_wrap(torch.nn.Linear(2, 2))
+    for step in (1, 2, 2, 2):
+        bmt.save_state(folder, model, step=step, keep=2)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_checkpoint_that_is_saved_again_takes_no_place_of_another(world, tmp_path):
+    assert world(1)(kept_of_repeated, str(tmp_path)) == [[".lock", "checkpoint-1", "checkpoint-2"]]
+
+
 def linked(folder, target):
     """Training that links to its newest checkpoint after each save."""
     training = Training()

@@ -54,7 +54,9 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
         memory = mmap.mmap(-1, nbytes)
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(_shortage(nbytes, purpose, instead, f"the system refused it: {error}")) from error
-    shown = memoryview(memory)  # the tensor and its views keep it alive; its finalizer then unlocks the memory
+    # The tensor and its views keep `shown` alive. When the last of them is freed, the finalizer of `shown` (below)
+    # unlocks the memory.
+    shown = memoryview(memory)
     tensor = torch.frombuffer(shown, dtype=torch.uint8)
     if device.type == "cuda":
         try:

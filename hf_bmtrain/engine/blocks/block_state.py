@@ -23,16 +23,17 @@ from .schedule import Schedule
 class BlockState:
     """The state of a CheckpointBlock, and the operations around its forward and backward.
 
-    The slots (entries of the modules' parameters) are set to full parameters only while the block's forward or backward
-    runs. The block that ran last stays unsharded until another block starts. When a block starts, its neighbour is
-    prefetched.
+    The slots (the entries of these parameters in the modules' `_parameters`) are set to full parameters only while the
+    block's forward or backward runs, and otherwise to sharded ones. When the block starts, the block that is expected
+    to run next is prefetched: `next` in forward, `previous` in backward. After a forward with gradients, and after a
+    backward with others still pending, the block stays unsharded until another block starts.
 
     The time at which the block's gradients are reduced depends only on `pending`, and on whether the running backward
     has reached the block. Both are the same on every rank, unless ranks may enter different blocks (see `Negotiation`).
-    It does not depend on which parameters have gradients, because this may differ between ranks.
+    The time does not depend on which parameters have gradients, because this may differ between ranks.
 
     Attributes:
-        schedule: the schedule of the world.
+        schedule: tracks, for all blocks of this rank, which are unsharded and which reductions are pending.
         buffers: the flat buffers of the block's parameters.
         slots: the slots of these parameters in the layer's modules.
         replay: restores, for a recomputation, the state in which the first forward ran.

@@ -153,7 +153,7 @@ class Negotiation:
             self._agree(requests.reduction, BACKWARD)
 
     def reduction_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return a sort key for the order in which the blocks and root buffers of a backward are finished at its end.
+        """Return a sort key with which all ranks finish blocks and root buffers in the same order at a backward's end.
 
         buffers: the flat buffers of one block, or one root buffer.
         """

@@ -292,7 +292,8 @@ class Schedule:
             buffer.gather()
             return
         self.negotiation.before_gather(buffer, entry)
-        with torch.enable_grad():  # the collective log contains the grad mode, in which ranks may differ now
+        # Ranks compare the log entries of all-gathers, which contain the grad mode. It may differ now without an error.
+        with torch.enable_grad():
             buffer.gather()
 
     @property

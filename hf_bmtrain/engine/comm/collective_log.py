@@ -1,8 +1,9 @@
 """A log of the operations that this rank has issued to a communicator, which is compared with other ranks' logs.
 
 Ranks that issue different operations would deadlock or exchange the wrong data. An entry is a number that stands for an
-operation. For each entry, the log stores a hash (digest) of all entries up to it. The entry itself is not stored,
-because it can be computed from the digests before and after it.
+operation. For each entry, the log stores only a digest of all entries up to it: the previous digest times a constant,
+plus the entry, modulo a power of two. One comparison of digests thus covers all earlier entries, and an entry can be
+computed from the digests before and after it.
 """
 
 from __future__ import annotations

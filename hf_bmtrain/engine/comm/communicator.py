@@ -368,7 +368,7 @@ class GlooCommunicator:
 
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
-        self._under_way.add(work)  # `_GlooTicket.wait` removes it
+        self._under_way.add(work)  # for `unfinished` and `close`; `_GlooTicket.wait` removes it
         rank, what = self._members[self.rank], f"{operation} of {tensor.numel()} elements of {tensor.dtype}"
         label = f"rank {rank}: {what} (communicator '{self._name}')"
         return _GlooTicket(label, work, self._under_way, self.collective_log, self._seconds, finish)

@@ -26,7 +26,8 @@ class ObjectComm:
         size: the number of ranks.
         timeout: the number of seconds that a collective waits for the other ranks.
         collective_log: the log of the collectives, which is compared with other ranks' logs.
-        occasions: {number: text}, the purposes of the collectives, and the decisions. The log contains the numbers.
+        occasions: {number: text}. The log contains only numbers; this has the text of each, for messages: the purpose
+            of a collective, or the decision that was noted.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:

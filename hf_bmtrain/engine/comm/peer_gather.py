@@ -57,18 +57,19 @@ class PeerGather(Gather):
     * The first gather after a change of the weights *publishes* the new values with a meeting. Each rank enters the
       meeting after its own writes, and its later copies wait for the meeting, so they read the new values.
     * Asynchronous updates by an optimizer are not published in this way, because the first gather would then wait for
-      the last update. Instead, `announce` publishes each update with a separate meeting, on a separate communicator and
-      stream, which waits only for that update. Gathers of that shard wait for this meeting. All ranks announce the same
-      shards in the same order in the optimizer's step, independently of their later gathers. The meeting waits only for
-      updates, and updates do not wait for gathers, so it completes even if a rank gathers nothing.
-    * An update inside a backward (`update_in_backward`) may write a shard that was gathered since the last
-      `wait_for_readers`. By then the shard's gradient has been reduced, and every rank contributed to the reduction
-      only after its last gather of the shard in this backward. The update is not announced; the next gather publishes
-      it.
+      the last update. Instead, the optimizer's step calls `announce` for each updated shard. This starts a meeting of
+      its own, on a separate communicator and stream, which waits only for that update. Gathers of that shard wait for
+      this meeting. All ranks announce the same shards in the same order. Updates do not wait for gathers, so the
+      meeting completes even if a rank gathers nothing.
     * `wait_for_readers` is a meeting that each rank enters after the copies that it has started. Weights may be written
       after it. It is called at the end of every backward, and by functions such as `synchronize`.
     * If weights are written although they were gathered since the last `wait_for_readers`, a slower rank may have read
-      them while they were being written. The next gather then raises RuntimeError.
+      them while they were being written. If no `wait_for_readers` follows before the next gather, that gather raises
+      RuntimeError.
+    * Such a write is safe in one case: an update inside a backward (`update_in_backward`). By then the shard's gradient
+      has been reduced, and every rank contributed to it only after its last gather of the shard in this backward. The
+      update is not announced. The `wait_for_readers` at the end of the backward comes before the next gather, which
+      publishes the update.
     """
 
     def __init__(

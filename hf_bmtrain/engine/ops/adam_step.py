@@ -201,7 +201,8 @@ def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch
     TorchSteps is used.
 
     Args:
-        groups: the number of runs in each parameter group.
+        groups: for each parameter group, its number of runs. A run is a range of adjacent elements that are updated
+            together.
         device: the device on which the runs are updated.
         exp_avg_dtype: the dtype of the first moment; uint8 if both moments are stored in 8 bits.
     """

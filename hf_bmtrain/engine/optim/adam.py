@@ -305,7 +305,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
-        """Return the number of steps that `parameter` has taken. All parameters of a run must have the same number."""
+        """Return the number of steps that `parameter` has taken, by which neighbours are divided into runs.
+
+        A run is a range of adjacent parameters that are updated together, and has a single step count.
+        """
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 

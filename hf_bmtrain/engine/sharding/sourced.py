@@ -90,12 +90,13 @@ class SourcedParameter(torch.nn.Parameter):
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
         """Fill a part of a shard with this parameter's elements start:start+len(part), and drop `values`.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. If the values are in a memory-mapped file (`mapped`), each rank reads its
+        elements from the file. Otherwise each rank has a share of the values, and the shares are all-gathered.
 
         Args:
             part: 1-D, the memory in the shard for this rank's elements of the parameter.
             start: the index of the first of these elements in the flattened parameter.
-            communicator: the ranks among which the values are divided. `mapped` must be the same on all of them.
+            communicator: the ranks that have the shares. `mapped` must be the same on all of them.
         """
         if self.values is None:
             raise RuntimeError(

@@ -515,9 +515,12 @@ class _Call:
         return self._on_full()
 
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
-        """Return the tensors with which the function acts on this rank's elements; None if it needs full tensors.
+        """Return what replaces `members` so that a function of lists acts on this rank's elements only.
 
-        members: the tensors at one position of the function's lists.
+        A function of lists is one such as `torch._foreach_add_(parameters, gradients)`. Returns None if it needs full
+        tensors, because a member does not match the sharded one.
+
+        members: the i-th items of all its lists, such as (parameters[i], gradients[i]).
         """
         like: Any = next((each for each in members if isinstance(each, ShardBase)), None)
         if like is None:
@@ -822,10 +825,12 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
 
 
 def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
-    """Raise RuntimeError for a function of lists that would write this rank's elements of `like` to a plain tensor.
+    """Raise RuntimeError, because a function of lists (`torch._foreach_...`) cannot write to the plain tensor `target`.
+
+    Its result would be this rank's elements of `like`, but `target` has neither their shape nor the full shape.
 
     name: the function's name.
-    target: the plain tensor, whose shape is neither the full shape nor that of this rank's elements.
+    like: the sharded tensor at the same position of another list.
     """
     raise RuntimeError(
         f"{name} would write this rank's {like.numel()} elements of a sharded tensor of shape "

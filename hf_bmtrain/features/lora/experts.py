@@ -120,4 +120,7 @@ def _log_once(reason: str, wrapper: Any) -> None:
     name = getattr(wrapper, "_bmt_name", "")  # set on rank 0 alone
     if name and reason not in _logged:
         _logged.add(reason)
-        _log.info("adapters on experts, such as '%s', run PEFT's own forward: %s", name, reason)
+        _log.info(
+            "adapters on experts, such as '%s', run PEFT's own forward instead of one that takes less memory, because "
+            "%s. The results are the same.", name, reason,
+        )  # fmt: skip

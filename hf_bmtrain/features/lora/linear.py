@@ -225,8 +225,8 @@ def _is_plain(module: torch.nn.Module) -> bool:
 def _is_supported(base: torch.nn.Module) -> bool:
     """Return whether `base` computes the same as torch.nn.Linear or transformers' Conv1D.
 
-    bitsandbytes' Linear4bit is included while its weight is unpacked, that is, not quantized. It may convert its input;
-    `_returns` checks this.
+    That includes bitsandbytes' Linear4bit while its weight is unpacked (a floating tensor), as in a running block. It
+    may compute in another dtype than that of its input, which `_returns` checks.
     """
     if _is_plain(base):
         return True

@@ -113,7 +113,7 @@ class UnbornLogits:
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
             self._hidden if factor == 1 else self._hidden * factor,
-            self._head._parameters["weight"],  # if the model is sharded, only the loss all-gathers it
+            self._head._parameters["weight"],  # `.weight` would all-gather it now; the loss does so later
             target,
             self._head._parameters["bias"],
             class_weight=weight,

@@ -149,9 +149,15 @@ class CrossEntropy:
     def gradient_(
         self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor, out: Tensor | None = None
     ) -> None:
-        """Write the gradient of sum(scale * losses) into `out`.
+        """Write the gradient of sum(scale * losses) with respect to the logits into `out`.
 
-        out: (N, V), with the same dtype, row stride and 16-byte alignment as the logits. None overwrites the logits.
+        Args:
+            logits: (N, V).
+            targets: (N,), the class of each row.
+            lses: (N,) float32, the log-sum-exp of each row, as `losses` has returned it.
+            scale: (1,) or (N,) float32, the factor of each row's loss.
+            out: (N, V), with the same dtype, row stride and 16-byte alignment as the logits. None overwrites the
+                logits.
         """
         self._check(logits, targets)
         _check_scale("scale", scale, logits)

@@ -195,25 +195,28 @@ class AutoCheckpoint(Recompute):
 class Activations:
     """The plan for all blocks of a world with use_checkpoint="auto": which are recomputed, and which stay unsharded.
 
-    A pass begins with the first training forward of a block after a backward, and ends with the next backward. The
-    first passes are measured. In a measured pass every block is recomputed, and the bytes that autograd saves are
-    counted for each block. Two peaks of allocated memory are recorded, for which the allocator's peak statistics are
-    reset: the backward's peak, while recomputed activations of a block are alive (from its recomputation to the next
-    block's backward), and the forward's peak, during the rest of the pass.
+    A pass runs from the first training forward of a block after a backward to the end of the next backward.
 
-    Once an optimizer has stepped, and so has allocated its state, the ranks agree on the first plan. For each block
-    they assume the largest activations of any rank, and for each peak the least free memory of any rank.
+    Measuring: the first passes are measured, and later the rest of each pass in which a forward has larger inputs than
+    all measured ones. In a measured pass every block is recomputed. For each block, the bytes that autograd saves are
+    counted. Two peaks of allocated memory are recorded, for which the allocator's peak statistics are reset:
 
-    If the inputs of a later forward are larger than all measured ones, the rest of its pass is measured, and a new plan
-    is made when the next pass begins. A new plan is also made when a pass begins with less free memory than the plan
-    assumed. Each rank makes new plans by itself. They change only which blocks are recomputed, because this affects no
-    collective. Which blocks stay unsharded until their backward does affect collectives, so only the first plan decides
-    it. In an uneven model, whose ranks may enter different blocks, each rank makes even the first plan by itself,
-    because the ranks negotiate each collective anyway.
+    * the backward's peak: while a block's recomputed activations are alive, that is, from its recomputation to the next
+      block's backward;
+    * the forward's peak: in the rest of the pass.
 
-    If layers have collectives in their own forwards (`together`), recomputing them is collective. Then all ranks
-    measure the same passes and make every plan together: before each training forward, one message tells whether a rank
-    has larger inputs than it has measured, and at the start of a pass, another one whether a rank needs a new plan.
+    The first plan is made once an optimizer has stepped, and so has allocated its state. It decides which blocks are
+    recomputed, and which stay unsharded until their backward. The ranks agree on it: for each block they assume the
+    largest activations of any rank, and for each peak the least free memory of any rank.
+
+    Later plans are made at the start of a pass, if inputs have grown as above, or if less memory is free than the plan
+    assumed. They change only which blocks are recomputed. That affects no collective, so each rank decides by itself.
+
+    There are two exceptions. In an uneven model, whose ranks may enter different blocks, each rank makes even the first
+    plan by itself, because the ranks negotiate each collective anyway. If layers have collectives in their own forwards
+    (`together`), recomputing them is collective. Then all ranks measure the same passes and make every plan together:
+    before each training forward, one message tells whether a rank has larger inputs than it has measured, and at the
+    start of a pass, another one whether a rank needs a new plan.
 
     Attributes:
         measuring: whether the rest of this pass is measured.

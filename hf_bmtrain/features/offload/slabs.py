@@ -113,7 +113,9 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
         order: the indices of the runs whose state is cut, in the order in which their chunks are returned.
 
     Returns:
-        The chunks. Runs that have the same owner and are adjacent in a slab share chunks.
+        The chunks. Each has at most CHUNK_ELEMENTS elements of one slab (a large piece of page-locked host memory). A
+        chunk contains several runs if they are adjacent, in `order` and in the slab, and belong to the same flat
+        buffer.
     """
     chunks: list[Chunk] = []
     chunk = None

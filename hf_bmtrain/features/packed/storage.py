@@ -71,14 +71,18 @@ class PackedParameter(torch.nn.Parameter):
 
 
 class PackedStorage(Storage):
-    """Stores this rank's 1/N of frozen parameters in packed cells of CELL elements. No cell is divided between ranks.
+    """Stores this rank's 1/N of frozen parameters, quantized ("packed") to 4 or 8 bits. The values never change.
 
-    An all-gather sends packed bytes. `after_gather` unpacks them into the full buffer, in one launch on the current
-    stream, so a prefetched block takes only packed memory. The full buffer is separate memory even with one rank. The
-    values never change. The flat buffer's `shard` takes no memory, and all its elements are NaN; only its length, dtype
-    and device are used.
+    The elements are packed in cells of CELL elements. No cell is divided between ranks.
 
-    stored: this rank's packed cells, uint8.
+    An all-gather sends packed bytes. Only `after_gather` allocates the full buffer and unpacks into it, in one launch
+    on the current stream. Until then, a prefetched block takes only packed memory. The full buffer is separate memory
+    even with one rank. The flat buffer's `shard` only has the length, dtype and device of an unpacked shard: it is one
+    NaN that is expanded to this length.
+
+    Attributes:
+        full: the unpacked values of all ranks, allocated only while the block is unsharded.
+        stored: this rank's packed cells, uint8.
     """
 
     unpacks = True

@@ -91,8 +91,9 @@ class SameRowsCheck(Observer):
         if unlike:
             raise RuntimeError(
                 f"The {grid.size} ranks of a tensor-parallel group have different gradients of {_listing(unlike)}, but "
-                "tp_mode=True means that these ranks use the parameter for the same rows. If each rank uses different "
-                "rows, leave tp_mode out. If the rows are the same, make dropout the same on these ranks too."
+                "tp_mode=True means that these ranks use the parameter for the same rows of the batch. If each rank "
+                "uses different rows, leave tp_mode out. If the rows are the same, dropout may differ: give these "
+                "ranks the same random seed."
             )
 
 

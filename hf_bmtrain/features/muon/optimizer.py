@@ -260,7 +260,7 @@ def _groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     matrices, others = divide(model)
     if not matrices:
         raise ValueError(
-            f"MuonOptimizer: none of the {len(others)} parameters of {type(model).__name__} is a matrix in a block, a "
+            f"params: none of the {len(others)} parameters of {type(model).__name__} is a matrix in a block, a "
             "transformer layer that auto_wrap has sharded. Call auto_wrap first, or pass parameter groups with "
             '"muon": True or False.'
         )

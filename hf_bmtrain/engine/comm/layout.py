@@ -65,8 +65,8 @@ class Layout:
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
             spread: (n, times). The first n tensors together get `times` as many elements as they need, all in the first
-                shard. The rest is padding after them. A buffer that is sent with one byte per element, as in float8,
-                thus has room for n tensors of `times` bytes per element.
+                shard. The rest is padding after them. A buffer that is sent with one byte per element thus has room
+                for n tensors of `times` bytes per element.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0

@@ -364,7 +364,7 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter, with the nested dict of bitsandbytes' 8-bit optimizers merged into it."""
+    """Return the state of a parameter, with the nested dict of quantized tensors, if it has one, merged into it."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

@@ -182,5 +182,7 @@ def test_an_error_of_nccl_names_the_rank_that_is_gone(monkeypatch):
     with pytest.raises(RuntimeError, match="rank 1 was killed"):
         lane.all_reduce(tensor(torch.float32))
     monkeypatch.setattr(CollectiveLog, "check", lambda collective_log, seconds: None)
-    with pytest.raises(RuntimeError, match="rank 0: .*allReduce of 12 elements of torch.float32 .* remote process exited"):
+    with pytest.raises(
+        RuntimeError, match="rank 0: .*allReduce of 12 elements of torch.float32 .* remote process exited"
+    ):
         Failing().all_reduce(tensor(torch.float32))

@@ -67,9 +67,9 @@ def _all_reduce(ranks: _Ranks, x: torch.Tensor, op: str) -> torch.Tensor:
         raise ValueError(f"op must be one of the operations {', '.join(_OPERATIONS)}, not {op!r}")
     _check_tensor("all_reduce", "x", x)
     if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
+        convert = "torch.view_as_real(x)" if x.dtype.is_complex else "x.float()"
         raise ValueError(
-            f"all_reduce cannot take the {op} of {x.dtype} tensors. To reduce x, convert it first, for example with "
-            "x.float()"
+            f"all_reduce cannot take the {op} of {x.dtype} tensors. Convert x first, for example with {convert}"
         )
     _check_alike("all_reduce", "x", x, ranks)
     if op in ("sum", "avg"):

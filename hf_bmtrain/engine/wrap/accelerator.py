@@ -51,10 +51,15 @@ def check_accelerator(size: int) -> None:
             "DeepSpeed or Megatron options (arguments, plugin, config file, ACCELERATE_USE_* variables)."
         )
     if state.num_processes != size:
+        # On a machine without a GPU, Accelerate ignores the ranks of the launcher unless it is told to use the CPU.
+        way_out = (
+            "Start the script with torchrun or accelerate launch."
+            if torch.cuda.is_available()
+            else "On CPUs, set ACCELERATE_USE_CPU=true (or TrainingArguments(use_cpu=True), Accelerator(cpu=True))."
+        )
         raise RuntimeError(
             f"Accelerate sees {state.num_processes} process(es), but hf_bmtrain has {size} ranks, so every rank would "
-            "train on the same rows. Start the script with torchrun or accelerate launch. On CPU, also set "
-            "ACCELERATE_USE_CPU=true (or TrainingArguments(use_cpu=True), Accelerator(cpu=True))."
+            f"train on the same rows. {way_out}"
         )
 
 

@@ -100,14 +100,14 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
 
     ranks: the differences of each rank. Raises RuntimeError if the ranks compared different tensors.
     """
-    names = [[(each.kind, each.name) for each in own] for own in ranks]
+    names = [[f"the {each.kind} of {each.name or 'the model'}" for each in own] for own in ranks]
     for rank, own in enumerate(names):
         if own != names[0]:
             mine, theirs = next(
                 (a, b) for a, b in zip([*names[0], "nothing"], [*own, "nothing"]) if a != b
             )  # "nothing" ends each list, so that a list that is shorter differs at its end
             raise RuntimeError(
-                f"check_parity: the ranks called different modules: rank 0 called {mine}, rank {rank} called {theirs}. "
+                f"check_parity: the ranks called different modules: where rank 0 has {mine}, rank {rank} has {theirs}. "
                 "Every rank must call the same modules in the same order."
             )
     merged = []

@@ -92,7 +92,7 @@ def test_every_dtype_between_ranks():
         expected = [(torch.arange(5) + rank) % 2 for rank in range(bmt.world_size())]
         assert torch.equal(gathered, torch.stack(expected).to(dtype))
         assert torch.equal(bmt.distributed.broadcast(mine.to(dtype), 1), expected[1].to(dtype))
-        with pytest.raises(ValueError, match="convert it first"):
+        with pytest.raises(ValueError, match="Convert x first"):
             bmt.distributed.all_reduce(mine.to(dtype))
 
 

@@ -1,1 +1,1 @@
-"""The functions and classes of BMTrain's public interface, such as `init_distributed`, which connects the ranks."""
+"""Functions and classes with the names and arguments of the library BMTrain, so that scripts written for it can run."""

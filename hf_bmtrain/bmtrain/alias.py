@@ -1,8 +1,9 @@
 """Make `import bmtrain` import this package, for scripts and libraries written for BMTrain.
 
-Each public module of BMTrain, such as `bmtrain.optim`, is replaced by a new module with the same names in it. `bmtrain`
-is a new module too. If it were instead `hf_bmtrain` under a second name in `sys.modules`, an import of a submodule that
-only hf_bmtrain has, such as `bmtrain.engine`, would run that file a second time. Now such an import fails.
+`sys.modules` gets a new module object for `bmtrain` and for each of its public submodules, such as `bmtrain.optim`. The
+objects contain the functions and classes of hf_bmtrain under BMTrain's names. The module hf_bmtrain itself is not
+entered as `bmtrain`: Python would then load files such as hf_bmtrain/engine a second time for `import bmtrain.engine`.
+With the new objects, an import of a submodule that BMTrain does not have fails.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _OFFERED = {
     "bmtrain.optim.adam_offload": ("optim", _OFFLOAD),
     "bmtrain.optim.optim_manager": ("optim", _MANAGER),
 }
-"""{module of BMTrain: (the submodule of hf_bmtrain that has its names, or "" for hf_bmtrain itself; the names)}."""
+"""{module of BMTrain: (submodule of hf_bmtrain that defines its names, "" for hf_bmtrain itself; the names)}."""
 
 
 class _Module(ModuleType):
@@ -80,7 +81,7 @@ class _Module(ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name, f"{name}, provided by hf_bmtrain.")
         self.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        self.__path__ = []  # there is no folder, so only submodules in sys.modules can be imported
+        self.__path__ = []  # a package without a folder: only its submodules in sys.modules can be imported
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -123,7 +124,7 @@ def install_as_bmtrain() -> None:
             source = getattr(package, origin) if origin else package
             vars(module).update({each: getattr(source, each) for each in names.split()})
         above, _, last = name.rpartition(".")
-        # `bmtrain.synchronize` is both a function and a module of BMTrain: the attribute remains the function.
+        # In BMTrain, `synchronize` is a submodule and a function of the package: the attribute remains the function.
         if above and not callable(vars(modules[above]).get(last)):
             setattr(modules[above], last, module)
         sys.modules[name] = module

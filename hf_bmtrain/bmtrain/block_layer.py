@@ -16,7 +16,7 @@ class CheckpointBlockContext:
     """Context manager that all-gathers the parameters of a block, so that their full values can be read.
 
     Collective: every rank must enter and leave it. It does the same as `gathered(block)`. Prefer `gathered`, which
-    takes any module, and also allows you to write the parameters.
+    takes any module and can also be used to modify the parameters.
 
     Args:
         block: the CheckpointBlock, for example a transformer layer of a model that `auto_wrap` has sharded.
@@ -38,13 +38,16 @@ class CheckpointBlockContext:
         self._inside: AbstractContextManager[Any] | None = None
 
     def enter(self) -> None:
-        """All-gather the parameters, unless `enter` was called already. Collective: every rank must call it."""
+        """All-gather the parameters of the block. Collective: every rank must call it.
+
+        Does nothing if an earlier `enter` has gathered them and `exit` has not freed them yet.
+        """
         if self._inside is None:
             self._inside = gathered(self._block)
             self._inside.__enter__()
 
     def exit(self) -> None:
-        """Free the full parameters that `enter` gathered. Collective: every rank must call it."""
+        """Free the full parameters that `enter` gathered, if any. Collective: every rank must call it."""
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.__exit__(None, None, None)

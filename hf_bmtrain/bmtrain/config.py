@@ -1,4 +1,4 @@
-"""BMTrain's `config`: a mapping with this process's rank, world size, device, process groups and settings."""
+"""`config`: a read-only mapping with this process's rank, world size, device and settings, under BMTrain's keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..engine.runtime.world import Grid, World, current_world
 
 
 def _stream(world: World) -> Any:
-    """Return the device's current stream."""
+    """Return the current stream of the device of `world`."""
     return torch.get_device_module(world.device).current_stream()
 
 
 class Topology:
-    """This rank's position in each of BMTrain's process groups: the value of `config["topology"]`.
+    """The position of this rank in each kind of process group that BMTrain has: the value of `config["topology"]`.
 
-    There is no pipeline parallelism, so every rank is a pipeline of its own, with one stage.
+    hf_bmtrain has no pipeline parallelism, so every rank is a pipeline of its own, with one stage.
 
     Attributes:
         rank: this process's rank.
@@ -32,10 +32,10 @@ class Topology:
         tp_zero_idx: the index of the group of all ranks with the same `tp_id`, which hold the same parts of the weights
             that tensor parallelism splits. It is equal to `tp_id`.
         tp_zero_id: this rank's index in that group.
-        pp_zero_idx: equal to `stage_id`.
-        pp_zero_id: equal to `pipe_idx`.
-        pp_tp_zero_idx: equal to `tp_zero_idx`.
-        pp_tp_zero_id: equal to `tp_zero_id`.
+        pp_zero_idx: the index of the group of all ranks with the same `stage_id`; equal to `stage_id`.
+        pp_zero_id: this rank's index in that group; equal to `pipe_idx`.
+        pp_tp_zero_idx: the index of the group of all ranks with the same `stage_id` and `tp_id`; equal to `tp_id`.
+        pp_tp_zero_id: this rank's index in that group; equal to `tp_zero_id`.
     """
 
     def __init__(self, world: World) -> None:
@@ -46,13 +46,22 @@ class Topology:
         self.tp_zero_idx = self.pp_tp_zero_idx = self.tp_id
 
     def get_group_id(self, group_name: str) -> int:
-        """Return the index of this rank's group among all groups of a kind: "pipe", "zero", "tp_zero" or "tp"."""
+        """Return the index of this rank's group among all process groups of one kind.
+
+        Args:
+            group_name: the kind of groups. "pipe": pipelines. "zero": the group of all ranks. "tp": tensor-parallel
+                groups. "tp_zero": groups of the ranks with the same index in their tensor-parallel groups.
+        """
         return {"pipe": self.pipe_idx, "zero": self.zero_idx, "tp_zero": self.tp_zero_idx, "tp": self.tp_idx}[
             group_name
         ]
 
     def get_group_rank(self, group_name: str) -> int:
-        """Return this rank's index within its group of a kind: "pipe", "zero", "tp_zero" or "tp"."""
+        """Return this rank's index in its process group of one kind.
+
+        Args:
+            group_name: the kind of groups: "pipe", "zero", "tp_zero" or "tp", as for `get_group_id`.
+        """
         return {"pipe": self.stage_id, "zero": self.zero_id, "tp_zero": self.tp_zero_id, "tp": self.tp_id}[group_name]
 
 
@@ -87,24 +96,25 @@ _READ = _VALUES | _OBJECTS
 
 
 class Config(Mapping):
-    """A read-only mapping, under BMTrain's keys, with properties of this process and of its process groups.
+    """The class of `config`: a read-only mapping with properties of this process and of its process groups.
 
-    Before `init_distributed`, only the key `initialized` can be read, and its value is False. The keys are:
+    Before `init_distributed`, only the key `initialized` can be read, and it is False. The keys are those of BMTrain:
 
     * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
-    * This rank's index in each of BMTrain's process groups, and the group's size. zero_rank, zero_size: the group of
-      all ranks. tp_rank, tp_size: this rank's tensor-parallel group. tp_zero_rank, tp_zero_size: the ranks that hold
-      the same parts of the weights that tensor parallelism splits. pipe_size is 1 and pipe_enabled is False, because
-      there is no pipeline parallelism. topology is a `Topology`.
-    * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks. With `tp_size` there are
-      also tp_comm, this rank's tensor-parallel group, and tp_zero_comm, the group of tp_zero_rank.
+    * This rank's index in each kind of process group, and the size of that group. zero_rank, zero_size: the group of
+      all ranks. tp_rank, tp_size: this rank's tensor-parallel group. tp_zero_rank, tp_zero_size: the group of the ranks
+      that hold the same parts of the weights that tensor parallelism splits. pipe_size is 1 and pipe_enabled is False,
+      because there is no pipeline parallelism. topology is a `Topology`, which has further indices.
+    * comm and zero_comm: values for the argument `comm` of collectives, such as `distributed.all_reduce`. Both mean all
+      ranks. With tensor parallelism there are also tp_comm, for this rank's tensor-parallel group, and tp_zero_comm,
+      for the group that tp_zero_rank is an index in.
     * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
     """
 
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return _initialized()
-        if key in _TOGETHER and (grid := current_world().grid) is not None:  # these keys exist only with tp_size
+        if key in _TOGETHER and (grid := current_world().grid) is not None:  # exist only with tensor parallelism
             return _TOGETHER[key](grid)
         if key not in _READ:
             raise KeyError(f"config has no key {key!r}: of BMTrain's keys it has only {', '.join(self)}")

@@ -1,14 +1,13 @@
 """Differentiable collectives, and reductions of results over all ranks.
 
-An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
-adjoint of that map: each rank gets the gradient of the *sum* of all ranks' losses with respect to its own input.
-Gradients of sharded parameters are averaged over the ranks afterwards, so you need not divide the loss for them. If
-you use the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation, in
-the same order, and run its backward.
+In backward, each rank gets the gradient of the *sum* of all ranks' losses with respect to its own input. Gradients of
+sharded parameters are averaged over the ranks afterwards, so you need not divide the loss for them. If you use the
+gradient of another tensor, divide it by the world size yourself. Every rank must call every operation, in the same
+order, and run its backward.
 
 With `comm=config["tp_comm"]`, an operation is between the ranks of a tensor-parallel group. These ranks compute one
-loss together, so a result that is equal on all of them, such as that of `all_gather`, has an equal gradient on each. As
-in BMTrain, these gradients are not summed.
+loss together, so a result that is equal on all of them, such as that of `all_gather`, has the same gradient on each of
+them. As in BMTrain, these gradients are not summed.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: a communicator from `config`, such as `config["comm"]`, or None for all ranks. "All ranks", "world size"
-            and "rank" in this docstring refer to the ranks of this communicator.
+        comm: a communicator from `config`, such as `config["tp_comm"]`, or None for all ranks. If it is given, "all
+            ranks", "world size" and "rank" in this docstring refer to its ranks only.
 
     Returns:
         (world size, ...), a new tensor on the device of `x`, equal on all ranks.
@@ -51,7 +50,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
         x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
         op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype. If several ranks have the maximum or
             minimum, its gradient is divided evenly between them, as in torch.amax.
-        comm: as in `all_gather`.
+        comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
 
     Returns:
         (...), a new tensor on the device of `x`, equal on all ranks.
@@ -86,16 +85,17 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
 
     Args:
         x: (world size * n, ...); shape and dtype must be equal on all ranks.
-        op: as in `all_reduce`.
-        comm: as in `all_gather`.
+        op: "sum", "avg", "max", "min" or "prod", as in `all_reduce`.
+        comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
 
     Returns:
         (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
 
     Raises:
-        ValueError: the size of dimension 0 is not a multiple of the world size, or `all_reduce` refuses `x` or `op`.
+        ValueError: the size of dimension 0 is not a multiple of the world size; `op` is unknown or cannot reduce this
+            dtype; or, on every rank, shapes or dtypes differ.
     """
-    ranks = _ranks(comm)._replace(together=False)  # each rank gets different rows, so gradients are summed
+    ranks = _ranks(comm)._replace(together=False)  # ranks get different rows: sum their gradients
     _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % ranks.size:
         raise ValueError(
@@ -112,7 +112,7 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
         root: the rank whose `x` is returned.
-        comm: as in `all_gather`.
+        comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
 
     Returns:
         (...), a new tensor on the device of `x`.
@@ -128,12 +128,13 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
 
 
 class _Ranks(NamedTuple):
-    """The ranks that take part in an operation.
+    """The ranks between which an operation of this module communicates, a group that contains this rank.
 
     Attributes:
         gather: the communicator for all-gathers and broadcasts.
         reduce: the communicator for reductions.
-        groups: the ranks of every group of this kind. Each rank of the world is in exactly one of these groups.
+        groups: the ranks of this group and of all parallel groups, which call the operation at the same time. Each rank
+            of the world is in exactly one of these groups.
         together: whether the ranks of a group compute one loss together, as in tensor parallelism. The gradients of a
             tensor that is equal on all of them are then not summed.
     """
@@ -153,7 +154,10 @@ class _Ranks(NamedTuple):
 
 
 def _ranks(comm: Any) -> _Ranks:
-    """Return the ranks that `comm` stands for. Raises NotImplementedError if it is not a communicator from `config`."""
+    """Return the ranks that a user's argument `comm` stands for: a communicator from `config`, or None for all ranks.
+
+    Raises NotImplementedError for anything else.
+    """
     world, grid = current_world(), current_world().grid
     if grid is not None and comm is not None:
         for communicator, size, stride in ((grid.together, grid.size, 1), (grid.across, grid.groups, grid.size)):
@@ -165,16 +169,16 @@ def _ranks(comm: Any) -> _Ranks:
 
 
 def _check_tensor(function: str, name: str, x: Any) -> None:
-    """Raise ValueError unless `x` is a tensor that is not on the meta device."""
+    """Raise ValueError if `x` is not a tensor, or is on the meta device. `function` and `name` are for the message."""
     if not isinstance(x, torch.Tensor) or x.is_meta:
         kind = "one on the meta device" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
         raise ValueError(f"{function}: {name} must be a tensor with values, not {kind}. Pass torch.tensor(...).")
 
 
 def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> None:
-    """Raise ValueError on every rank unless `x` has equal shapes and dtypes on all ranks of each group.
+    """Raise ValueError on every rank if the shape or dtype of `x` differs between ranks of one group of `ranks.groups`.
 
-    Collective: every rank must call it.
+    Collective: every rank of the world must call it. `function` and `name` are for the message.
     """
     _check_tensor(function, name, x)
     everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
@@ -187,7 +191,7 @@ def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> No
 
 
 def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
-    """Return the `x` of all `ranks` as one new tensor (ranks.size, ...) on the device of `x`.
+    """All-gather `x`: return the tensors of all `ranks`, stacked as (ranks.size, ...), on the device of `x`.
 
     Collective: every rank must call it.
     """
@@ -199,10 +203,10 @@ def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """Differentiable all-gather: y_s = (x_0, ..., x_{N-1}) on every rank s.
+    """Differentiable all-gather: every rank gets the stack of all ranks' inputs.
 
     In backward, rank r gets part r of the sum of all ranks' gradients, or of its own gradient if the ranks compute one
-    loss together.
+    loss together, as in tensor parallelism.
     """
 
     @staticmethod
@@ -216,10 +220,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Differentiable sum: y_s = x_0 + ... + x_{N-1} on every rank s.
+    """Differentiable all-reduce: every rank gets the sum of all ranks' inputs.
 
     In backward, every rank gets the sum of all ranks' gradients, or its own gradient if the ranks compute one loss
-    together.
+    together, as in tensor parallelism.
     """
 
     @staticmethod
@@ -236,19 +240,19 @@ class _Sum(torch.autograd.Function):
 
 
 def _added_up(ranks: _Ranks, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all `ranks`' gradients of a tensor that is equal on all of them.
+    """Return the sum of the gradients that all `ranks` have for a tensor whose values are equal on all of them.
 
-    If these ranks compute one loss together, return this rank's own gradient instead. Collective: every rank must call
-    it.
+    If these ranks compute one loss together, as in tensor parallelism, return this rank's own gradient instead.
+    Collective: every rank must call it.
     """
     return gradient if ranks.together else _Sum.apply(ranks, gradient)
 
 
 class _Broadcast(torch.autograd.Function):
-    """Differentiable broadcast: y_s = x_root on every rank s.
+    """Differentiable broadcast: every rank gets the input of the rank `root`.
 
     In backward, the root gets the sum of all ranks' gradients, or its own gradient if the ranks compute one loss
-    together. The other ranks get zeros.
+    together, as in tensor parallelism. The other ranks get zeros.
     """
 
     @staticmethod
@@ -268,12 +272,12 @@ class _Broadcast(torch.autograd.Function):
 def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
     """Return the mean of a loss over all ranks, element by element. Differentiable.
 
-    Collective: every rank must call it. BMTrain's function of this name returns the mean too. For logging, keep
+    Collective: every rank must call it. Despite its name, it returns the mean, as in BMTrain. For logging, keep
     `.item()` or `.detach()` of the result, because the result itself keeps the autograd graph of the forward in memory.
 
     Args:
         loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
-        comm: as in `all_gather`.
+        comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
 
     Returns:
         (...) float32, on the device of `loss`. If every rank calls backward on it, sharded parameters get the gradients

@@ -1,4 +1,4 @@
-"""`init_distributed` connects the ranks, and sets up their communication, fault detection and features."""
+"""`init_distributed`, which connects the ranks and sets up their communication and the detection of failed ranks."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def init_distributed(
     Args:
         seed: the seed of `random`, NumPy and torch on every rank. CUDA generators get seed + rank instead, so that
             dropout differs between ranks.
-        zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. `auto_wrap` and
-            CheckpointBlock can override it for a model.
+        zero_level: 3 frees the full parameters of a block (a transformer layer) between forward and backward; 2 keeps
+            them. `auto_wrap` and CheckpointBlock can override it for a model.
         loss_scale_factor: the default of `OptimManager`'s argument with this name.
         loss_scale_steps: the default of `OptimManager`'s argument with this name.
-        timeout: the time in seconds that a rank waits for the others before all ranks end with an error.
+        timeout: how many seconds a rank waits for other ranks before all ranks end with an error.
         gather: how weights and gradients are exchanged between the ranks over which they are sharded (`shard_over`).
             "peer": each rank reads shards from the memory of other ranks, and writes gradients of blocks to their
-            memory. This needs all these ranks on one host and, on GPUs, peer access. "collective": by collectives of
-            NCCL or gloo. "two-level": by collectives first between hosts, so that each shard enters a host once, and
+            memory. This needs all these ranks on one host and, on GPUs, peer access. "collective": with collectives of
+            NCCL or gloo. "two-level": with collectives first between hosts, so that each shard enters a host once, and
             then inside each host. This needs several hosts with the same number of ranks. "auto": on GPUs "peer" for
             large shards if possible; with several hosts "two-level" if possible; otherwise "collective".
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
@@ -90,7 +90,8 @@ def init_distributed(
         RuntimeError: it was called before, a rank did not call it within `timeout`, the ranks' arguments differ, or
             `gather` or `shard_over` is not possible on these hosts.
         NotImplementedError: `pipe_size` is neither 1 nor -1.
-        TypeError, ValueError: another argument has the wrong type or is out of range.
+        TypeError, ValueError: another argument has the wrong type or is out of range, or `tp_size` above 1 is combined
+            with a `shard_over` other than "world".
 
     Example::
 
@@ -130,7 +131,7 @@ def init_distributed(
     if tp_size > 1:
         grid = make_grid(rank, size, tp_size, found.open_group)
         split_kind = Groups(grid, device, outside).kind
-        assert isinstance(outside, CollectiveReduction)  # with shard_over="world"
+        assert isinstance(outside, CollectiveReduction)  # always, as tp_size > 1 requires shard_over="world"
         blocks = outside = CollectiveReduction(outside.communicator, device, summed=tp_size)
     inside = ForwardDepth()
     schedule = Schedule(found.shards, blocks, outside, inside, found.control)

@@ -21,16 +21,16 @@ from ..engine.runtime.world import current_world
 from ..engine.sharding.parameter import DistributedParameter
 
 _COLUMNS = {"name": 4, "shape": 20, "max": 10, "min": 10, "std": 10, "mean": 10, "grad_std": 10, "grad_mean": 10}
-"""The columns of `format_summary`'s table, and their minimum widths, the same as BMTrain's."""
+"""{column of `format_summary`'s table: its minimum width in characters}, the same as in BMTrain."""
 
 
 @dataclass(frozen=True)
 class _Moments:
-    """Statistics of a set of numbers, in float64.
+    """Statistics of a set of numbers, in float64. `+` combines the statistics of two sets.
 
     Attributes:
-        count: the count of the numbers.
-        mean: the mean.
+        count: how many numbers there are.
+        mean: their mean.
         squares: the sum of (number - mean)².
         low: the smallest number, or inf if the set is empty.
         high: the largest number, or -inf if the set is empty.
@@ -52,7 +52,7 @@ class _Moments:
         return cls(values.numel(), *numbers.tolist())
 
     def __add__(self, other: _Moments) -> _Moments:
-        """Return the statistics of the union of both sets (Chan, Golub & LeVeque 1979)."""
+        """Return the statistics of both sets of numbers together (method of Chan, Golub & LeVeque 1979)."""
         count = self.count + other.count
         if not self.count or not other.count:
             return self if self.count else other
@@ -68,7 +68,7 @@ class _Moments:
 
 
 class _Local:
-    """The statistics of one rank's part of a tensor, and of the part's gradient."""
+    """The statistics that one rank contributes for one tensor: of its own elements, and of their gradient."""
 
     def __init__(self, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
         self.name, self.shape = name, tuple(shape)
@@ -77,7 +77,11 @@ class _Local:
 
 
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Combine the ranks' statistics of one tensor into its entry of a summary. shape: the entry's value of "shape"."""
+    """Return the dict that a summary has for one tensor: its name, shape and statistics over all ranks.
+
+    ranks: what each rank contributes.
+    shape: the shape to put into the dict.
+    """
     total = functools.reduce(operator.add, [local.values for local in ranks])
     gradients = [local.gradient for local in ranks if local.gradient is not None]
     gradient = functools.reduce(operator.add, gradients) if gradients else None
@@ -100,12 +104,12 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     Args:
         model: the model, sharded or not.
         param_name: a pattern for the names of parameters (`*`, `?`, `[...]`), such as "*.weight".
-        prefix: a text that is put before each name. The pattern is compared with the prefixed name.
+        prefix: a text to put before each name. The pattern must match the name with this prefix.
 
     Returns:
         A dict for each parameter whose name matches, with the keys name, shape, std (unbiased), mean, max and min of
-        the full parameter, and grad_std and grad_mean, which are 0.0 if it has no gradient. A tied parameter has a dict
-        for each of its names.
+        the full parameter, and std and mean of its gradient as grad_std and grad_mean (0.0 without a gradient). A tied
+        parameter has a dict for each of its names.
     """
     world = current_world()
     expect_module("model", model)
@@ -116,7 +120,7 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if fnmatch.fnmatchcase(prefix + name, param_name):
             gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
-            values = parameter.data.as_subclass(torch.Tensor)  # `.data` waits for an asynchronous optimizer step
+            values = parameter.data.as_subclass(torch.Tensor)  # waits for an asynchronous optimizer step
             shape = parameter.shape
             if isinstance(parameter, DistributedParameter):
                 shape = parameter.buffer.storage.whole_shape(parameter.index)
@@ -167,7 +171,10 @@ class InspectTensor:
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """This rank's records, in order: dicts with name, group, summary_name (see `get_summary`), shape and tensor."""
+        """The tensors that this rank has recorded, in order, each as a dict.
+
+        The keys are name, group, summary_name (the name in the result of `get_summary`), shape and tensor.
+        """
         return [
             {"name": r.name, "group": r.group, "summary_name": name, "shape": r.tensor.shape, "tensor": r.tensor}
             for name, r in zip(self._names(), self._records)
@@ -177,9 +184,10 @@ class InspectTensor:
         """Compute statistics of the recorded tensors over all ranks. Collective: every rank must call it.
 
         Returns:
-            A dict for each record, in order, with the keys of `inspect_model`. The size of dimension 0 in "shape" is
-            the sum over the ranks. grad_std and grad_mean are None if there is no gradient. Each record is named
-            `group.N.name`, or `N.name` without a group. N counts the records of this group and name, from 0.
+            A dict for each record, in order, with the keys name, shape, std (unbiased), mean, max, min, grad_std and
+            grad_mean. The ranks' tensors count as concatenated, so the size of dimension 0 in shape is the sum over the
+            ranks. grad_std and grad_mean are None if there is no gradient. The name is `group.N.name`, or `N.name`
+            without a group, where N counts the records of the same group and name, from 0.
 
         Raises:
             RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place later.
@@ -211,22 +219,25 @@ class InspectTensor:
         return lines
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """Return a tensor that this rank recorded. Its `.grad` is the gradient, if that was kept.
+        """Return a tensor that this rank recorded. Its `.grad` is its gradient, if `record_tensor` had to keep it.
 
         Args:
             name: the name under which it was recorded.
             group: the group under which it was recorded.
-            index: its index among the records of that name and group; None for the first.
+            index: its index among the records of this name and group; None for the first.
 
         Returns:
-            The tensor, or None if there is none with this index.
+            The tensor, or None if there is no such record.
         """
         found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
         index = index or 0
         return found[index] if 0 <= index < len(found) else None
 
     def _names(self) -> list[str]:
-        """Return the summary's name of each record: `group.N.name`, or `N.name` without a group."""
+        """Return the name of each record in the summary: `group.N.name`, or `N.name` without a group.
+
+        N counts the records of the same group and name, from 0.
+        """
         numbers = defaultdict(itertools.count)
         names = []
         for record in self._records:
@@ -236,7 +247,10 @@ class InspectTensor:
 
 
 class _Recording(Observer):
-    """Passes the tensors that are given to `record_tensor` on to an InspectTensor, `inspector`."""
+    """Observer that is registered while `inspect_tensor` is active. `record_tensor` calls its method `record`.
+
+    inspector: the InspectTensor that keeps the recorded tensors.
+    """
 
     def __init__(self, inspector: InspectTensor) -> None:
         self.inspector = inspector
@@ -301,7 +315,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
 
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
-    """Format a summary as a text table: a header, and one line per dict.
+    """Format a summary as a text table: a header, and one line per parameter or recorded tensor.
 
     Args:
         summary: the result of `inspect_model` or `InspectTensor.get_summary`.

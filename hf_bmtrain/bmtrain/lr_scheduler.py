@@ -1,8 +1,8 @@
 """Learning-rate schedules: a linear warm-up, then one of five decays.
 
 t is the number of steps taken so far (`num_iter`), w the number of warm-up steps (`warmup_iter`), e the last step
-(`end_iter`), and s the peak learning rate (`start_lr`). While t < w, the learning rate is s*t/w. So with a warm-up the
-first update has a learning rate of 0, as in BMTrain.
+(`end_iter`), and s the peak learning rate (`start_lr`). While t < w, the learning rate is s*t/w, or for `Noam`
+s/sqrt(w)*t/w. So with a warm-up the first update has a learning rate of 0, as in BMTrain.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ STATE = ("start_lr", "warmup_iter", "end_iter", "num_iter")
 
 
 class WarmupLRScheduler:
-    """Base class of the five schedules. A subclass defines the decay in `get_lr_decay`.
+    """Base class of the learning-rate schedules: a linear warm-up, then a decay.
+
+    A subclass defines the decay in `get_lr_decay`.
 
     Args:
         optimizer: the optimizer. The learning rate of all its `param_groups` is set now and in every `step()`.
         start_lr: the peak learning rate.
         warmup_iter: the number of warm-up steps; 0 for none.
-        end_iter: the step at which the decay ends. Schedules without an end ignore it (-1 is customary).
+        end_iter: the step at which the decay ends. Schedules whose decay does not end ignore it (-1 is customary).
         num_iter: the number of steps already taken.
 
     Attributes:
         current_lr: the learning rate that was set last.
 
     Raises:
-        ValueError: `start_lr` is negative or not finite, `warmup_iter` or `num_iter` is negative, or `end_iter` is too
-            small for this schedule.
+        ValueError: `optimizer` has no `param_groups`, `start_lr` is negative or not finite, `warmup_iter` or `num_iter`
+            is negative, or `end_iter` is too small for this schedule.
     """
 
-    own_state: tuple[str, ...] = ()  # attributes that a subclass adds to the state dict
+    own_state: tuple[str, ...] = ()  # names of the attributes that a subclass adds to the state dict
 
     def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0):
         if not hasattr(optimizer, "param_groups") or isinstance(optimizer, type):
@@ -51,10 +53,10 @@ class WarmupLRScheduler:
         self.step(num_iter)
 
     def check(self) -> None:
-        """Check the arguments of the schedule.
+        """Check the arguments of the schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
-            TypeError, ValueError: one of them has the wrong type or is out of range.
+            TypeError, ValueError: an argument has the wrong type or is out of range.
         """
         expect_number("start_lr", self.start_lr, "finite and at least 0", lambda rate: 0 <= rate < math.inf)
         expect_number("num_iter", self.num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
@@ -69,12 +71,12 @@ class WarmupLRScheduler:
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate at step `num_iter`, which is not in the warm-up. Subclasses define this method.
+        """Return the learning rate at step `num_iter`, after the warm-up. Subclasses must override this method.
 
         `num_iter` counts from the start of training, not from the end of the warm-up.
 
         Raises:
-            NotImplementedError: the class does not define it.
+            NotImplementedError: the subclass does not override it.
         """
         raise NotImplementedError
 
@@ -99,20 +101,20 @@ class WarmupLRScheduler:
         self.current_lr = self.get_lr()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(self.current_lr)  # in place: CUDA graphs and compiled steps use this tensor
+                group["lr"].fill_(self.current_lr)  # in place: CUDA graphs and compiled steps read this tensor
             else:
                 group["lr"] = self.current_lr
 
     def state_dict(self) -> dict[str, float]:
-        """Return the arguments of the schedule and the current step, by name."""
+        """Return a dict with the schedule's arguments and the current step, by name."""
         return {name: getattr(self, name) for name in (*STATE, *self.own_state)}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Continue a schedule from a saved state, and set the optimizer's learning rate.
 
         Args:
-            state_dict: the result of `state_dict()` of the same class. One that BMTrain wrote is also accepted. It has
-                only the four numbers that all schedules have, so other attributes keep their values.
+            state_dict: the result of `state_dict()` of a schedule of the same class, of this package or of BMTrain.
+                BMTrain's lacks `gamma` of `Exponential`, which then keeps its value.
 
         Raises:
             ValueError: `state_dict` is not from a schedule of this class. The schedule is then not changed.
@@ -154,7 +156,7 @@ class NoDecay(WarmupLRScheduler):
 
 
 class Noam(WarmupLRScheduler):
-    """Schedule with warm-up to s/sqrt(w), then s/sqrt(t) (Vaswani et al. 2017, section 5.3).
+    """Schedule with linear warm-up to s/sqrt(w), then decay s/sqrt(t) at step t (Vaswani et al. 2017, section 5.3).
 
     Without warm-up, step 0 has the learning rate of step 1, which is s.
 
@@ -177,7 +179,7 @@ class Noam(WarmupLRScheduler):
 
 
 class Linear(WarmupLRScheduler):
-    """Schedule with linear decay after the warm-up: max(0, s*(e-t)/(e-w)).
+    """Schedule with linear decay after the warm-up: the learning rate is max(0, s*(e-t)/(e-w)).
 
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
@@ -191,10 +193,10 @@ class Linear(WarmupLRScheduler):
     """
 
     def check(self) -> None:
-        """Check the arguments of the schedule.
+        """Check the arguments of the schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
-            ValueError: one of them is out of range; `end_iter` must be above `warmup_iter`.
+            ValueError: an argument is out of range; `end_iter` must be above `warmup_iter`.
         """
         super().check()
         if self.end_iter <= self.warmup_iter:
@@ -225,10 +227,10 @@ class Cosine(WarmupLRScheduler):
     """
 
     def check(self) -> None:
-        """Check the arguments of the schedule.
+        """Check the arguments of the schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
-            ValueError: one of them is out of range; `end_iter` must be at least `warmup_iter`.
+            ValueError: an argument is out of range; `end_iter` must be at least `warmup_iter`.
         """
         super().check()
         if self.end_iter < self.warmup_iter:
@@ -243,7 +245,7 @@ class Cosine(WarmupLRScheduler):
 
 
 class Exponential(WarmupLRScheduler):
-    """Schedule with exponential decay after the warm-up: s*gamma^(t-w).
+    """Schedule with exponential decay after the warm-up: the learning rate is s*gamma^(t-w).
 
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.

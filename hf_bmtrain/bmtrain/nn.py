@@ -1,4 +1,4 @@
-"""The layers of BMTrain's module `nn`."""
+"""The layers of BMTrain's module `nn`: a sharded `Linear`, and layers that are split by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ __all__ = [
 class Linear(DistributedModule):
     """Linear layer y = x Aᵀ + b like torch.nn.Linear, from x (..., in_features) to y (..., out_features).
 
-    `weight` (out_features, in_features) and `bias` (out_features,) are DistributedParameters. They are zero until they
-    are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
+    `weight` (out_features, in_features) and `bias` (out_features,) are DistributedParameters, which can be sharded over
+    the ranks. They are zero until they are loaded, or until `init_parameters` draws the weight from the Glorot normal
+    distribution.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -67,7 +68,7 @@ class Linear(DistributedModule):
 
 
 class OpLinear:
-    """The linear function, under the name of BMTrain's autograd function: `OpLinear.apply(x, weight, bias)`."""
+    """torch's linear function, callable as BMTrain's autograd function is: `OpLinear.apply(x, weight, bias)`."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

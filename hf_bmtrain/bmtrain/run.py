@@ -10,7 +10,7 @@ from .alias import install_as_bmtrain
 
 
 def main() -> None:
-    """Run the script named on the command line as `python SCRIPT` would, with hf_bmtrain in place of bmtrain."""
+    """Run the script named on the command line as `python SCRIPT` would, but let `import bmtrain` import hf_bmtrain."""
     if len(sys.argv) < 2:
         raise SystemExit("usage: python -m hf_bmtrain.run SCRIPT [ARGUMENTS]")
     del sys.argv[0]
@@ -19,5 +19,5 @@ def main() -> None:
         raise SystemExit(f"python -m hf_bmtrain.run: there is no script {script!r}")
     install_as_bmtrain()
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(script).resolve().parent)  # replaces the working directory, which `python -m` put there
+        sys.path[0] = str(Path(script).resolve().parent)  # as in `python SCRIPT`; `python -m` put the cwd there
     runpy.run_path(script, run_name="__main__")

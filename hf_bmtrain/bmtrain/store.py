@@ -105,12 +105,13 @@ class DistributedStateDictWrapper(Mapping):
 
 
 def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, prefix: str = "") -> dict:
-    """Return the full state dict on the CPU on rank 0, under the model's own keys, and {} on other ranks.
+    """Return the full state dict of `model`, on the CPU, on rank 0, and {} on other ranks.
 
-    Collective: every rank must call it. Some models, such as ModelCenter's, call this function in their own
-    `state_dict` method. So it calls `torch.nn.Module.state_dict` instead of the model's method.
+    Collective: every rank must call it. The `state_dict` methods of some models, such as ModelCenter's, call this
+    function. So that it does not call them in turn, it uses `torch.nn.Module.state_dict`.
 
-    destination: if given, a state dict to which the entries are added on every rank, and which is returned.
+    destination: None, or a state dict to which the entries are added on every rank instead, and which is returned.
+    prefix: a text to put before each key.
     """
     if destination is not None:
         _fill(model, destination, prefix)
@@ -123,6 +124,9 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
 
 
 def _fill(model: torch.nn.Module, destination: dict, prefix: str) -> None:
-    """Add the full parameters and the buffers of `model` to `destination`. Collective: every rank must call it."""
+    """Add the full parameters and the buffers of `model` to the dict `destination`, with `prefix` before each key.
+
+    Collective: every rank must call it.
+    """
     read = functools.partial(torch.nn.Module.state_dict, model, destination=destination, prefix=prefix, keep_vars=True)
     copy_full_params(destination, model._slots() if isinstance(model, ShardedModule) else [], read)

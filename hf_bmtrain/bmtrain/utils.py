@@ -30,7 +30,7 @@ class AverageRecorder:
 
     Args:
         alpha: the weight α of the previous average, in [0, 1).
-        start_value: the value of `value` before the first `record`.
+        start_value: the average (`value`) before the first call of `record`.
     """
 
     def __init__(self, alpha: float = 0.9, start_value: float = 0.0) -> None:
@@ -49,7 +49,7 @@ class AverageRecorder:
 
     @property
     def value(self) -> float:
-        """The average of the values so far."""
+        """The average of the recorded values, or `start_value` if there are none."""
         return self._sum / self._weight if self._weight else self._start
 
 
@@ -85,7 +85,7 @@ def check_torch_version(version_str: str) -> int:
 
 @torch.no_grad()
 def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Set a flag if a tensor contains inf or nan. This waits neither for the device nor for other ranks.
+    """Set a flag if a tensor contains inf or nan, without waiting for the device or for other ranks.
 
     Args:
         x: (...), a floating dtype.

@@ -1,10 +1,10 @@
-"""auto_wrap(offload_activations=True): the inputs of recomputed blocks are kept in host memory until backward.
+"""`auto_wrap(offload_activations=True)`: the inputs of recomputed blocks are kept in host memory until backward.
 
-With recomputation, only the inputs of the blocks stay on the GPU from forward to backward: one tensor of shape (tokens,
-hidden size) for each block. For long sequences, these make up most of the memory that a step allocates. They are copied
-to page-locked host memory while the GPU computes, and copied back one block before backward needs them.
-
-`host_inputs` copies them. On the CPU the option changes nothing, because activations are in host memory anyway.
+With recomputation, only the inputs of the blocks (transformer layers) stay on the GPU from forward to backward: one
+tensor of shape (tokens, hidden size) for each block. For long sequences, these make up most of the memory that a step
+allocates. With this option they are copied to page-locked host memory while the GPU computes, and copied back one block
+before backward needs them. The file `host_inputs` does this. On the CPU the option changes nothing, because activations
+are in host memory anyway.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 def input_store(world: World) -> InputStore | None:
-    """Return a store in host memory for the block inputs of one model; None on the CPU, where it would save nothing.
+    """Return an object that keeps the inputs of one model's blocks in host memory until backward.
 
-    world: the world of the model.
+    Returns None on the CPU, where activations are in host memory anyway.
+
+    world: the ranks that train the model.
     """
     if has_own_memory(world.device):
         return HostInputs(world.device)
@@ -34,7 +36,7 @@ def input_store(world: World) -> InputStore | None:
 
 
 class OffloadActivations(Extension):
-    """The extension that applies `auto_wrap(offload_activations=)`."""
+    """The part of `auto_wrap` that applies its argument `offload_activations`: block inputs wait in host memory."""
 
     def __init__(self, options: Options) -> None:
         self._on = options.offload_activations

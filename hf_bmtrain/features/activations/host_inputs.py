@@ -1,4 +1,4 @@
-"""HostInputs: copies the inputs of recomputed blocks to host memory in the forward, and back in the backward."""
+"""Copy the inputs of recomputed blocks (transformer layers) to host memory in the forward, and back in the backward."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class HostInputs:
 
     The copies run on a separate stream, in the order in which they are queued. The computation waits as follows:
 
-    * When a block saves its input, it waits until the input of the block before it has been copied, and frees that
-      input's memory on the device. So at most one input still takes device memory because its copy is not complete.
+    * In the forward, before a block saves its input, it waits until the preceding block's input has been copied, and
+      frees that input on the device. So at most one input is still on the device because its copy is not complete.
     * The input of the last block stays on the device, because backward needs it first.
-    * When a block's backward reads its input, it waits for the copy to the device, and queues the copy for the block
-      before it. So at most two inputs are on the device.
+    * In the backward, a block waits until its input has been copied back, and then queues the copy of the preceding
+      block's input. So at most two inputs are on the device.
 
     Host memory is allocated in the first steps and reused afterwards, also for smaller inputs. For larger inputs, it is
     replaced.
@@ -34,17 +34,18 @@ class HostInputs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: WorkStream | Any = None  # created in the first forward
-        self._free: list[torch.Tensor] = []  # host memory that no input uses, as bytes, in ascending order of size
-        self._saved: list[weakref.ref[_Inputs]] = []  # inputs of forwards whose backward has not run, in forward order
+        self._free: list[torch.Tensor] = []  # unused host memory, as tensors of bytes, in ascending order of size
+        self._saved: list[weakref.ref[_Inputs]] = []  # inputs that backward has not used yet, oldest first
 
     def __deepcopy__(self, memo: dict) -> HostInputs:
         return HostInputs(self._device)
 
     def saving(self) -> AbstractContextManager[Any] | None:
-        """Return a context for the call in which torch's checkpoint saves the inputs of one forward of a block.
+        """Return a context manager that keeps a block's inputs in host memory. Use one for each forward of a block.
 
-        Returns None inside other saved-tensor hooks, which decide what is saved. (Torch 2.6 cannot detect such hooks;
-        there it always returns a context.)
+        The inputs are the tensors that torch.utils.checkpoint saves in this context. Returns None inside other
+        saved-tensor hooks, because these decide where tensors are saved. (Torch 2.6 cannot detect such hooks; there it
+        always returns a context manager.)
         """
         if top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None:
             return None
@@ -57,7 +58,7 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs of the forward that preceded that of `inputs`, or None if no earlier inputs are left."""
+        """Return the inputs that were saved last before `inputs` and that backward still needs, or None."""
         found = None
         for each in (reference() for reference in self._saved):
             if each is inputs:
@@ -66,15 +67,18 @@ class HostInputs:
         return None
 
     def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queue `copies`, pairs (target on the device, source in host memory). Return the event of their completion."""
+        """Queue copies to the device. Return the event of their completion.
+
+        copies: pairs (target on the device, source in host memory).
+        """
         return self._queue(copies)
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Event]:
         """Queue a copy of a contiguous tensor to host memory.
 
         Returns:
-            The copy, which has the shape of `tensor`; the host memory that contains it, for `give_back`; and the event
-            of the copy's completion.
+            The copy, which has the shape of `tensor`; the host memory that contains the copy, to be passed to
+            `give_back` after use; and the event of the copy's completion.
         """
         nbytes = tensor.numel() * tensor.element_size()
         memory = self._memory(nbytes)
@@ -84,7 +88,7 @@ class HostInputs:
     def _memory(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` or more of host memory: the smallest free piece that is large enough, or new memory.
 
-        New memory replaces the largest free piece.
+        Before new memory is allocated, the largest free piece is released.
         """
         position = bisect.bisect_left(self._free, nbytes, key=_size)
         if position < len(self._free):
@@ -94,13 +98,16 @@ class HostInputs:
         return pinned_bytes(nbytes, self._device, "inputs of recomputed blocks", _INSTEAD)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Allow other inputs to reuse `memory`. Copies that are queued already run before those that reuse it."""
+        """Allow other inputs to reuse `memory`, which `download` returned.
+
+        Queued copies may still use it: all copies run in order, so these run before the copies of its next user.
+        """
         bisect.insort(self._free, memory, key=_size)
 
     def _queue(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         if self._stream is None:
             self._stream = work_stream(self._device)
-        self._stream.follow()  # the source may not be computed yet, and the target's memory may still be in use
+        self._stream.follow()  # wait until the source is computed and the target's memory is no longer in use
 
         def copy() -> None:
             for target, source in copies:
@@ -113,14 +120,16 @@ class HostInputs:
 class _Saved:
     """One input tensor of a block's forward: its copy in host memory and, while it exists, the tensor on the device.
 
-    The tensor that the forward saved is checked for writes by the user's code. A tensor that was copied back needs no
-    check, because only this object refers to it.
+    If the tensor on the device is still that of the forward, backward checks that user code has not modified it in
+    place. A tensor that was copied back needs no check, because only this object refers to it.
+
+    memory: the host memory that contains `copy`, given back when this object is deleted.
     """
 
     def __init__(self, inputs: _Inputs, tensor: torch.Tensor, copy: torch.Tensor, memory: torch.Tensor) -> None:
         self.inputs, self.copy, self.memory = inputs, copy, memory
         self.tensor: torch.Tensor | None = tensor
-        self.version: int | None = tensor._version  # None for a tensor that was copied back to the device
+        self.version: int | None = tensor._version  # None if `tensor` was copied back from the host
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if the tensor that the forward saved has been modified in place since."""
@@ -135,16 +144,20 @@ class _Saved:
 
 
 class _Inputs:
-    """The inputs of a block's forward. They live as long as autograd's graph, which stores the results of `pack`."""
+    """The input tensors of one forward of a block, from the forward to the backward.
+
+    Autograd's graph keeps this object alive, because it stores the results of `pack`, which refer to it.
+    """
 
     def __init__(self, store: HostInputs) -> None:
         self._store, self._event = store, DONE
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd saves for `tensor`: a _Saved if it is an activation, otherwise `tensor` itself.
+        """Queue the copy of an activation to host memory, and return the `_Saved` that autograd keeps in its place.
 
-        Masks and positions, which need no gradient, stay on the device, because all blocks share the same tensors.
+        Other tensors are returned unchanged. So masks and positions, which need no gradient, stay on the device, where
+        all blocks share them.
         """
         if not tensor.requires_grad or tensor.is_leaf or not tensor.is_contiguous() or not tensor.numel():
             return tensor
@@ -155,14 +168,14 @@ class _Inputs:
         return saved
 
     def leave_device(self) -> None:
-        """Wait until the copies to the host are complete, and free the tensors on the device."""
+        """Wait until these inputs have been copied to the host, and free them on the device."""
         self._event.wait()
         for saved in self._saved:
             saved.check_unwritten()
             saved.tensor = None
 
     def fetch(self) -> None:
-        """Queue copies to the device for the tensors that are not on it."""
+        """Queue copies back to the device, for the inputs that are not there."""
         copies = []
         for saved in self._saved:
             if saved.tensor is None:
@@ -173,7 +186,10 @@ class _Inputs:
             self._event = self._store.upload(copies)
 
     def take(self, saved: _Saved) -> torch.Tensor:
-        """Return the tensor of `saved` on the device for the block's backward. Fetch the preceding block's inputs."""
+        """Return the tensor of `saved` on the device, and queue the copies of the preceding block's inputs.
+
+        Autograd calls this when the block's backward reads the tensor.
+        """
         self.fetch()
         self._event.wait()
         saved.check_unwritten()
@@ -185,9 +201,9 @@ class _Inputs:
         return tensor
 
     def give_back(self, saved: _Saved) -> None:
-        """Allow reuse of the host memory of `saved`, to which nothing refers any more.
+        """Allow reuse of the host memory of `saved`, which is being deleted.
 
-        If its tensor is still on the device, wait for the queued copies before the tensor is freed.
+        If its tensor is still on the device, first wait for the queued copies, because they may read or write it.
         """
         if saved.tensor is not None:
             self._event.wait()

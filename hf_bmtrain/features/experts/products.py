@@ -1,4 +1,4 @@
-"""Grouped products: the product of each row with the matrix of its group, for all groups at once."""
+"""Grouped products: each row is multiplied by the matrix of its group (its expert), for all groups in one call."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ ALIGNMENT = 16
 
 
 def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Return the product of each row with the matrix of its group.
+    """Multiply each row by the matrix of its group. Differentiable.
 
     Args:
-        x: (rows, K), sorted by group.
+        x: (rows, K), the rows, sorted by group.
         matrices: (groups, K, N), in the dtype of x.
         ends: (groups,) int32, the end of each group's rows, exclusive; the last element is `rows`.
 
     Returns:
         (rows, N).
     """
-    # Compiled code does not call torch's kernel directly, because Inductor may choose strides that the kernel refuses.
-    # Before torch 2.12, torch cannot trace the kernel in float32.
+    # Compiled code calls torch's kernel through the operator `_product_of_groups`, because Inductor may otherwise
+    # choose strides that the kernel refuses. Before torch 2.12, all dtypes except bfloat16 use the operator, because
+    # torch cannot trace the kernel for them.
     traced = matrices.dtype == torch.bfloat16 or torch.__version__ >= "2.12"
     if traced and not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)
@@ -34,12 +35,12 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def has_kernel(stack: Tensor) -> bool:
-    """Return whether torch's kernel can multiply by the matrices `stack`, (groups, rows, columns), on their device."""
+    """Return whether torch's grouped_mm kernel can multiply by the matrices `stack`, (groups, rows, columns)."""
     return _fits(stack, *stack.shape[1:])
 
 
 def _fits(like: Tensor, rows: int, columns: int) -> bool:
-    """Return whether torch's kernel supports matrices (rows, columns) with the dtype and device of `like`."""
+    """Return whether torch's grouped_mm kernel supports matrices (rows, columns) of the dtype and device of `like`."""
     if _KERNEL is None or like.dtype not in _KERNEL_DTYPES:
         return False
     if any(width * like.itemsize % ALIGNMENT for width in (rows, columns)):
@@ -53,9 +54,10 @@ def _fits(like: Tensor, rows: int, columns: int) -> bool:
     "hf_bmtrain::product_of_groups", mutates_args=(), schema="(Tensor x, Tensor matrices, Tensor ends) -> Tensor"
 )
 def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Compute `grouped_product` for any dtype and device.
+    """Compute `grouped_product`, which has the same arguments, for any dtype and device.
 
-    Where torch's kernel cannot be used, the groups are multiplied in a loop, for which the host waits for the device.
+    Where torch's grouped_mm kernel cannot be used, a loop multiplies one group after another. For this the host waits
+    for the device, to read `ends`.
     """
     if has_kernel(matrices):
         return _KERNEL(x.contiguous(), matrices, offs=ends)
@@ -69,7 +71,12 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     "hf_bmtrain::gradient_of_groups", mutates_args=(), schema="(Tensor x, Tensor dy, Tensor ends) -> Tensor"
 )
 def gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of the argument `matrices` of `grouped_product`: (groups, K, N), zero for an empty group."""
+    """Return the gradient of `grouped_product` with respect to `matrices`: (groups, K, N), zero for an empty group.
+
+    x: (rows, K), as for `grouped_product`.
+    dy: (rows, N), the gradient of its result.
+    ends: (groups,) int32, the end of each group's rows, exclusive.
+    """
     if _fits(x, x.shape[1], dy.shape[1]):
         return _KERNEL(x.contiguous().t(), dy.contiguous(), offs=ends)
     matrices = x.new_zeros(len(ends), x.shape[1], dy.shape[1])
@@ -97,7 +104,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]
     dx = grouped_product(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None
-    if matrices.stride(1) == 1 != matrices.stride(2):  # transposed: give the gradient the same strides
+    if matrices.stride(1) == 1 != matrices.stride(2):  # a transposed view: give the gradient its strides
         return dx, gradient_of_groups(dy, x, ends).transpose(1, 2), None
     return dx, gradient_of_groups(x, dy, ends), None
 
@@ -106,7 +113,7 @@ _product_of_groups.register_autograd(_backward, setup_context=_keep)
 
 
 def _groups(ends: Tensor) -> Iterable[tuple[int, slice]]:
-    """Yield the index and the rows of each group that has rows."""
+    """Yield the index and the slice of rows of each group that has rows. The host waits for the device."""
     begin = 0
     for group, end in enumerate(ends.tolist()):
         if end > begin:

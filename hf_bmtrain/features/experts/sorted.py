@@ -1,4 +1,4 @@
-"""The forward of experts: sort the tokens' rows by expert, compute grouped products, restore the tokens' order."""
+"""The forward of mixtures of experts: sort rows by expert, compute grouped products, restore the order of tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Factors = list[tuple[Tensor, Tensor, float]]
 
 
 class SortedExperts(OnlyWhileSharded):
-    """A module with experts of transformers, whose class is extended in place.
+    """Base class that is added to the class of an existing module of experts, to give it a faster forward.
 
-    In training it runs `run_experts` instead of `experts_implementation="grouped_mm"`. LoRA adapters of its weights are
-    passed to `forward` by keyword.
+    In training the module then runs `run_experts` where transformers would run its implementation "grouped_mm". LoRA
+    adapters of its weights are passed to `forward` as the keyword argument `lora_factors`.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -39,10 +39,10 @@ class SortedExperts(OnlyWhileSharded):
 
 
 def can_sort(experts: Any) -> bool:
-    """Return whether the module `experts` has several experts that transformers can run with its own grouped_mm.
+    """Return whether `experts` is a module of several experts that transformers can run with its own "grouped_mm".
 
-    It cannot if the forward was replaced, by a subclass or in its class, or if another function was registered as
-    "grouped_mm".
+    False if the module's class has another forward than that of transformers, or if another function was registered
+    as "grouped_mm".
     """
     if not hasattr(experts, "_apply_gate") or not all(hasattr(experts, setting) for setting in _SETTINGS):
         return False
@@ -56,7 +56,7 @@ def can_sort(experts: Any) -> bool:
 
 
 def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
-    """Turn the experts of transformers among `modules` into SortedExperts, in place. Return how many were turned."""
+    """Make SortedExperts, in place, of the modules of experts among `modules`. Return how many were changed."""
     found = [module for module in modules if can_sort(module) and not isinstance(module, SortedExperts)]
     for module in found:
         module.__class__ = _extended_class(type(module))
@@ -65,12 +65,15 @@ def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return a subclass of both SortedExperts and `cls`, to which the class of a module is changed from `cls`."""
+    """Return a subclass of SortedExperts and `cls`, to be assigned to `__class__` of a module of class `cls`."""
     return extend_class(SortedExperts, cls, {})
 
 
 def _replaces(experts: Any) -> bool:
-    """Return whether `run_experts` replaces this forward: in training, where transformers would use grouped_mm."""
+    """Return whether `run_experts` is to compute this forward of `experts`.
+
+    True if gradients are enabled and transformers would use its "grouped_mm", without expert parallelism.
+    """
     if not torch.is_grad_enabled() or experts.config._experts_implementation != "grouped_mm":
         return False
     if getattr(experts, "_is_expert_parallel", False) or "forward" in vars(experts):
@@ -88,7 +91,7 @@ def run_experts(
 
     Args:
         experts: the module. Its weights must be unsharded.
-        factors: {name of a weight: its adapters}, for the weights that have adapters.
+        factors: {name of a weight: (A, B, scaling) of each of its adapters}, for the weights that have adapters.
         hidden_states: (tokens, width).
         top_k_index: (tokens, k), the indices of each token's experts.
         top_k_weights: (tokens, k), the router's weights for the outputs of these experts.
@@ -115,9 +118,10 @@ def run_experts(
 def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: Tensor, name: str, x: Tensor) -> Tensor:
     """Multiply each row of x by its expert's matrix in the weight `name`, and add adapters and bias.
 
-    x: (rows, K), sorted by expert.
+    factors: {name of a weight: its LoRA adapters}.
     numbers: (rows,), the index of each row's expert.
     ends: (experts,) int32, the end of each expert's rows, exclusive.
+    x: (rows, K), sorted by expert.
     """
     stack = getattr(experts, name)
     matrices = stack if experts.is_transposed else stack.transpose(1, 2)
@@ -132,12 +136,11 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
 
 
 def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Aᵀ and (s B)ᵀ of all E experts, (E, K, r) and (E, r, N), with all adapters combined into one.
+    """Combine the LoRA adapters of one weight into one: return its Aᵀ, (E, K, r), and (s B)ᵀ, (E, r, N), of E experts.
 
-    s is an adapter's scaling. r is the sum of the adapters' ranks, padded with zeros to the alignment that torch's
-    kernel requires.
+    r is the sum of the adapters' ranks, padded with zeros to the alignment that torch's grouped_mm kernel requires.
 
-    factors: (A, B, s) of each adapter.
+    factors: (A, B, s) of each adapter; s is its scaling.
     matrices: (E, K, N), the experts' own matrices.
     """
     count, dtype = len(matrices), matrices.dtype
@@ -150,10 +153,12 @@ def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Spread(torch.autograd.Function):
-    """Repeats each row of x for its k experts, in the given order: x[order // k].
+    """Differentiable x[order // k]: copies the row of each token once for each of its k experts, sorted by expert.
 
+    x: (tokens, width).
+    order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.
     places: the inverse of `order`. With it, backward finds the k rows of a token without the sort that the backward of
-    torch's indexing needs.
+        torch's indexing needs.
     """
 
     @staticmethod
@@ -172,7 +177,10 @@ class Spread(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """Computes x[order]; the backward is dy[places], which needs no sort. places: the inverse of `order`."""
+    """Differentiable x[order] for a permutation `order` and its inverse `places`.
+
+    The backward is dy[places]. The backward of torch's indexing would sort.
+    """
 
     @staticmethod
     def forward(ctx, x, order, places):
@@ -188,11 +196,13 @@ class Permute(torch.autograd.Function):
 
 
 class Biases(torch.autograd.Function):
-    """Computes bias[numbers] for sorted numbers: each row gets its expert's bias.
+    """Differentiable bias[numbers]: returns the bias of each row's expert, for rows that are sorted by expert.
 
     The backward sums the gradients of each expert's rows, as a grouped product with a matrix of ones.
 
-    ends: the end of each expert's rows, exclusive.
+    bias: (experts, width).
+    numbers: (rows,), the index of each row's expert, ascending.
+    ends: (experts,) int32, the end of each expert's rows, exclusive.
     """
 
     @staticmethod

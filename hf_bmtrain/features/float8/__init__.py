@@ -1,10 +1,10 @@
-"""Float8 linear layers in blocks: their three matrix products, and the all-gathers of their weights, use float8.
+"""Linear layers that compute in float8: their three matrix products, and the all-gathers of their weights, use float8.
 
-Float8 pays off for layers that process thousands of tokens on GPUs with float8 matrix products (Ada, Hopper,
-Blackwell). On a CPU it is emulated, which is slow. Embeddings, the head, norms, attention, routers and adapters compute
-in their own dtype. The first training step measures the rounding noise of each layer, and layers with too much noise
-stop using float8. `auto_wrap(float8=True)` raises an error for a model in which no layer can use float8, and for a
-model that was wrapped without float8 before.
+Only layers in blocks (transformer layers) can use float8. It is faster for layers that process thousands of tokens on
+GPUs with float8 matrix products (Ada, Hopper, Blackwell). On a CPU it is emulated, which is slow. Embeddings, the head,
+norms, attention, routers and adapters compute in their own dtype. The first training step measures the rounding noise
+of each layer, and layers with too much noise stop using float8. `auto_wrap(float8=True)` raises an error for a model in
+which no layer can use float8, and for a model that was wrapped without float8 before.
 
 Files: `arithmetic` rounds and multiplies; `linear` is the layer; `choose` selects the layers; `calibrate` measures
 their noise; `storage` stores and sends weights in float8; `gather` selects those weights.
@@ -24,12 +24,12 @@ from .storage import Float8Kind
 
 
 class Float8(Extension):
-    """The extension that applies `auto_wrap(float8=, keep=)`: linear layers that compute in float8."""
+    """The part of `auto_wrap` that applies its arguments `float8` and `keep`: makes linear layers compute in float8."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._linears: dict[str, torch.nn.Module] = {}  # the layers that will compute in float8, by path
-        self._gathered: set[int] = set()  # ids of the weights that may be gathered in float8
+        self._gathered: set[int] = set()  # ids of the weights that may be all-gathered in float8
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
         if late:

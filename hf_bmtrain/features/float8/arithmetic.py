@@ -1,6 +1,6 @@
 """Quantize matrices to float8, and multiply them: e4m3 values with float32 scales, one per row or one per weight.
 
-A quantized element is value * scale. The scale is absmax / 448, where absmax is the largest magnitude among the
+A quantized element represents value * scale. The scale is absmax / 448, where absmax is the largest magnitude among the
 elements that share the scale, but at least 1e-30. The value is the element times 448 / absmax, computed in float32 and
 rounded to float8_e4m3fn. If absmax is inf or NaN, all elements that share it become NaN, so that overflows are detected
 as in other dtypes.
@@ -8,9 +8,11 @@ as in other dtypes.
 A product multiplies the values, sums in float32, and multiplies the sums by both scales. Both factors of `product` have
 the summed dimension last. On a GPU all terms of a sum must share one scale. So a matrix that is summed over its columns
 in one product and over its rows in another is quantized twice, with a scale per row and with a scale per column
-(`quantize_both`). A weight has a single scale, so quantizing it once serves both products. As soon as the ranks know a
-weight's absmax, each rank can round its own part (`measure_pieces`, `round_pieces`). On a GPU the kernels in
-kernels/float8.cu do this; their results equal those of torch's operations bit for bit, except for the sign of NaN.
+(`quantize_both`). A weight has a single scale, so quantizing it once serves both products. If a weight is sharded, each
+rank can round its own part as soon as the ranks know the weight's absmax (`measure_pieces`, `round_pieces`).
+
+On a GPU the kernels in kernels/float8.cu quantize. Their results equal those of torch's operations bit for bit, except
+for the sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
@@ -32,17 +34,17 @@ from ...engine.base.torch_internals import autocast_type, scaled_mm
 MOST = 448.0
 """The largest value of float8_e4m3fn."""
 ALIGNMENT = 16
-"""On a GPU, the rows of factors and results must have a multiple of this many elements, because it reads 16 bytes at a
-time."""
+"""On a GPU, the rows of factors and results must have a multiple of this many elements, because kernels read 16 bytes
+at a time."""
 _LEAST = 1e-30
 _THREADS = 256
-_TILE = 64  # rows of a tile, the part of a matrix that one CUDA thread block processes
-_PARTS = 4  # groups of 16 bytes that a thread holds in registers
+_TILE = 64  # number of rows that one CUDA thread block processes (a tile)
+_PARTS = 4  # number of 16-byte groups that a thread holds in registers
 _CAPABILITY = (8, 9)
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError if `device` is a GPU that cannot multiply float8 matrices."""
+    """Raise ValueError if `device` is a GPU on which torch cannot multiply float8 matrices. A CPU is accepted."""
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise ValueError(
@@ -62,7 +64,7 @@ def check_device(device: torch.device) -> None:
 
 
 class Float8(NamedTuple):
-    """A float8 matrix, whose elements are values * scales.
+    """A matrix (R, C) in float8 with one scale per row: its elements are values * scales.
 
     values: (R, C) float8_e4m3fn, contiguous.
     scales: (R, 1) float32.
@@ -73,7 +75,7 @@ class Float8(NamedTuple):
 
 
 def quantize_rows(x: Tensor) -> Float8:
-    """Quantize x, (M, K) float32, float16 or bfloat16, with one scale per row."""
+    """Quantize the matrix x to float8, with one scale per row. x: (M, K) float32, float16 or bfloat16."""
     expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))
@@ -84,10 +86,12 @@ def quantize_rows(x: Tensor) -> Float8:
 
 
 def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
-    """Quantize x (M, K) with one scale per row, and also with one scale per column.
+    """Quantize the matrix x to float8 twice, with one scale per row and with one scale per column.
 
-    The second result is the transpose of x, (K, M'), so its scales are per row too. M' is M rounded up to a multiple of
-    ALIGNMENT; the added columns are zero.
+    The second result is transposed, (K, M'), so the scales of the columns of x are scales of its rows. M' is M rounded
+    up to a multiple of ALIGNMENT; the added columns are zero.
+
+    x: (M, K) float32, float16 or bfloat16.
     """
     if torch.compiler.is_compiling():
         values, scales, transposed, transposed_scales = torch.ops.hf_bmtrain.quantize_both(x)
@@ -107,7 +111,7 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def quantize_full(weight: Tensor) -> Float8:
-    """Quantize weight (N, K) with one scale for all elements. The result's `scales` contains it N times."""
+    """Quantize `weight` (N, K) to float8 with one scale for all elements. The result's `scales` repeats it N times."""
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
@@ -115,7 +119,10 @@ def quantize_full(weight: Tensor) -> Float8:
 
 
 def quantize_transposed(weight: Tensor) -> Float8:
-    """Return the transpose (K, N) of `quantize_full(weight)`, without materializing `quantize_full(weight)`."""
+    """Quantize `weight` (N, K) as `quantize_full` does, but return the transpose, (K, N).
+
+    The result of `quantize_full` itself is not allocated on a GPU.
+    """
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         values, scales = quantize_full(weight)
@@ -124,9 +131,9 @@ def quantize_transposed(weight: Tensor) -> Float8:
 
 
 class Pieces:
-    """The ranges of this rank's shard that belong to each weight, for `measure_pieces` and `round_pieces`.
+    """The range of this rank's shard that belongs to each weight, for `measure_pieces` and `round_pieces`.
 
-    Create it once per shard and not in each step, because it copies a table of the ranges to the device.
+    Create this object once per shard and not in each step, because it copies a table of the ranges to the device.
 
     Args:
         ranges: (start, stop) of each weight in the shard, in ascending order, possibly with gaps. A range may be empty.
@@ -137,8 +144,8 @@ class Pieces:
     def __init__(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device):
         self.ranges = tuple(ranges)
         self.aligned = all(bound % ALIGNMENT == 0 for piece in ranges if piece[0] < piece[1] for bound in piece)
-        # One launch handles all ranges. firsts: the index of the first CUDA thread block of each range, followed by the
-        # number of thread blocks of the launch.
+        # One kernel launch handles all ranges. firsts: the index of the first CUDA thread block for each range, and at
+        # the end the number of all thread blocks.
         firsts = [0, *itertools.accumulate(_blocks(stop - start, dtype.itemsize) for start, stop in ranges)]
         self.blocks = firsts.pop()
         starts, stops = zip(*ranges)
@@ -151,8 +158,8 @@ class Pieces:
 def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
     """Write the absmax (largest magnitude) of each of the k ranges of x to `bits`, as the bit pattern of a float32.
 
-    As integers, these bit patterns are in the order of the magnitudes, with NaN as the largest. So the maximum over
-    ranks can be computed on the integers.
+    As integers, these bit patterns have the same order as the magnitudes, with NaN as the largest. So an all-reduce of
+    the integers can compute the maximum over ranks.
 
     Args:
         x: (n,), a shard.
@@ -176,7 +183,7 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
         x: (n,), a shard.
         pieces: the k ranges of x, one per weight.
         bits: (k,) int32, the maximum over all ranks of the `bits` that `measure_pieces` wrote.
-        out: (n,) uint8, the output: the float8 values as bytes. Elements outside the ranges are not written.
+        out: (n,) uint8, to which the float8 values are written as bytes. Elements outside the ranges are not changed.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
@@ -191,16 +198,16 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 
 
 def scales_of(bits: Tensor) -> Tensor:
-    """Return the scales of n weights, (n,) float32.
+    """Return the float8 scales of n weights, (n,) float32.
 
-    bits: (n,) int32, the absmax of each weight as the bit pattern of a float32.
+    bits: (n,) int32, the absmax (largest magnitude) of each weight as the bit pattern of a float32.
     """
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
-    return absmax / torch.full_like(absmax, MOST)  # for `absmax / MOST`, a GPU multiplies by the rounded 1 / MOST
+    return absmax / torch.full_like(absmax, MOST)  # `absmax / MOST` on a GPU multiplies by 1 / MOST, rounded
 
 
 def transpose(values: Tensor) -> Tensor:
-    """Return the contiguous transpose of values (R, C) float8_e4m3fn, as a new tensor."""
+    """Return the transpose of `values` (R, C) float8_e4m3fn as a new contiguous tensor (C, R)."""
     if torch.compiler.is_compiling():
         return torch.ops.hf_bmtrain.transpose_codes(values)
     rows, width = values.shape
@@ -214,7 +221,7 @@ def transpose(values: Tensor) -> Tensor:
 
 
 def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a @ b.T, (M, N).
+    """Return the product a @ b.T of two float8 matrices, (M, N).
 
     On a GPU, K and N must be multiples of ALIGNMENT, and the result is rounded to bfloat16 before it is converted to
     `dtype`.
@@ -223,7 +230,7 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
         a: (M, K), with one scale per row.
         b: (N, K), with one scale per row.
         dtype: the dtype of the result.
-        fast: whether tensor cores may accumulate sums with fewer bits, which is faster.
+        fast: whether tensor cores may accumulate sums with fewer bits, which is faster and less exact.
     """
     device = a.values.device.type  # torch 2.6 cannot compile `is_meta` and `is_cuda` here
     if device == "meta":
@@ -236,24 +243,28 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     else:
         with torch.autocast(autocast_type(a.values.device), enabled=False):
             y = torch.mm(a.values.float(), b.values.float().t()) * a.scales * b.scales.t()
-    # Without this condition, `to` may change nothing, and torch 2.11 would then lose the gradient in compiled code.
+    # `to` of the same dtype is avoided, because with it torch 2.11 loses the gradient in compiled code.
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether the kernels of this package quantize x: on GPUs, and on the meta device, which stands for a GPU.
+    """Return whether this package's CUDA kernels quantize x, instead of torch's operations.
 
-    Compiled code uses kernels that Inductor generates instead, except in `quantize_both`, which is a custom operator:
-    Inductor would fuse the column-wise absmax with the computation of the elements, which took 1.3 ms, while separate
-    passes take 0.6 ms (H200, backward of a SwiGLU of 8192 x 14336).
+    They do so on GPUs, and on the meta device, which stands for a GPU. In compiled code, Inductor's kernels are used
+    instead, except for `quantize_both`, which is a custom operator. There Inductor would fuse the column-wise absmax
+    with the computation of the elements, which is slower: 1.3 ms instead of 0.6 ms in separate passes (H200, backward
+    of a SwiGLU of 8192 x 14336).
     """
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
 
 def _rounded(x: Tensor, absmax: Tensor) -> Float8:
-    """Quantize x with torch's operations. absmax: the largest magnitudes, in a shape that broadcasts to x."""
+    """Quantize x to float8 with torch's operations.
+
+    absmax: the largest magnitude among the elements that share a scale, in a shape that broadcasts to x.
+    """
     absmax = absmax.float().clamp(min=_LEAST)
-    factor = torch.full_like(absmax, MOST) / absmax  # `MOST / absmax` would round twice: 1 / absmax, then times MOST
+    factor = torch.full_like(absmax, MOST) / absmax  # `MOST / absmax` rounds twice: 1 / absmax, then times MOST
     values = (x.float() * factor).clamp(-MOST, MOST)
     return Float8(values.to(torch.float8_e4m3fn), absmax / MOST)
 
@@ -269,17 +280,17 @@ def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def _tiles(x: Tensor, parts: int) -> int:
-    """Return how many tiles cover x. A tile has _TILE rows, and `parts` * 16 bytes of each."""
+    """Return how many tiles cover the matrix x. A tile consists of _TILE rows and, of each row, `parts` * 16 bytes."""
     return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
 
 
 def _blocks(numel: int, itemsize: int) -> int:
-    """Return how many CUDA thread blocks process `numel` elements of `itemsize` bytes, _PARTS * 16 bytes a thread."""
+    """Return how many CUDA thread blocks process `numel` elements of `itemsize` bytes, _PARTS * 16 bytes per thread."""
     return -(-numel * itemsize // (_THREADS * _PARTS * 16))
 
 
 def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
-    """Launch a kernel that computes the absmax of `weight`, and the kernel `name`, which quantizes it into `out`."""
+    """Compute the absmax of `weight` with one kernel, quantize it into `out` with the kernel `name`, return `out`."""
     aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
     most = torch.zeros(1, dtype=torch.int32, device=weight.device)
     blocks = _blocks(weight.numel(), weight.element_size())
@@ -289,9 +300,9 @@ def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
 
 
 def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligned: bool) -> None:
-    """Launch the kernel `name` over the ranges of x. Does nothing if all are empty.
+    """Launch the kernel `name` for the ranges `pieces` of the shard x. Do nothing if all ranges are empty.
 
-    values: further arguments of the kernel.
+    values: the kernel's arguments after x and the ranges.
     aligned: whether all ranges start and stop at multiples of ALIGNMENT.
     """
     if pieces.blocks:
@@ -299,7 +310,7 @@ def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligne
 
 
 def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
-    """Launch the kernel `name` over x, with `grid` thread blocks of `threads` threads.
+    """Launch the kernel `name` for x, with `grid` thread blocks of `threads` threads. Do nothing on the meta device.
 
     values: the kernel's arguments after x.
     aligned: whether the length of every row is a multiple of ALIGNMENT.
@@ -316,7 +327,7 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants of the kernels that this file can launch. They are the same for every GPU architecture."""
+    """Return all variants of the kernels that this file can launch. The GPU architecture `arch` makes no difference."""
     return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
 
 
@@ -324,7 +335,7 @@ def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:
     return tuple(tensor for factor in factors for tensor in factor)
 
 
-# Custom operators for compiled code, in which torch.compile must not trace `quantize_both` and `transpose`.
+# In compiled code, `quantize_both` and `transpose` are custom operators, which torch.compile does not trace into.
 _library = torch.library.Library("hf_bmtrain", "DEF")
 _library.define("quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)", tags=torch.Tag.needs_fixed_stride_order)
 _library.define("transpose_codes(Tensor values) -> Tensor", tags=torch.Tag.needs_fixed_stride_order)

@@ -1,8 +1,8 @@
 """Calibration of float8: measure each layer's rounding noise once, and stop using float8 in layers with too much noise.
 
-The noise is measured in the first training step. For compiled blocks, it is measured in a separate, uncompiled forward
-before that step: the compiled graphs then do not contain the measurement, and are not recompiled when a layer stops
-using float8.
+The noise is measured in the first training step. In a model with compiled blocks, it is measured in a separate forward
+before that step, which is not compiled. So the compiled graphs do not contain the measurement, and are not recompiled
+when a layer stops using float8.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def install_signal_guard(
 ) -> None:
     """Install the observer that measures the rounding noise of float8 layers, and switches off float8 where it is high.
 
-    From then on, the weights of the other float8 layers are all-gathered in float8. On the meta device nothing is
-    measured, and weights are all-gathered in float8 immediately.
+    After that decision, the weights of layers that keep float8 are all-gathered in float8. On the meta device nothing
+    is measured, and the weights of all float8 layers are all-gathered in float8 immediately.
 
     Args:
         model: the model.
@@ -64,7 +64,7 @@ class Calibration(Observer):
     stops computing in float8, on every rank. Subclasses determine when layers measure and when the ranks decide.
 
     Attributes:
-        handle: removes this observer from the schedule.
+        handle: its `remove()` removes this observer, so that forwards no longer call it.
         states: the state of each layer, by the layer's path in the model.
     """
 
@@ -78,15 +78,15 @@ class Calibration(Observer):
 
     @property
     def has_measured(self) -> bool:
-        """True if all measurements of this rank are done, but the ranks have not decided yet."""
+        """Whether this rank has finished its measurements while the ranks have yet to decide."""
         raise NotImplementedError
 
     def decide(self) -> None:
         """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
-        Collective: every rank must call it. From then on weights are all-gathered in float8, except those of layers
-        that were switched off or that no rank called, and except in models with adapters. Does nothing if some rank has
-        yet to run the backward of a block, because that backward would recompute the block in another dtype.
+        Collective: every rank must call it. From then on, the weights of layers that keep float8 are all-gathered in
+        float8, except those of layers that no rank has called, and except in models with adapters. Does nothing if a
+        rank has yet to run the backward of a block, because that backward would recompute the block in another dtype.
         """
         nothing = torch.zeros(2, device=self._world.device)
         mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])
@@ -113,9 +113,10 @@ class Calibration(Observer):
         self.finish()
 
     def finish(self) -> None:
-        """Remove this observer, and from now on all-gather weights in float8 if their layers have decided for it.
+        """End the calibration: remove this observer, and all-gather weights in float8 from now on.
 
-        Collective: every rank must call it.
+        The weights of layers that were decided to be exceptions (`Float8State.reason`) are still all-gathered in their
+        own dtype. Collective: every rank must call it.
         """
         self.handle.remove()
         for state in self.states.values():
@@ -124,12 +125,12 @@ class Calibration(Observer):
 
 
 class CalibrationInStep(Calibration):
-    """Measures layers in the first training forward. The ranks decide before a later training forward.
+    """Measures layers in the first training forward. The ranks decide at the start of a later training forward.
 
-    They decide once the backward of the measured forward has ended on every rank.
+    That is the first one before which the backward of the measured forward has ended on every rank.
     """
 
-    _begun: int | None = None  # how many backwards had ended before the measured forward
+    _begun: int | None = None  # number of backwards before the measured forward; None before it
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model is not self._model():
@@ -150,7 +151,7 @@ class CalibrationInStep(Calibration):
 
 
 class CalibrationAhead(Calibration):
-    """Measures layers in a separate forward just before the first training forward, and decides right after it.
+    """Measures layers in a separate forward just before the first training forward. The ranks decide right after it.
 
     The separate forward gets copies of the training forward's arguments. It is not compiled and runs without gradients.
     Random generators and the model's buffers, attributes and containers are restored afterwards, even if it raises.
@@ -163,7 +164,7 @@ class CalibrationAhead(Calibration):
 
     @property
     def has_measured(self) -> bool:
-        return False  # `before_forward` decides right after measuring
+        return False  # no time in between: `before_forward` measures and decides
 
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -186,13 +187,14 @@ class CalibrationAhead(Calibration):
 
 
 Decision = dict[str, tuple[bool, str | None]]
-"""{path of a float8 layer: (whether it computes in float8, why its weight is not all-gathered in float8 or None)}."""
+"""{path of a layer: (whether it computes in float8, why its weight is not all-gathered in float8; None if it is)}."""
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
-    """Return which float8 layers of `model` keep using float8, for a checkpoint. Undecided layers are left out.
+    """Return which float8 layers of `model` keep using float8, to be saved in a checkpoint.
 
-    Collective: every rank must call it. If all ranks have measured a model but not yet decided, they decide first.
+    Collective: every rank must call it. If all ranks have measured the layers but not yet decided, they decide first.
+    Layers that have not been measured are left out.
     """
     states = _states_of(model)
     for guard in _guards_of(states):
@@ -202,12 +204,12 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
 
 
 def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -> None:
-    """Apply a checkpoint's decision about float8 to the layers of `model`, which are then not measured.
+    """Apply a checkpoint's decision about float8 to the layers of `model`, so that they need not be measured.
 
     Collective: every rank must call it.
 
-    Layers that have been measured and decided already keep their decision; a warning is logged if the checkpoint's
-    differs. Layers of a model are measured as usual if the checkpoint lacks the decision for one of them.
+    Layers about which the ranks have already decided keep that decision; a warning is logged if the checkpoint's
+    differs. If the checkpoint has no decision for some layers of a model, all its layers are measured as usual.
 
     Args:
         world: the world of the model.
@@ -242,15 +244,15 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
 
 
 def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
-    """Return whether a layer's decision does not contradict its saved decision `found`.
+    """Return whether a layer's decision is the same as its saved decision `found`.
 
-    Returns True if the layer is undecided, or has no saved decision (None).
+    Also returns True if there is nothing to compare: the layer is undecided, or `found` is None.
     """
     return state.guard is not None or found is None or found[0] == state.active
 
 
 def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
-    """Return the calibrations that have yet to decide about layers of `states`, each once."""
+    """Return the Calibration objects that have yet to decide about layers of `states`, without duplicates."""
     found = [state.guard() for state in states.values() if state.guard is not None]
     return [guard for guard in dict.fromkeys(found) if guard is not None]
 
@@ -276,7 +278,10 @@ def _tell(ratios: dict[str, float]) -> None:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise) of two sums of squares, or inf if one of them is zero or not finite."""
+    """Return the signal-to-noise ratio in dB, 10 log10(signal / noise); inf if a number is zero or not finite.
+
+    signal, noise: the sums of squares of the exact output and of its error.
+    """
     if not math.isfinite(signal) or not math.isfinite(noise):
-        return math.inf  # the output overflowed, which rounding does not cause, and which the loss scale handles
+        return math.inf  # the output overflowed: that is the task of the loss scale, not of this measurement
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

@@ -1,7 +1,8 @@
 """Select the weights of float8 layers that are all-gathered in float8, and switch their flat buffers to float8.
 
-A flat buffer (weights that are sharded together) is all-gathered in float8 once `Calibration` has found that all its
-layers keep computing in float8 and are called. The rounded copy of the shard takes one additional byte per element.
+A flat buffer contains the weights that are sharded and all-gathered together, usually those of one block. It is
+switched after `Calibration` has found that all its layers are called and keep computing in float8. From then on, the
+copy of the shard that is rounded to float8 takes one additional byte per element.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _log = logging.getLogger("hf_bmtrain")
 def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], world: World) -> set[int]:
     """Return the ids of those weights of the float8 `layers` that may be all-gathered in float8.
 
-    A weight that is used in several places of the model is left out. The set is empty if a single rank stores all
-    shards, and for a model with adapters, because some adapters (DoRA) read the weights of their base layers.
+    A weight that several modules of the model share is left out. The set is empty if a single rank stores the whole
+    model, and for a model with adapters, because some adapters (DoRA) read the weights of their base layers.
     """
     if world.shard_group.size == 1 or adapter_parameters(model):
         return set()
@@ -37,9 +38,9 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
 
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Store in each layer's float8 state where its weight is: its Float8Storage, and the weight's index there.
+    """Record in the state of each float8 layer where its sharded weight is: its Float8Storage, and the index there.
 
-    Layers whose weight is stored in another way are skipped.
+    A layer whose weight is not in a Float8Storage, because it is never all-gathered in float8, is skipped.
     """
     for layer in layers:
         sharded: Any = layer._parameters.get("weight")
@@ -52,8 +53,8 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
     """All-gather the weights of float8 layers in float8 from now on, and log how many flat buffers this concerns.
 
-    Collective: every rank must call it. A flat buffer that contains the weight of a layer whose state has a `reason` is
-    still all-gathered in its own dtype.
+    Collective: every rank must call it. The exceptions are flat buffers that contain the weight of a layer that stopped
+    using float8, or whose state has another `reason`: these are still all-gathered in their own dtype.
 
     Args:
         world: the world of the layers.

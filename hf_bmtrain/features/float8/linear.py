@@ -1,8 +1,8 @@
-"""Float8Linear: a linear layer in a block, whose three matrix products are computed in float8.
+"""Float8Linear: a linear layer of a transformer layer, whose three matrix products are computed in float8.
 
 The forward computes y = x Wᵀ from x quantized by rows. The backward computes dx = dy W from dy quantized by rows, and
 dW = dyᵀ x from dy and x quantized by columns (see `arithmetic`). Autograd saves x quantized by columns (8 bits per
-element) instead of x. The weight is either the full parameter in its own dtype, which is quantized at each use, or it
+element) instead of x. The weight W is either a full parameter in its own dtype, which is quantized at each use, or it
 has been all-gathered in float8 (`Float8Storage`). The bias is added in the dtype of the activations.
 """
 
@@ -40,17 +40,20 @@ class Float8Inputs:
         self._factors: tuple[Float8, Float8 | None] | None = None
 
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
-        """Return x, converted to `dtype` and quantized by rows and, if `both`, also by columns.
+        """Quantize x to float8 with one scale per row and, if `both`, also with one scale per column, or use the cache.
 
-        Returns four tensors: the values and the scales by rows, then those by columns, which are None without `both`.
+        Returns four tensors: values and scales by rows, then values and scales by columns, which are None without
+        `both`.
+
+        x: (..., K), converted to `dtype` and flattened to (M, K) before it is quantized.
         """
-        # In compiled code no cache is needed, as torch.compile removes repeated computations; it also cannot trace
-        # `_is_view`.
+        # In compiled code no cache is needed, because torch.compile removes repeated computations. It could not trace
+        # `_is_view` either.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _flattened(*_round(x, dtype, both))
-        # Two kinds of tensors are not cached, because their values can change unnoticed: a tensor of
-        # torch.inference_mode has no version counter, and that of a full parameter does not change when the parameter
-        # is gathered again.
+        # Two kinds of inputs are not cached, because the version counter does not show that their values have changed:
+        # tensors of torch.inference_mode have no counter, and the counter of a full parameter stays the same when the
+        # parameter is all-gathered again.
         owner = x._base if x._is_view() else x
         if x.is_inference() or isinstance(owner, torch.nn.Parameter):
             return _flattened(*_round(x, dtype, both))
@@ -71,15 +74,15 @@ class Float8State:
     """The state of one Float8Linear.
 
     Attributes:
-        transposed: whether its weight is (K, N), as in transformers' Conv1D, instead of (N, K).
+        transposed: whether its weight is (inputs, outputs), as in transformers' Conv1D, instead of (outputs, inputs).
         inputs: the cache of quantized inputs, shared with the model's other float8 layers.
-        active: whether it computes in float8.
+        active: whether the layer computes in float8.
         guard: a weak reference to the calibration that will decide `active`; None once it has decided.
         reason: why the weight is all-gathered in its own dtype; None before the decision, or if it is all-gathered in
             float8.
         measures: whether the next forward measures rounding noise and sets `powers`.
-        powers: (2,) float32, the sum of squares of the output without rounding, and that of the error by rounding; None
-            before the measurement.
+        powers: (2,) float32, the sum of squares of the output without rounding, and the sum of squares of the error
+            that rounding causes; None before the measurement.
         storage: the storage that may all-gather the weight in float8; None if the weight is stored in another way.
         index: the weight's index in the buffer of `storage`.
     """
@@ -95,21 +98,22 @@ class Float8State:
     index: int = 0
 
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
-        """Return the weight as it was all-gathered in float8.
+        """Return the layer's weight in float8, if it was all-gathered so.
 
-        Returns None if it was all-gathered in its own dtype, or if `weight` is not the full parameter of the storage.
+        Returns None if it was all-gathered in its own dtype, or if `weight` is not the full parameter of the storage
+        but another tensor.
         """
         storage = self.storage
         if storage is None or not storage.in_float8:
             return None
-        # Compiled code does not compare: it always gets the block's own full parameters, and the comparison would
-        # become part of the graph.
+        # Compiled code does not compare `weight`: it always gets the full parameter of the storage, and the comparison
+        # would become part of the graph.
         shown = torch.compiler.is_compiling() or weight is storage.buffer.full_params[self.index]
         return storage.factors[self.index] if shown else None
 
 
 class Float8Linear(torch.nn.Module):
-    """A linear layer that computes in float8. `extend_linear` replaces the class of an existing layer by a subclass."""
+    """A linear layer that computes in float8. `extend_linear` makes an existing layer one, by changing its class."""
 
     float8_state: Float8State
     weight: Any
@@ -134,7 +138,7 @@ def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs
 
     Args:
         layer: a linear layer.
-        transposed: whether its weight is (K, N), as in transformers' Conv1D.
+        transposed: whether its weight is (inputs, outputs), as in transformers' Conv1D.
         inputs: the cache of quantized inputs that the model's float8 layers share.
     """
     state = layer.float8_state = Float8State(transposed, inputs)  # pyright: ignore[reportArgumentType]
@@ -144,13 +148,13 @@ def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the class that replaces `cls`: a subclass of Float8Linear and `cls`."""
+    """Return a subclass of Float8Linear and `cls`, to be assigned to `__class__` of a layer of class `cls`."""
     return extend_class(Float8Linear, cls, {})
 
 
 @torch.no_grad()
 def _round(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Float8, Float8 | None]:
-    """Quantize x, converted to `dtype`, by rows and, if `both`, also by columns."""
+    """Convert x to `dtype`, and quantize it to float8 with one scale per row and, if `both`, also one per column."""
     flat = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
     return quantize_both(flat) if both else (quantize_rows(flat), None)
 
@@ -170,12 +174,14 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx, x, weight, rows, row_scales, columns, column_scales, values, of_rows, of_columns, transposed: bool
     ):
-        """Return x Wᵀ in the dtype of x. Only the dtype of x is read, because its values are passed quantized.
+        """Return x Wᵀ in the dtype of x. Of x only the dtype is read, because its values are passed in quantized form.
 
-        rows, row_scales: x quantized by rows.
-        columns, column_scales: x quantized by columns; None if the weight needs no gradient.
-        values, of_rows, of_columns: the fields of a GatheredFactor. If they are None, `weight` is quantized here.
-        transposed: whether `weight` is (K, N).
+        x: (M, K).
+        weight: W, (N, K), or (K, N) if `transposed`.
+        rows, row_scales: x quantized with one scale per row.
+        columns, column_scales: x quantized with one scale per column; None if the weight needs no gradient.
+        values, of_rows, of_columns: the weight as it was all-gathered in float8, the fields of a GatheredFactor. If
+            they are None, `weight` is quantized here.
         """
         ctx.transposed, ctx.dtype, ctx.weight_dtype = transposed, x.dtype, weight.dtype
         weight = (weight,) if values is None else (values, of_rows, of_columns)
@@ -202,7 +208,7 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
-    """Return a weight in float8 or, if `turned`, its transpose.
+    """Return a weight in float8 or, if `turned`, its transpose, as an argument for `product`.
 
     weight: either one tensor, the full weight in its own dtype, or the three fields of a GatheredFactor.
     """
@@ -213,10 +219,13 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 
 @torch.no_grad()
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
-    """Return (2,): the sum of squares of the output without rounding, and that of the error by rounding in y.
+    """Measure the rounding noise of a layer: return (2,), the powers of its exact output and of the error in y.
 
-    y: the layer's float8 output for the input x, without the bias.
-    transposed: whether `weight` is (K, N).
+    The power is the sum of squares. The exact output is computed here in the dtype of x.
+
+    x: (M, K), the input.
+    weight: (N, K), or (K, N) if `transposed`.
+    y: (M, N), the layer's float8 output, without the bias.
     """
     weight, powers = (weight.t() if transposed else weight).to(x.dtype), torch.zeros(2, device=x.device)
     for some, rounded in zip(x.split(_CHUNK), y.split(_CHUNK)):

@@ -1,4 +1,4 @@
-"""Storage for the weights of float8 layers. They are all-gathered in float8, in half the bytes of bfloat16."""
+"""How the shards of float8 layers' weights are stored, and all-gathered in float8, with half the bytes of bfloat16."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ...engine.sharding.storage import Memory, Storage, StorageKind
 from .arithmetic import Float8, Pieces, measure_pieces, quantize_full, round_pieces, scales_of, transpose
 
 LEAST_WEIGHTS = 32
-"""Small parameters (norms, biases) share the weights' flat buffer only if the weights have at least this many elements
-for each byte of the small parameters."""
+"""Small parameters (norms, biases) share a flat buffer with weights only if there are at least this many elements of
+weights for each byte of small parameters."""
 
 
 class GatheredFactor(NamedTuple):
-    """A weight (R, C) that was all-gathered in float8, with one scale. It can be read while its buffer is unsharded.
+    """A weight (R, C) that was all-gathered in float8, with one scale. Its values are in memory while it is unsharded.
 
     values: (R, C) float8_e4m3fn, contiguous.
     row_scales: (R, 1) float32, the scale repeated for each row.
@@ -36,19 +36,20 @@ class GatheredFactor(NamedTuple):
     column_scales: torch.Tensor
 
     def factor(self, turned: bool) -> Float8:
-        """Return the weight as a factor for `product` or, if `turned`, its transpose, in new memory."""
+        """Return the weight, or if `turned` its transpose, as an argument for `product`. The transpose is a copy."""
         if turned:
             return Float8(transpose(self.values), self.column_scales)
         return Float8(self.values, self.row_scales)
 
 
 class Float8Requantizer:
-    """Rounds all shards of float8 weights that have changed, with a single all-reduce for the absmax of the weights.
+    """Rounds the shards of float8 weights to float8 before they are all-gathered.
 
-    A shard that an optimizer updates asynchronously is rounded by itself instead, after its own update.
+    All shards that have changed are rounded together, with one all-reduce for the absmax (largest magnitude) of each
+    weight. A shard that an optimizer updates asynchronously is rounded alone instead, after its own update.
 
-    The storages of a deleted model are skipped. They are recognized by their deleted owners (see `add`), because an
-    optimizer may keep the storages themselves alive, on one rank longer than on another.
+    The storages of a deleted model are skipped. They are recognized by their deleted owners, the objects that were
+    passed to `add`. The storages themselves may stay alive in an optimizer, on one rank longer than on another.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -60,7 +61,7 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round the shard of `gathered`, which is about to be all-gathered, and all other shards that have changed.
+        """Round the shard of `gathered`, which is to be all-gathered next, and all other shards that have changed.
 
         Collective: every rank must call it.
         """
@@ -85,33 +86,33 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """The kind of storage (see StorageKind) of weights that may be all-gathered in float8."""
+    """The storage kind of weights that may be all-gathered in float8. It creates a Float8Storage for their buffer."""
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         return Float8Storage(small)
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether the parameters `small` are small enough to share the flat buffer of the weights `own`.
+        """Return whether the norms and biases `small` are small enough to share the flat buffer of the weights `own`.
 
-        The result does not depend on the world size.
+        LEAST_WEIGHTS is the limit. The result does not depend on the world size.
         """
         nbytes = sum(parameter.numel() * parameter.itemsize for parameter in small)
         return LEAST_WEIGHTS * nbytes <= sum(parameter.numel() for parameter in own)
 
 
 class Float8Storage(Storage):
-    """Stores weights of float8 layers. They are all-gathered in their own dtype at first, and in float8 after `switch`.
+    """Storage of weights of float8 layers: all-gathered in their own dtype at first, and in float8 after `switch`.
 
     After `switch`, an all-gather sends the weights rounded to float8, one byte per element. Before the all-gather, each
     rank rounds its own part of them if its shard has changed since the last rounding. The gathered weights equal
-    `quantize_full` of the full weights bit for bit. They are in `factors`, and the layers compute with these. The full
-    parameters themselves then have no memory: all their elements read as NaN, so that an unexpected read is noticed.
-    Only within `full_values` do they have their values, in their own dtype.
+    `quantize_full` of the full weights bit for bit. They are in `factors`, with which the layers compute. The full
+    weights in their own dtype then have no memory, except within `full_values`: all their elements read as NaN, so that
+    an unexpected read is noticed.
 
     The block's other parameters (norms, biases), called small here, share the flat buffer of the weights, because a
     buffer of their own would need its own all-gather and reduction. They come first in it, rank 0 stores all of them,
-    and they are sent unrounded. What is sent has one byte for each element of the layout, so the layout reserves as
-    many elements for a small parameter as that parameter has bytes.
+    and they are sent unrounded. An all-gather sends one byte for each element of the buffer, so a small parameter takes
+    as many elements of the buffer as it has bytes.
 
     Args:
         small: the number of small parameters.
@@ -129,10 +130,10 @@ class Float8Storage(Storage):
 
     def __init__(self, small: int = 0) -> None:
         self._small = small
-        self._shown: list[torch.Tensor] = []  # views from which the small parameters are read (see `_show_small`)
+        self._shown: list[torch.Tensor] = []  # a view of each small parameter (see `_show_small`)
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
-        grain = ALIGNMENT_BYTES  # in elements: the float8 copy, which has one byte per element, must be aligned too
+        grain = ALIGNMENT_BYTES  # elements: also aligns the float8 copy, which has one byte per element
         return Layout.build(numels, world_size, grain, spread=(self._small, dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
@@ -164,14 +165,15 @@ class Float8Storage(Storage):
     def switch(self, requantizer: Float8Requantizer, owners: Iterable[object]) -> None:
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
-        Call it while no forward is waiting for its backward. The weights are all-gathered at once, to check the result.
-        A resident buffer (one that stays unsharded between steps) then stays unsharded: if it were gathered later, only
-        some ranks might run its frozen block, and the all-gather would wait for the others.
+        Call it while no forward is waiting for its backward. The weights are all-gathered immediately, to check that
+        they arrive correctly. A resident buffer (one that stays unsharded between steps) stays unsharded after this
+        check: if it were all-gathered again later, perhaps only some ranks would run its frozen block, and would wait
+        for the others.
 
         Args:
-            requantizer: the object that rounds the shards of all such storages together.
-            owners: objects that live as long as the layers of this storage. Once none of them exists, `requantizer`
-                skips this storage.
+            requantizer: the object that rounds the shards of all storages of this class together.
+            owners: objects that live as long as the layers whose weights are stored here. Once none of them exists,
+                `requantizer` skips this storage.
 
         Raises:
             RuntimeError: the gathered weights are not the full weights rounded to float8.
@@ -179,8 +181,8 @@ class Float8Storage(Storage):
         buffer, layout = self.buffer, self.buffer.layout
         device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident
         buffer.drop()
-        # This memory is zero at first. `round` writes only parameters and, between small ones, the zero padding of the
-        # shard, so the padding that is sent is always zero.
+        # This memory is zero at first. Into it, `round` writes parameters and, between small ones, the padding of the
+        # shard, which is zero. So the padding that is sent is always zero.
         self._rounded = self._shards.allocate(layout.shard_numel, torch.uint8, device, buffer.update.wait)
         self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
         ranges = [
@@ -207,8 +209,8 @@ class Float8Storage(Storage):
     def _check(self) -> None:
         """Raise RuntimeError if this rank has received wrong small parameters or wrongly rounded weights.
 
-        Collective: every rank must call it, because the received values are compared with the parameters, which are
-        all-gathered in their own dtype for this.
+        Collective: every rank must call it. For the comparison, the parameters are also all-gathered in their own
+        dtype.
         """
         full_params = self.buffer.full_params
         shown = [small.clone() for small in self._shown]
@@ -230,7 +232,7 @@ class Float8Storage(Storage):
                 )
 
     def _make_factors(self) -> None:
-        """Set `factors` to views of the memory that an all-gather fills with values and `round` fills with scales."""
+        """Create `factors`: views of the memory into which an all-gather writes the values, and `round` the scales."""
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]
         sides = [max(shape) for shape in shapes]
@@ -246,10 +248,10 @@ class Float8Storage(Storage):
         self.factors = (*[None] * first, *factors)
 
     def _codes(self, index: int) -> torch.Tensor:
-        """Return a view of the float8 values, as bytes, of the weight with this index in the buffer.
+        """Return the float8 values, as bytes, of the weight with this index in the buffer. The result is a view.
 
-        If this rank's shard contains the full weight, the view is of the rounded shard. Otherwise it is of the memory
-        into which the weight is gathered.
+        If this rank stores the full weight, it is a view of the rounded shard. Otherwise it is a view of the memory
+        into which the weight is all-gathered.
         """
         local_range, shape = self.buffer.local_ranges[index], self.buffer.full_params[index].shape
         if local_range.length < shape.numel():
@@ -257,10 +259,10 @@ class Float8Storage(Storage):
         return self._rounded.data[local_range.shard_start : local_range.shard_stop].view(shape)
 
     def _show_small(self, index: int) -> torch.Tensor:
-        """Return a view, in its own dtype and shape, of the small parameter (a norm or bias) with this index.
+        """Return a view of the full small parameter (a norm or bias) with this index, in its own dtype and shape.
 
-        Rank 0 stores all small parameters, so its view is of the shard. On other ranks the view is of the gathered
-        bytes, and can be read while the buffer is unsharded.
+        On rank 0, which stores all small parameters, it is a view of the shard. On other ranks it is a view of the
+        all-gathered bytes, and can be read only while the buffer is unsharded.
         """
         buffer = self.buffer
         full, dtype, offset = buffer.full_params[index], buffer.shard.dtype, buffer.layout.offsets[index]
@@ -270,7 +272,7 @@ class Float8Storage(Storage):
         return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(full.shape).data
 
     def _show(self) -> None:
-        """Set `.data` of every full parameter to a view of its values or, if they are not in memory, to NaN."""
+        """Set `.data` of every full parameter to a view of its values, or to NaN if its values are not in memory."""
         for index, full in enumerate(self.buffer.full_params):
             full.data = self.view(index, full.shape)
 
@@ -293,7 +295,7 @@ class Float8Storage(Storage):
 
     @property
     def is_stale(self) -> bool:
-        """True if the shard has been written since it was last rounded, or never rounded. The same on every rank."""
+        """Whether the shard has been modified since it was last rounded, or was never rounded. Equal on all ranks."""
         return self._rounded_version != self.buffer.shard._version
 
     def measure(self, bits: torch.Tensor) -> None:
@@ -304,7 +306,9 @@ class Float8Storage(Storage):
         measure_pieces(self.buffer.shard.data, self._pieces_here, bits)
 
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
-        """Round this rank's parts of the k weights into the memory that is sent, and copy the small parameters there.
+        """Write this rank's parts of the k weights, rounded to float8, into the memory that the next all-gather sends.
+
+        The small parameters (norms, biases) are copied there unrounded, and the scales are copied to `factors`.
 
         bits: (k,) int32, the absmax (largest magnitude) of each full weight as the bit pattern of a float32.
         scales: (k, 1) float32, the scale of each weight.
@@ -315,8 +319,9 @@ class Float8Storage(Storage):
             small = shard.data[: self._small_numel].view(torch.uint8)
             self._rounded[: len(small)].copy_(small)
         torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
-        # The version (torch's counter of writes) must change even on a rank that stores no weights and wrote nothing: a
-        # changed version makes the next all-gather publish the shard, and with peer copies publishing is collective.
+        # The version (torch's counter of writes) must change on every rank, also on one that stores no weights and has
+        # written nothing. A changed version makes the next all-gather publish the shard to the other ranks. If these
+        # copy shards from each other's memory, publishing is collective.
         torch.autograd.graph.increment_version(self._rounded)
         self._rounded_version = shard._version
 
@@ -345,6 +350,6 @@ class Float8Storage(Storage):
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return float8 values as bytes, for a comparison. Both bit patterns of NaN in e4m3 become the same byte."""
+    """Return e4m3 values as bytes, for an exact comparison. Both bit patterns of NaN become the same byte."""
     codes = values.view(torch.uint8)
     return torch.where(codes & 0x7F == 0x7F, 0x7F, codes)

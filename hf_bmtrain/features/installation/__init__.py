@@ -1,4 +1,5 @@
 """`python -m hf_bmtrain`: print what is installed, what training would use, and what is missing.
 
-The packages are looked up without being imported, except CuPy on a machine with GPUs.
+The versions of packages are read from their metadata, so that packages such as transformers need not be imported. On
+a machine with GPUs, CuPy is imported to check that it works.
 """

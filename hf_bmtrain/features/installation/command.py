@@ -1,9 +1,9 @@
 """Print what is installed, what training would use, and what is missing: `python -m hf_bmtrain [--report]`.
 
-    python -m hf_bmtrain            one screen
-    python -m hf_bmtrain --report   the same as a block of Markdown, with environment variables, for an issue
+    python -m hf_bmtrain            print it as plain text
+    python -m hf_bmtrain --report   print it as Markdown for an issue, with environment variables and GPU topology
 
-The exit status is 1 if training does not work here because something is missing.
+The exit status is 1 if something is missing without which training does not work, otherwise 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "peft": ("0.21",),
     "trl": ("1.16",),
 }
-"""The releases that the tests run with. Each release of torch was tested with the newest releases of the others."""
+"""{package: releases with which it was tested}. Each release of torch was tested with the newest ones of the others."""
 PURPOSES = {
     "cupy": "GPUs", "peft": "LoRA and other adapters", "trl": "SFT, DPO, GRPO",
     "bitsandbytes": "base models in its nf4 format, 8-bit optimizers",
@@ -46,13 +46,13 @@ def main() -> None:
 
 
 def report(text: str) -> str:
-    """Return `text`, the result of `screen`, with environment variables and GPU topology added, as a Markdown block."""
+    """Return a Markdown code block with `text`, the result of `screen`, and environment variables and GPU topology."""
     set_ = [f"{name}={value}" for name, value in variables().items()]
     return "\n".join(["```", text, "", "environment: " + (" ".join(set_) or "nothing set"), topology().rstrip(), "```"])
 
 
 def screen(facts: Facts, version: str) -> str:
-    """Return the text that the command prints: packages, devices, what training would use, and what is missing.
+    """Return what `python -m hf_bmtrain` prints: packages, devices, what training would use, and what is missing.
 
     Args:
         facts: the facts about this machine.
@@ -70,7 +70,7 @@ def screen(facts: Facts, version: str) -> str:
 
 
 def table(facts: Facts) -> list[str]:
-    """Return a line per package: its installed, needed and tested versions, and an optional package's purpose."""
+    """Return a table, one line per package: versions (installed, needed, tested), and what an optional one is for."""
     lines = [f"{'package':14}{'installed':14}{'needed':10}tested with"]
     for name, version in facts.packages.items():
         oldest = facts.needed.get(name)
@@ -87,7 +87,7 @@ def is_tested(name: str, version: str) -> bool:
 
 
 def devices(facts: Facts) -> list[str]:
-    """Return lines that describe the GPUs, NCCL, and the links between the GPUs."""
+    """Return lines of text about the GPUs, the versions of CUDA and NCCL, and the links between the GPUs."""
     built = f"torch is built for CUDA {facts.cuda}" if facts.cuda else "torch is built without CUDA"
     if not facts.gpus:
         return [f"GPUs: none that torch can use ({built})"]
@@ -107,7 +107,7 @@ def devices(facts: Facts) -> list[str]:
 
 
 def choices(facts: Facts) -> list[str]:
-    """Return lines that say what `init_distributed` and `auto_wrap` would choose on this machine."""
+    """Return lines of text about what training would use on this machine: device, communication, precision, kernels."""
     if not facts.gpus:
         return [
             "device          CPU, one process, or N under torchrun --nproc-per-node N",
@@ -128,7 +128,7 @@ def choices(facts: Facts) -> list[str]:
 
 
 def obstacles(facts: Facts) -> list[str]:
-    """Return lines that say what must be done before training works on this machine, with the commands."""
+    """Return lines of text, each a thing to do before training works here, such as a pip command. Empty if it works."""
     lines = []
     wrong = [name for name, oldest in facts.needed.items() if is_older(facts.packages.get(name), oldest)]
     if wrong:
@@ -139,7 +139,7 @@ def obstacles(facts: Facts) -> list[str]:
 
 
 def advice(facts: Facts) -> list[str]:
-    """Return lines that suggest what else to install or check, with the commands. Training works without it."""
+    """Return lines of text that suggest what else to install or check. Training works without these things."""
     lines = []
     if not facts.needed:
         lines.append("hf_bmtrain can be imported but is not installed: run pip install -e . in its folder")
@@ -154,7 +154,7 @@ def advice(facts: Facts) -> list[str]:
 
 
 def is_older(version: str | None, oldest: str) -> bool:
-    """Return whether `version` is None, or its first two numbers are less than those of `oldest`."""
+    """Return whether `version` is None (not installed) or older than `oldest`. Only major and minor version count."""
     if version is None:
         return True
     found, admitted = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, oldest))

@@ -24,12 +24,16 @@ PACKAGES = (
 VARIABLES = re.compile(
     r"(HF_BMTRAIN|NCCL|GLOO|OMP|TORCH_NCCL)_\w+|CUDA_VISIBLE_DEVICES|ACCELERATE_USE_CPU|HF_HUB_OFFLINE"
 )
-"""The environment variables that a report shows if they are set."""
+"""The names of the environment variables that `python -m hf_bmtrain --report` prints, if they are set."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that torch sees. memory: in bytes. capability: the compute capability, (major, minor)."""
+    """A GPU that torch can use.
+
+    memory: its memory in bytes.
+    capability: its compute capability, (major, minor).
+    """
 
     name: str
     memory: int
@@ -41,12 +45,13 @@ class Facts:
     """The facts about this machine and Python environment.
 
     Attributes:
-        packages: the version of each of PACKAGES, None if it is not installed.
-        needed: the oldest supported version of each required package, such as "2.6".
+        packages: {package in PACKAGES: its version, None if it is not installed}.
+        needed: {required package: the oldest supported version, such as "2.6", or "" for any}; empty if hf_bmtrain is
+            not installed.
         cuda: the CUDA version that torch is built for, None for a build without CUDA.
-        gpus: the GPUs that torch sees.
-        unseen: whether the machine has NVIDIA GPUs but torch sees none.
-        trouble: why "torch", "CuPy" (with NCCL) or the "CUDA sources" cannot be used, by these names.
+        gpus: the GPUs that torch can use.
+        unseen: whether the machine has NVIDIA GPUs but torch can use none.
+        trouble: {thing that cannot be used: why}. The things are "torch", "CuPy" (with NCCL) and "CUDA sources".
         nccl: the NCCL version, such as "2.27.5"; None without GPUs.
         links: the kinds of links between GPUs according to nvidia-smi, such as "NV18" or "SYS"; empty if unknown.
         blocked: pairs (a, b) such that GPU a cannot access the memory of GPU b.
@@ -66,7 +71,7 @@ class Facts:
 
 
 def find_facts() -> Facts:
-    """Return the facts about this machine and this Python environment."""
+    """Find out the facts about this machine and this Python environment. On a machine with GPUs, this imports CuPy."""
     trouble = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -102,7 +107,7 @@ def find_facts() -> Facts:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package; "cupy" also finds the wheels cupy-cuda13x and cupy-cuda12x."""
+    """Return the installed version of a package, or None. "cupy" also finds the wheels cupy-cuda13x and -cuda12x."""
     for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if package == "cupy" else (package,):
         try:
             return importlib.metadata.version(name)
@@ -112,7 +117,7 @@ def installed(package: str) -> str | None:
 
 
 def needed() -> dict[str, str]:
-    """Return {required package: oldest supported version, or ""}; empty if hf_bmtrain is not installed."""
+    """Return {required package: oldest supported version, or "" for any}; empty if hf_bmtrain is not installed."""
     try:
         lines = importlib.metadata.requires("hf_bmtrain") or []
     except importlib.metadata.PackageNotFoundError:
@@ -131,7 +136,11 @@ def topology() -> str:
 
 
 def links(topology: str, count: int) -> tuple[str, ...]:
-    """Return the kinds of links between GPUs, sorted; empty unless `topology` shows exactly `count` GPUs."""
+    """Return the kinds of links between GPUs, such as "NV18" or "SYS", each once and sorted.
+
+    topology: the output of `nvidia-smi topo -m`.
+    count: how many GPUs torch can use. If the output shows another number, the result is empty.
+    """
     plain = re.sub(r"\x1b\[[\d;]*m", "", topology)
     rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s+(X|NV|SYS|NODE|PHB|PXB|PIX)", line)]
     if len(rows) != count:
@@ -142,12 +151,12 @@ def links(topology: str, count: int) -> tuple[str, ...]:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables for the report (see VARIABLES), by name."""
+    """Return {name: value} of the environment variables that are set and that VARIABLES matches, for the report."""
     return {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
 
 
 def host() -> str:
-    """Return Python's version, the system, the number of cores and the memory, without the host's name."""
+    """Return one line of text about this machine: Python's version, the system, CPU cores and memory. No host name."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     return f"Python {platform.python_version()}, {system}, {os.cpu_count()} cores, {memory:.0f} GiB"

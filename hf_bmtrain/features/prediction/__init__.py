@@ -1,5 +1,5 @@
-"""Predict the memory of a training step from a model's configuration, without weights, GPUs or process groups.
+"""Predict the GPU memory of a training step from a model's configuration, without weights, GPUs or process groups.
 
-The prediction runs real training steps on the meta device, with collectives that transfer no data, and counts the bytes
-of all storages that a step allocates and frees.
+Real training steps run on the meta device, where tensors have no values, with collectives that transfer no data. The
+bytes of all tensor storages that a step allocates and frees are counted.
 """

@@ -1,4 +1,4 @@
-"""Make dropout, softmax, attention and autocast on the meta device allocate the same tensors as on CUDA."""
+"""Make dropout, softmax and attention on the meta device allocate the same tensors as on CUDA."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FLASH_WIDTH = 256
 
 @contextmanager
 def cuda_choices() -> Iterator[None]:
-    """Under `with`, dropout, softmax and scaled_dot_product_attention of meta tensors allocate the same as on CUDA.
+    """In this context, dropout, softmax and scaled_dot_product_attention of meta tensors allocate the same as on CUDA.
 
-    In addition, `torch.autocast("meta", enabled=False)` does nothing; PEFT uses it around adapters on fused experts. By
-    default it raises an error, because torch has no autocast for this device.
+    In addition, `torch.autocast("meta", enabled=False)` does nothing; PEFT uses it around adapters on fused experts.
+    Outside this context it raises an error, because torch has no autocast for the meta device.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")
@@ -38,7 +38,7 @@ def cuda_choices() -> Iterator[None]:
 
 
 def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Emulate `aten::dropout`, which on CUDA is one kernel that also saves a mask."""
+    """Emulate `aten::dropout`, which on CUDA is one kernel that saves a mask for the backward."""
     if p == 0 or not train or values.numel() == 0:
         return values
     return _aten.native_dropout(values, p, True)[0] if p < 1 else values * 0
@@ -47,7 +47,7 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _attend(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """Emulate `aten::scaled_dot_product_attention`, choosing the kernel as for compute capability 8.0 and above."""
+    """Emulate `aten::scaled_dot_product_attention` with the kernels of GPUs of compute capability 8.0 and above."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
     alike = query.dim() == 4 and width == key.shape[-1] == value.shape[-1] and width % 8 == 0
@@ -60,7 +60,7 @@ def _attend(
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Emulate `aten::_safe_softmax`, which on CUDA also allocates the mask of -inf scores."""
+    """Emulate `aten::_safe_softmax`, which on CUDA also allocates the mask of -inf scores for a while."""
     result = torch.softmax(scores, dim, dtype)
     marks = scores.detach().eq(float("-inf"))
     del marks
@@ -68,7 +68,7 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 
 
 def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Emulate `aten::_softmax_backward_data`, which on CUDA also allocates the product of its inputs."""
+    """Emulate `aten::_softmax_backward_data`, which on CUDA also allocates the product of its inputs for a while."""
     product = torch.empty_like(gradient)
     scores = torch.empty_like(gradient, dtype=dtype)
     del product

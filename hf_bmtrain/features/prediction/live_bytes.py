@@ -1,4 +1,4 @@
-"""LiveBytes counts the bytes of live storages on the meta device, as torch's caching allocator would on a GPU."""
+"""Count the bytes of live tensor storages on the meta device, as torch's caching allocator would on a GPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...engine.base.torch_internals import TorchDispatchMode
 _aten = torch.ops.aten
 _ALL = (_aten.all.default, _aten.all.dim, _aten.all.dims)
 _ROUND = 512
-"""Bytes to which the caching allocator rounds every request."""
+"""torch's caching allocator rounds the size of every request up to a multiple of this many bytes."""
 
 
 class Change(NamedTuple):
-    """A change of a storage: it was allocated or grew (nbytes > 0), or was freed or shrank (nbytes < 0).
+    """A change of a tensor's storage: it was allocated or grew (nbytes > 0), or it was freed or shrank (nbytes < 0).
 
     Attributes:
         number: a number that identifies the storage.
         nbytes: the change of the storage's size in bytes.
-        label: the part of the step in which the storage was allocated; "" if it was freed.
+        label: the part of the step in which the storage was allocated or grew; "" if it was freed or shrank.
         shape: the shape of the first tensor in the storage, or () if it is unknown.
     """
 
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Under `with`, counts the storages of tensors on the meta device, which stands for a GPU.
+    """Context manager that counts the bytes of all tensor storages on the meta device, which stands for a GPU.
 
     A storage counts from the operation that creates it until it is freed, or until `resize_` empties it. Page-locked
     tensors (`pin_memory=True`) count as host memory. Tensors on the meta device have no values, so an operation that
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         # {address of a storage: (weak reference to the storage, its bytes, its number)}
         self._known: dict[int, tuple[Any, int, int]] = {}
         self._hosted: dict[int, Any] = {}  # {address of a page-locked storage: weak reference to it}
-        self._all: set[int | None] = set()  # the numbers of storages that contain a result of `all`
+        self._all: set[int | None] = set()  # numbers of storages of results of `all`, which read as True
         self._count = 0  # the last number given to a storage
 
     def reset_peak(self) -> None:
@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
                 self._follow(storage)
             return result
 
-        # The engine frees and allocates full buffers by resizing their storage, which dispatch does not see.
+        # Resizing a storage, by which the engine frees and allocates full buffers, does not reach __torch_dispatch__.
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         return super().__enter__()
 
@@ -111,7 +111,10 @@ class LiveBytes(TorchDispatchMode):
         return outputs
 
     def _see(self, tensor: torch.Tensor, hosted: bool) -> None:
-        """Count the storage of `tensor`, an operation's output, if it is new. hosted: whether it is page-locked."""
+        """Count the storage of `tensor`, the output of an operation, unless it was counted before.
+
+        hosted: whether the tensor stands for page-locked host memory.
+        """
         if not tensor.is_meta:
             return
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""`predict_memory` predicts the memory of a training step, and later logs how it compares with the measured memory."""
+"""`predict_memory`, which predicts the memory of a training step and later compares it with the measured memory."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def predict_memory(
 ) -> Prediction:
     """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`.
 
-    It is not collective. On GPUs, after the second training step, the log compares the prediction with the measured
-    memory. If they differ by more than 5 %, the entry is a warning and includes the table.
+    Not collective: a single rank may call it. On GPUs, after the second training step, predicted and measured memory
+    are logged. If they differ by more than 5 %, the log entry is a warning and includes the predicted table.
 
     Args:
         model: the model before it is wrapped, on any device. It is not changed.
@@ -83,7 +83,7 @@ def predict_memory(
 
 
 class Comparison(Observer):
-    """Measures the peak memory of the second training step of `model`, and logs it with the predicted peak."""
+    """Observer that measures the peak memory of the second training step, and logs it with the predicted peak."""
 
     position = 20
 
@@ -109,7 +109,7 @@ class Comparison(Observer):
         return f"predict_memory predicted this for a step:\n{self._prediction}" if self._forwards else None
 
     def report(self, measured: int) -> None:
-        """Log the predicted peak and the `measured` peak (in bytes)."""
+        """Log the predicted peak and the peak `measured`, in bytes. Warn if they differ by more than TOLERANCE."""
         predicted = self._prediction.peak
         difference = predicted / measured - 1
         line = "peak memory of a step: %.2f GiB predicted, %.2f GiB measured (%+.1f %%)"

@@ -1,4 +1,4 @@
-"""Predict the memory that a training step takes on one rank, by purpose."""
+"""Predict the memory that a training step takes on one rank, with a table of its purposes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NCCL_BYTES = 400 << 20
 """Device memory that NCCL allocates for the two communicators that each of several ranks has."""
 _SMALLEST_RESERVE = 2 << 30
 _PARTS = 10_000
-"""The table leaves out entries smaller than 1 / _PARTS of the peak."""
+"""A printed prediction leaves out purposes with less than 1 / _PARTS of the peak."""
 
 ROWS = (
     ("shard", "parameters, this rank's shards"),
@@ -38,12 +38,12 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory that one rank needs for a step, including the optimizer's state. Its `str` is a table.
+    """The predicted memory of a training step on one rank, including the optimizer's state. Its `str` is a table.
 
     Attributes:
-        table: the bytes of each purpose at the peak: {key in ROWS: bytes}.
-        mapped: the bytes in `table` that are outside torch's allocator: shards, and received gradients, in memory that
-            other ranks of the host access.
+        table: {purpose, a key in ROWS: bytes at the peak}.
+        mapped: the bytes in `table` that are outside torch's allocator: shards and received gradients in memory that
+            other ranks on the host access.
         context: the bytes on the device for the CUDA context and libraries, which belong to no tensor.
         host: the bytes of page-locked host memory.
         phases: the phases of the step, each with its name, the live bytes at its end, and its peak.
@@ -59,7 +59,7 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes of tensors at a time, including those outside torch's allocator."""
+        """The bytes of all tensors at the peak of the step, including those outside torch's allocator."""
         return sum(self.table.values())
 
     @property
@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def device(self) -> int:
-        """The bytes used on the device, without the allocator's fragmentation."""
+        """The bytes used on the device at the peak. Fragmentation of the allocator would add to this number."""
         return self.peak + self.context
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def usable_bytes(total: int, ranks: int) -> int:
 
 
 def _context(ranks: int) -> int:
-    """Return the bytes on the device that belong to no tensor: of CUDA and, with several ranks, of NCCL."""
+    """Return the bytes on the device that belong to no tensor: those of CUDA and, with several ranks, of NCCL."""
     return CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
 
 
@@ -108,10 +108,10 @@ def predict(
     micro_batches: int = 1,
     **options: Any,
 ) -> Prediction:
-    """Predict the memory of a training step of `model`.
+    """Predict the memory that a training step of `model` takes on one rank, by simulating training.
 
     Args:
-        model: a model on the meta device that is not wrapped. It cannot be used afterwards.
+        model: a model on the meta device to which `auto_wrap` was not applied. It cannot be used afterwards.
         batch: the keyword arguments of its forward, on any device; the output must have a `loss`.
         make_optimizer: a function that returns the optimizer for a list of parameters.
         ranks: the number of ranks.
@@ -127,9 +127,11 @@ def predict(
 
 
 def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]) -> dict[str, int]:
-    """Return the live bytes at the peak of the simulation's last step: {key in ROWS: bytes}.
+    """Return the live bytes of each purpose at the peak of the simulation's last step: {key in ROWS: bytes}.
 
-    done: the simulation. vocabulary, shapes: as for `_kind`.
+    done: the simulation.
+    vocabulary: the size of the model's vocabulary, or None.
+    shapes: the shapes of all parameters.
     """
     live = most = 0
     at = 0
@@ -151,10 +153,10 @@ def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]
 
 
 def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[tuple[int, ...]]) -> str:
-    """Guess the key in ROWS of a storage that neither the engine nor the optimizer owns.
+    """Guess the purpose, a key in ROWS, of a storage without parameters, gradient shards or optimizer state.
 
     Args:
-        label: the part of the step in which the storage was allocated.
+        label: the part of the step in which the storage was allocated (see `simulation._label`).
         shape: the shape of the first tensor in it.
         vocabulary: the size of the vocabulary, or None.
         shapes: the shapes of all parameters.

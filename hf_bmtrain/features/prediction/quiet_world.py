@@ -1,4 +1,4 @@
-"""A world of any size in one process, on the meta device: its communicators transfer no data."""
+"""A world (set of ranks) of any size, simulated in one process on the meta device. Collectives transfer no data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ META = torch.device("meta")
 
 
 class _Quiet(SingleProcess):
-    """The communicator of rank 0 in a world of `size` ranks. It transfers nothing, as no other rank exists."""
+    """The communicator of rank 0 in a simulated world of `size` ranks. Its collectives transfer no data."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Quiet(SingleProcess):
 
 
 class _Echo(ObjectComm):
-    """An ObjectComm that behaves as if all other ranks sent the same objects as this one."""
+    """Exchanges Python objects between `size` simulated ranks, as if all of them sent the same objects as this one."""
 
     def __init__(self, size: int) -> None:
         super().__init__(1, timedelta(0))
@@ -54,9 +54,11 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Replaces `PeerMemory` (memory that other GPUs of the host can access) by meta tensors, and does not copy.
+    """Takes the place of `PeerMemory`, which allocates memory that other GPUs of the host can access, in a simulation.
 
-    mapped: the meta tensors. The real memory would be outside torch's allocator, so it is counted separately.
+    It allocates meta tensors and does not copy.
+
+    mapped: these meta tensors. In real training, their memory is outside torch's allocator.
     """
 
     def __init__(self) -> None:
@@ -90,13 +92,13 @@ class _MetaPeers:
 
 
 def quiet_world(size: int, memory: Any) -> World:
-    """Return a World of `size` ranks in this process, as rank 0 on the meta device. `current_world` does not change.
+    """Return a simulated World of `size` ranks, in which this process is rank 0 on the meta device.
 
-    Large shards are all-gathered and reduced by copies between GPUs, as on one host.
+    `current_world` does not change. Large shards are all-gathered and reduced as if by copies between GPUs of one host.
 
     Args:
         size: the number of ranks.
-        memory: an object that stands for the device's memory, with the methods of `DeviceMemory`.
+        memory: an object with the methods of `DeviceMemory`, which return the memory of the simulated device.
     """
     communicator, control = _Quiet(size), _Echo(size)
     shards: Gather = CollectiveGather(communicator)

@@ -1,4 +1,4 @@
-"""Simulate training steps on the meta device: the engine runs on tensors without values, and bytes are counted."""
+"""Simulate training steps on the meta device: real code runs on tensors without values, and memory is counted."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from .quiet_world import META, quiet_world
 _STEPS = 2
 """Two steps are simulated, because only the second step begins with the optimizer's state in memory."""
 Phase = tuple[str, int, int]
-"""(name, live bytes at its end, peak of live bytes) of the forward, the backward or the optimizer's step."""
+"""(name, live bytes at the end, peak of live bytes) of a phase of a step: "forward", "backward" or "optimizer"."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulation. The prediction is about its last step.
+    """The result of a simulation of a few training steps. The prediction uses its last step.
 
     Attributes:
         changes: every allocation, release and change in size of a storage since the start of the simulation.
         begin: the index in `changes` at which the last step begins.
-        kinds: {number of a storage: the key in `prediction.ROWS` of its purpose} for storages with parameters,
-            gradients or optimizer state. The purpose of other storages is not known.
+        kinds: {number of a storage: its purpose, a key in `prediction.ROWS`} for storages with parameters, gradients or
+            optimizer state. The purpose of other storages is not known.
         host: the bytes of page-locked host memory.
-        mapped: the bytes outside torch's allocator, which are included in `changes`.
-        phases: the phases of the last step.
+        mapped: the bytes that are outside torch's allocator in real training. `changes` includes them.
+        phases: the phases (forward, backward, optimizer) of the last step.
         kept: for each block, whether it keeps its activations, which are then not recomputed.
     """
 
@@ -52,7 +52,11 @@ class Simulated:
 
 
 class _Memory:
-    """Replaces `DeviceMemory`, with the bytes of the simulated device. usable: the bytes available for tensors."""
+    """Takes the place of `DeviceMemory` in a simulation: its methods return the simulated device's memory in bytes.
+
+    live: the counter of the bytes in use.
+    usable: the bytes that are available for tensors.
+    """
 
     def __init__(self, live: LiveBytes, usable: int) -> None:
         self.allocated = lambda: live.live
@@ -62,7 +66,7 @@ class _Memory:
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of `model` whose parameters and buffers are on the meta device."""
+    """Return a copy of `model` whose parameters and buffers are on the meta device, without allocating real memory."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, device=META), parameter.requires_grad)
@@ -83,8 +87,8 @@ def simulate(
     """Train `model` on the meta device for two or three steps, as rank 0 of `ranks`, and record the memory.
 
     Args:
-        model: a model on the meta device that is not wrapped. It cannot be used afterwards.
-        batch: the keyword arguments of its forward, on any device; the loss is the output's `loss`.
+        model: a model on the meta device to which `auto_wrap` was not applied. It cannot be used afterwards.
+        batch: the keyword arguments of its forward, on any device. The output must have a `loss`.
         make_optimizer: a function that returns the optimizer for a list of parameters.
         ranks: the number of ranks.
         usable: the bytes available to the plans of use_checkpoint="auto" and keep_frozen="auto".
@@ -116,7 +120,7 @@ def simulate(
 
 @contextmanager
 def _checked_optimizers() -> Iterator[None]:
-    """Under `with`, make torch's optimizers use foreach functions on sharded parameters, as `init_distributed` does."""
+    """In this context, torch's optimizers are checked and use foreach functions, as after `init_distributed`."""
     undo = install()
     try:
         yield
@@ -125,7 +129,7 @@ def _checked_optimizers() -> Iterator[None]:
 
 
 def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str], phases: list[Phase], count) -> None:
-    """Run one training step with `count` backwards.
+    """Run one training step with `count` forwards and backwards, and record its phases.
 
     Args:
         model: the wrapped model.
@@ -133,7 +137,7 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
         manager: the OptimManager of the optimizer.
         live: the counter of bytes.
         stage: a list whose only item is set to the name of the running phase.
-        phases: a list to which each phase is added when it ends.
+        phases: a list to which each phase is appended when it ends.
         count: the number of backwards.
     """
 
@@ -161,9 +165,9 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
 
 
 def _peak(live: LiveBytes, first: int) -> int:
-    """Return the largest number of live bytes since the change `first` of `live.changes`.
+    """Return the largest number of live bytes since `live.changes[first]`.
 
-    `live.peak` is not used, because the plan for use_checkpoint="auto" may have reset it.
+    It is computed from the changes, because the plan for use_checkpoint="auto" may have reset `live.peak` meanwhile.
     """
     now = live.live
     most = now
@@ -174,7 +178,10 @@ def _peak(live: LiveBytes, first: int) -> int:
 
 
 def _label(world: World, stage: str) -> str:
-    """Return which part of the step is running, for `Change.label`. stage: the running phase of the step."""
+    """Return which part of the step is running: "block", "outside" (of blocks), "recomputation" or "backward".
+
+    Outside the forward and the backward, return `stage`, the phase that is running. For `Change.label`.
+    """
     depth = world.inside.depth
     if world.schedule.in_backward:
         return "recomputation" if depth else "backward"
@@ -188,7 +195,10 @@ def _keeps(block: Any) -> bool:
 
 
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:
-    """Return {number of a storage: key in ROWS} for storages with parameters, gradients or optimizer state."""
+    """Return the purposes of the storages with parameters, gradients or optimizer state.
+
+    The result is {number of a storage: its purpose, a key in `prediction.ROWS`}.
+    """
     kinds: dict[int | None, str] = {}
     for state in optimizer.state.values():
         for value in state.values():

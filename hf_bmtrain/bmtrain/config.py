@@ -107,14 +107,15 @@ class Config(Mapping):
       because there is no pipeline parallelism. topology is a `Topology`, which has further indices.
     * comm and zero_comm: values for the argument `comm` of collectives, such as `distributed.all_reduce`. Both mean all
       ranks. With tensor parallelism there are also tp_comm, for this rank's tensor-parallel group, and tp_zero_comm,
-      for the group that tp_zero_rank is an index in.
+      for the group of tp_zero_rank and tp_zero_size.
     * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
     """
 
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return _initialized()
-        if key in _TOGETHER and (grid := current_world().grid) is not None:  # exist only with tensor parallelism
+        # The keys in _TOGETHER exist only with tensor parallelism.
+        if key in _TOGETHER and (grid := current_world().grid) is not None:
             return _TOGETHER[key](grid)
         if key not in _READ:
             raise KeyError(f"config has no key {key!r}: of BMTrain's keys it has only {', '.join(self)}")

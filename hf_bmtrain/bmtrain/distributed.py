@@ -95,7 +95,8 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
         ValueError: the size of dimension 0 is not a multiple of the world size; `op` is unknown or cannot reduce this
             dtype; or, on every rank, shapes or dtypes differ.
     """
-    ranks = _ranks(comm)._replace(together=False)  # ranks get different rows: sum their gradients
+    # Each rank receives different rows, so backward must sum the ranks' gradients, even in a tensor-parallel group.
+    ranks = _ranks(comm)._replace(together=False)
     _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % ranks.size:
         raise ValueError(
@@ -128,13 +129,13 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
 
 
 class _Ranks(NamedTuple):
-    """The ranks between which an operation of this module communicates, a group that contains this rank.
+    """The group of ranks between which an operation of this module communicates. It contains this rank.
 
     Attributes:
         gather: the communicator for all-gathers and broadcasts.
         reduce: the communicator for reductions.
-        groups: the ranks of this group and of all parallel groups, which call the operation at the same time. Each rank
-            of the world is in exactly one of these groups.
+        groups: the ranks of this group, and of each other group in which the same operation runs at the same time. Each
+            rank of the world is in exactly one of these groups.
         together: whether the ranks of a group compute one loss together, as in tensor parallelism. The gradients of a
             tensor that is equal on all of them are then not summed.
     """
@@ -169,7 +170,7 @@ def _ranks(comm: Any) -> _Ranks:
 
 
 def _check_tensor(function: str, name: str, x: Any) -> None:
-    """Raise ValueError if `x` is not a tensor, or is on the meta device. `function` and `name` are for the message."""
+    """Raise ValueError if `x` is not a tensor, or is on the meta device. The message names `function` and `name`."""
     if not isinstance(x, torch.Tensor) or x.is_meta:
         kind = "one on the meta device" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
         raise ValueError(f"{function}: {name} must be a tensor with values, not {kind}. Pass torch.tensor(...).")
@@ -178,7 +179,7 @@ def _check_tensor(function: str, name: str, x: Any) -> None:
 def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> None:
     """Raise ValueError on every rank if the shape or dtype of `x` differs between ranks of one group of `ranks.groups`.
 
-    Collective: every rank of the world must call it. `function` and `name` are for the message.
+    Collective: every rank of the world must call it. The message names `function` and `name`.
     """
     _check_tensor(function, name, x)
     everyone = current_world().gather_objects((tuple(x.shape), x.dtype))

@@ -120,7 +120,8 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if fnmatch.fnmatchcase(prefix + name, param_name):
             gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
-            values = parameter.data.as_subclass(torch.Tensor)  # waits for an asynchronous optimizer step
+            # Reading `.data` waits until an asynchronous optimizer step is complete.
+            values = parameter.data.as_subclass(torch.Tensor)
             shape = parameter.shape
             if isinstance(parameter, DistributedParameter):
                 shape = parameter.buffer.storage.whole_shape(parameter.index)
@@ -219,7 +220,7 @@ class InspectTensor:
         return lines
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """Return a tensor that this rank recorded. Its `.grad` is its gradient, if `record_tensor` had to keep it.
+        """Return a tensor that this rank recorded. Its `.grad` is its gradient, if that was kept too.
 
         Args:
             name: the name under which it was recorded.

@@ -156,7 +156,7 @@ class NoDecay(WarmupLRScheduler):
 
 
 class Noam(WarmupLRScheduler):
-    """Schedule with linear warm-up to s/sqrt(w), then decay s/sqrt(t) at step t (Vaswani et al. 2017, section 5.3).
+    """Schedule with linear warm-up to s/sqrt(w), then decay as s/sqrt(t) (Vaswani et al. 2017, section 5.3).
 
     Without warm-up, step 0 has the learning rate of step 1, which is s.
 

@@ -58,7 +58,7 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs that were saved last before `inputs` and that backward still needs, or None."""
+        """Return the `_Inputs` that were saved last before `inputs` and that backward still needs, or None."""
         found = None
         for each in (reference() for reference in self._saved):
             if each is inputs:
@@ -100,14 +100,14 @@ class HostInputs:
     def give_back(self, memory: torch.Tensor) -> None:
         """Allow other inputs to reuse `memory`, which `download` returned.
 
-        Queued copies may still use it: all copies run in order, so these run before the copies of its next user.
+        Queued copies may still use it, because copies run in order: those of its next user run after them.
         """
         bisect.insort(self._free, memory, key=_size)
 
     def _queue(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         if self._stream is None:
             self._stream = work_stream(self._device)
-        self._stream.follow()  # wait until the source is computed and the target's memory is no longer in use
+        self._stream.follow()  # copies wait until sources are computed and targets are no longer used
 
         def copy() -> None:
             for target, source in copies:

@@ -104,7 +104,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]
     dx = grouped_product(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None
-    if matrices.stride(1) == 1 != matrices.stride(2):  # a transposed view: give the gradient its strides
+    # If `matrices` is a transposed view, its gradient gets the same strides.
+    if matrices.stride(1) == 1 != matrices.stride(2):
         return dx, gradient_of_groups(dy, x, ends).transpose(1, 2), None
     return dx, gradient_of_groups(x, dy, ends), None
 

@@ -56,7 +56,7 @@ def can_sort(experts: Any) -> bool:
 
 
 def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
-    """Make SortedExperts, in place, of the modules of experts among `modules`. Return how many were changed."""
+    """Convert the modules of experts among `modules` to SortedExperts, in place, and return how many were converted."""
     found = [module for module in modules if can_sort(module) and not isinstance(module, SortedExperts)]
     for module in found:
         module.__class__ = _extended_class(type(module))
@@ -70,7 +70,7 @@ def _extended_class(cls: Any) -> Any:
 
 
 def _replaces(experts: Any) -> bool:
-    """Return whether `run_experts` is to compute this forward of `experts`.
+    """Return whether the current forward of the module `experts` is to be computed by `run_experts`.
 
     True if gradients are enabled and transformers would use its "grouped_mm", without expert parallelism.
     """

@@ -88,8 +88,8 @@ def quantize_rows(x: Tensor) -> Float8:
 def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
     """Quantize the matrix x to float8 twice, with one scale per row and with one scale per column.
 
-    The second result is transposed, (K, M'), so the scales of the columns of x are scales of its rows. M' is M rounded
-    up to a multiple of ALIGNMENT; the added columns are zero.
+    The second result is the transpose of x, (K, M'), so it has one scale per row too. M' is M rounded up to a multiple
+    of ALIGNMENT; the added columns are zero.
 
     x: (M, K) float32, float16 or bfloat16.
     """
@@ -203,7 +203,8 @@ def scales_of(bits: Tensor) -> Tensor:
     bits: (n,) int32, the absmax (largest magnitude) of each weight as the bit pattern of a float32.
     """
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
-    return absmax / torch.full_like(absmax, MOST)  # `absmax / MOST` on a GPU multiplies by 1 / MOST, rounded
+    # The divisor is a tensor, because `absmax / MOST` on a GPU is a multiplication by 1 / MOST, which is rounded.
+    return absmax / torch.full_like(absmax, MOST)
 
 
 def transpose(values: Tensor) -> Tensor:
@@ -264,7 +265,8 @@ def _rounded(x: Tensor, absmax: Tensor) -> Float8:
     absmax: the largest magnitude among the elements that share a scale, in a shape that broadcasts to x.
     """
     absmax = absmax.float().clamp(min=_LEAST)
-    factor = torch.full_like(absmax, MOST) / absmax  # `MOST / absmax` rounds twice: 1 / absmax, then times MOST
+    # The dividend is a tensor, because `MOST / absmax` is computed as MOST * (1 / absmax), which rounds twice.
+    factor = torch.full_like(absmax, MOST) / absmax
     values = (x.float() * factor).clamp(-MOST, MOST)
     return Float8(values.to(torch.float8_e4m3fn), absmax / MOST)
 

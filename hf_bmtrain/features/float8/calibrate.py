@@ -1,8 +1,8 @@
 """Calibration of float8: measure each layer's rounding noise once, and stop using float8 in layers with too much noise.
 
-The noise is measured in the first training step. In a model with compiled blocks, it is measured in a separate forward
-before that step, which is not compiled. So the compiled graphs do not contain the measurement, and are not recompiled
-when a layer stops using float8.
+The noise is measured in the first training step. In a model with compiled blocks, it is measured in a separate,
+uncompiled forward before that step. So the compiled graphs do not contain the measurement, and are not recompiled when
+a layer stops using float8.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ class Calibration(Observer):
 class CalibrationInStep(Calibration):
     """Measures layers in the first training forward. The ranks decide at the start of a later training forward.
 
-    That is the first one before which the backward of the measured forward has ended on every rank.
+    They decide as soon as the backward of the measured forward has ended on every rank.
     """
 
-    _begun: int | None = None  # number of backwards before the measured forward; None before it
+    _begun: int | None = None  # how many backwards had ended before the measured forward; None before it
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model is not self._model():
@@ -164,7 +164,7 @@ class CalibrationAhead(Calibration):
 
     @property
     def has_measured(self) -> bool:
-        return False  # no time in between: `before_forward` measures and decides
+        return False  # `before_forward` decides immediately after measuring
 
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -283,5 +283,5 @@ def decibels(signal: float, noise: float) -> float:
     signal, noise: the sums of squares of the exact output and of its error.
     """
     if not math.isfinite(signal) or not math.isfinite(noise):
-        return math.inf  # the output overflowed: that is the task of the loss scale, not of this measurement
+        return math.inf  # the output overflowed, which is not rounding noise; the loss scale handles it
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

@@ -77,7 +77,7 @@ def is_conv1d(module: torch.nn.Module) -> bool:
 def _choose(
     model: torch.nn.Module, blocks: Chain, keep: Sequence[str]
 ) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
-    """Return the linear layers of `blocks` that will use float8, {path: layer}, and why the others not, {path: reason}.
+    """Divide the linear layers of `blocks` into those that will use float8, {path: layer}, and others, {path: reason}.
 
     keep: names of layers that must not use float8, or of modules that contain such layers.
     """
@@ -135,7 +135,7 @@ def _reason(module: torch.nn.Module, path: str, adapters: set[int]) -> str:
 
 
 def _reads_weights(module: torch.nn.Module) -> bool:
-    """Return whether `module` is one of torch's that reads the weights of its linear layers instead of calling them."""
+    """Return whether `module` is one of torch's modules that read their linear layers' weights without calling them."""
     return isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer))
 
 

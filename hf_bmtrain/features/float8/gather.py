@@ -51,7 +51,7 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
-    """All-gather the weights of float8 layers in float8 from now on, and log how many flat buffers this concerns.
+    """All-gather the weights of float8 layers in float8 from now on, and log for how many flat buffers this is done.
 
     Collective: every rank must call it. The exceptions are flat buffers that contain the weight of a layer that stopped
     using float8, or whose state has another `reason`: these are still all-gathered in their own dtype.

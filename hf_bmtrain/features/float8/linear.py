@@ -40,7 +40,7 @@ class Float8Inputs:
         self._factors: tuple[Float8, Float8 | None] | None = None
 
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
-        """Quantize x to float8 with one scale per row and, if `both`, also with one scale per column, or use the cache.
+        """Quantize x to float8 with one scale per row and, if `both`, also one per column. Use the cache if possible.
 
         Returns four tensors: values and scales by rows, then values and scales by columns, which are None without
         `both`.

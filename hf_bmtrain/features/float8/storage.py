@@ -24,7 +24,9 @@ weights for each byte of small parameters."""
 
 
 class GatheredFactor(NamedTuple):
-    """A weight (R, C) that was all-gathered in float8, with one scale. Its values are in memory while it is unsharded.
+    """A weight (R, C) that was all-gathered in float8, with one scale.
+
+    Its values are in memory only while it is unsharded.
 
     values: (R, C) float8_e4m3fn, contiguous.
     row_scales: (R, 1) float32, the scale repeated for each row.
@@ -133,7 +135,9 @@ class Float8Storage(Storage):
         self._shown: list[torch.Tensor] = []  # a view of each small parameter (see `_show_small`)
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
-        grain = ALIGNMENT_BYTES  # elements: also aligns the float8 copy, which has one byte per element
+        # `grain` counts elements, not bytes, because the float8 copy of the shard, with one byte per element, must be
+        # aligned too.
+        grain = ALIGNMENT_BYTES
         return Layout.build(numels, world_size, grain, spread=(self._small, dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
@@ -167,8 +171,7 @@ class Float8Storage(Storage):
 
         Call it while no forward is waiting for its backward. The weights are all-gathered immediately, to check that
         they arrive correctly. A resident buffer (one that stays unsharded between steps) stays unsharded after this
-        check: if it were all-gathered again later, perhaps only some ranks would run its frozen block, and would wait
-        for the others.
+        check. If it were all-gathered later, when only some ranks run its block, these would wait for the others.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.

@@ -52,7 +52,7 @@ class Facts:
         gpus: the GPUs that torch can use.
         unseen: whether the machine has NVIDIA GPUs but torch can use none.
         trouble: {thing that cannot be used: why}. The things are "torch", "CuPy" (with NCCL) and "CUDA sources".
-        nccl: the NCCL version, such as "2.27.5"; None without GPUs.
+        nccl: the NCCL version, such as "2.27.5"; None if there is no GPU or NCCL cannot be used.
         links: the kinds of links between GPUs according to nvidia-smi, such as "NV18" or "SYS"; empty if unknown.
         blocked: pairs (a, b) such that GPU a cannot access the memory of GPU b.
         float8: why GPU 0 cannot multiply float8 matrices, or None if it can or there is no GPU.
@@ -71,7 +71,7 @@ class Facts:
 
 
 def find_facts() -> Facts:
-    """Find out the facts about this machine and this Python environment. On a machine with GPUs, this imports CuPy."""
+    """Collect the facts about this machine and this Python environment. On a machine with GPUs, this imports CuPy."""
     trouble = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         # {address of a storage: (weak reference to the storage, its bytes, its number)}
         self._known: dict[int, tuple[Any, int, int]] = {}
         self._hosted: dict[int, Any] = {}  # {address of a page-locked storage: weak reference to it}
-        self._all: set[int | None] = set()  # numbers of storages of results of `all`, which read as True
+        self._all: set[int | None] = set()  # numbers of the storages with results of `all`, which read as True
         self._count = 0  # the last number given to a storage
 
     def reset_peak(self) -> None:

@@ -60,7 +60,8 @@ class Topology:
         """Return this rank's index in its process group of one kind.
 
         Args:
-            group_name: the kind of groups: "pipe", "zero", "tp_zero" or "tp", as for `get_group_id`.
+            group_name: the kind of groups. "pipe": pipelines. "zero": the group of all ranks. "tp": tensor-parallel
+                groups. "tp_zero": groups of the ranks with the same index in their tensor-parallel groups.
         """
         return {"pipe": self.stage_id, "zero": self.zero_id, "tp_zero": self.tp_zero_id, "tp": self.tp_id}[group_name]
 

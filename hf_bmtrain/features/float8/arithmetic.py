@@ -315,7 +315,7 @@ def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, thread
     """Launch the kernel `name` for x, with `grid` thread blocks of `threads` threads. Do nothing on the meta device.
 
     values: the kernel's arguments after x.
-    aligned: whether the length of every row is a multiple of ALIGNMENT.
+    aligned: whether all rows, or all ranges of a shard, start and stop at multiples of ALIGNMENT.
     """
     if x.is_meta:
         return

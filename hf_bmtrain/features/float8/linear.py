@@ -164,7 +164,7 @@ def _flattened(rows: Float8, columns: Float8 | None) -> tuple[Tensor | None, ...
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes with x: under autocast, the autocast dtype."""
+    """Return the dtype in which a linear layer computes with input x: the autocast dtype if enabled, else that of x."""
     kind = autocast_type(x.device)
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

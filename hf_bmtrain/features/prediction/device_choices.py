@@ -38,7 +38,7 @@ def cuda_choices() -> Iterator[None]:
 
 
 def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Emulate `aten::dropout`, which on CUDA is one kernel that saves a mask for the backward."""
+    """Emulate CUDA's `aten::dropout` for meta tensors: one kernel, which saves a mask for the backward."""
     if p == 0 or not train or values.numel() == 0:
         return values
     return _aten.native_dropout(values, p, True)[0] if p < 1 else values * 0
@@ -47,7 +47,7 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _attend(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """Emulate `aten::scaled_dot_product_attention` with the kernels of GPUs of compute capability 8.0 and above."""
+    """Emulate CUDA's scaled_dot_product_attention for meta tensors, as on compute capability 8.0 and above."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
     alike = query.dim() == 4 and width == key.shape[-1] == value.shape[-1] and width % 8 == 0
@@ -60,7 +60,7 @@ def _attend(
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Emulate `aten::_safe_softmax`, which on CUDA also allocates the mask of -inf scores for a while."""
+    """Emulate CUDA's `aten::_safe_softmax` for meta tensors: it temporarily allocates the mask of -inf scores."""
     result = torch.softmax(scores, dim, dtype)
     marks = scores.detach().eq(float("-inf"))
     del marks
@@ -68,7 +68,7 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 
 
 def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Emulate `aten::_softmax_backward_data`, which on CUDA also allocates the product of its inputs for a while."""
+    """Emulate CUDA's `aten::_softmax_backward_data` for meta tensors: it temporarily allocates its inputs' product."""
     product = torch.empty_like(gradient)
     scores = torch.empty_like(gradient, dtype=dtype)
     del product

@@ -180,7 +180,7 @@ def _peak(live: LiveBytes, first: int) -> int:
 def _label(world: World, stage: str) -> str:
     """Return which part of the step is running: "block", "outside" (of blocks), "recomputation" or "backward".
 
-    Outside the forward and the backward, return `stage`, the phase that is running. For `Change.label`.
+    Outside the forward and the backward, return `stage`, the phase that is running. The result becomes `Change.label`.
     """
     depth = world.inside.depth
     if world.schedule.in_backward:

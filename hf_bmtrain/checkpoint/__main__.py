@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _bytes(text: str) -> int:
-    """Convert a size such as "500MB" or "2GiB" to bytes."""
+    """Convert a size from the command line, such as "500MB" or "2GiB", to a number of bytes."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
@@ -81,7 +81,7 @@ def _bytes(text: str) -> int:
 
 
 def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
-    """Write the model of the first intact checkpoint in `found` to a new folder.
+    """Run the command `merge`: write the model of the newest intact checkpoint in `found` to a new folder.
 
     Returns an error message, or None on success.
 
@@ -106,9 +106,10 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
 
 
 def verify(checkpoint: Found) -> bool:
-    """Compare every byte with its checksum, and print the result. Return whether the checkpoint is intact.
+    """Compare all bytes of a checkpoint with their checksums, and print the result. Return whether it is intact.
 
-    Files that Trainer has added are checked too. Files without a checksum are listed, but do not count as damaged.
+    Files that Trainer has added to the complete checkpoint are checked too. Files without a checksum are listed, but do
+    not count as damaged.
     """
     files = checkpoint.manifest.files
     total = sum(map(checkpoint.manifest.size, files))
@@ -145,7 +146,7 @@ def verify(checkpoint: Found) -> bool:
 
 
 def describe(checkpoint: Found) -> bool:
-    """Print a checkpoint's step, ranks, package versions, files and tensors. Return True."""
+    """Print a checkpoint's step, number of ranks, package versions, files and tensors. Always return True."""
     manifest = checkpoint.manifest
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     print(f"{checkpoint.folder}: step {manifest.step}, saved by {manifest.world_size} ranks with {versions}")

@@ -1,4 +1,4 @@
-"""List the tensors of a model and its optimizers that a checkpoint contains, and this rank's elements of each."""
+"""List the tensors that a checkpoint of a model and its optimizers contains, and this rank's elements of each."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ ones."""
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
-    """Return an `Entry` for each tensor of a model's state dict. Not collective.
+    """List the tensors of a model that a checkpoint contains. Not collective.
 
-    A tied weight has one entry, under its first name.
+    Each tensor is returned as an `Entry`: its name, dtype and shape, and this rank's elements. A tied weight has one
+    entry, under its first name.
 
     Args:
         model: the model.
@@ -71,7 +72,8 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 def was_trained(name: str, parameter: Any) -> bool:
     """Return whether a parameter is trainable now, or has been at any time since `auto_wrap`.
 
-    PEFT freezes adapters while they are inactive, but checkpoints of trained parameters must contain them.
+    PEFT freezes adapters while they are inactive, but checkpoints of trained parameters must contain them. `name`, the
+    parameter's name, is not used.
     """
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
@@ -87,7 +89,7 @@ def refuse_quantized(model: torch.nn.Module) -> None:
 
 
 def refuse_parts(model: torch.nn.Module) -> None:
-    """Raise NotImplementedError if `tp_size` splits a weight over ranks, which DCPState does not support."""
+    """Raise NotImplementedError if a weight is split over ranks by `tp_size`, which `DCPState` does not support."""
     if any(map(is_part, model.parameters())):
         raise NotImplementedError(
             "DCPState does not support weights that are split over ranks by tp_size. Use bmt.save_state and "
@@ -96,7 +98,7 @@ def refuse_parts(model: torch.nn.Module) -> None:
 
 
 def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, buffer) for each persistent buffer. A shared buffer is yielded once, under its first name."""
+    """Yield (name, buffer) for a model's persistent buffers. A shared buffer is yielded once, under its first name."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -106,7 +108,7 @@ def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torc
 
 
 def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
-    """Return an Entry called `name` for `values`, which is `parameter` or a tensor with the same shape and sharding."""
+    """Return an `Entry` named `name` for `values`: `parameter` itself, or optimizer state that is sharded like it."""
     if not isinstance(parameter, DistributedParameter):
         return _full(name, values)
     part = values.part if isinstance(values, ShardBase) else values
@@ -117,8 +119,8 @@ def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> E
 def saved_as(parameter: DistributedParameter) -> tuple[tuple[int, ...], int]:
     """Return a parameter's shape in checkpoints, and the index of this rank's first element in the flattened tensor.
 
-    The shape is that of the full weight. A weight that `tp_size` splits by columns has (tp_size, rows, columns /
-    tp_size) instead.
+    The shape is that of the full weight. But a weight that `tp_size` splits by columns is saved in the shape (tp_size,
+    rows, columns / tp_size).
     """
     shape, first = parameter.buffer.storage.saved_as(parameter.index)
     return tuple(shape), first
@@ -163,12 +165,12 @@ def schedulers_of(given: Any) -> list[Any]:
 
 
 def file_base(number: int) -> str:
-    """Return the beginning of the file names of optimizer number 0, 1, 2, …: optimizer, optimizer2, optimizer3, …"""
+    """Return how an optimizer's file names begin: "optimizer" for number 0, "optimizer2" for number 1, and so on."""
     return "optimizer" if number == 0 else f"optimizer{number + 1}"
 
 
 def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
-    """Return the optimizer's parameters, in its order, by their names in `model`.
+    """Return {name in `model`: parameter} for the parameters of an optimizer, in the optimizer's order.
 
     Raises ValueError if a parameter is not in `model`.
     """
@@ -184,17 +186,19 @@ def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str,
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups, with names in place of the parameters."""
+    """Return the optimizer's parameter groups, in which "params" lists the parameters' names in `model`."""
     names = {parameter: name for name, parameter in named(optimizer, model).items()}
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
 
 def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError unless the parameter groups `saved` and `mine` contain the same parameters.
+    """Raise ValueError unless each saved parameter group has the same parameters as the optimizer's group.
 
-    In both, "params" is a list of parameter names, as `groups_of` returns it.
+    The order of the parameters inside a group may differ.
 
     kind: the class name of the saved optimizer, for the message.
+    saved: the saved groups. In each, "params" is a list of parameter names.
+    mine: the groups of the optimizer, in the same form.
     """
     theirs, own = ([sorted(group["params"]) for group in groups] for groups in (saved, mine))
     if theirs != own:
@@ -211,9 +215,9 @@ def optimizer_entries(
 ) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
     """Divide an optimizer's state into tensors that are sharded like their parameters, such as moments, and the rest.
 
-    Collective: every rank must call it. Returns an Entry for each tensor that is sharded like its parameter, named
-    `<parameter>.<key>`; and the rest, such as step counts, copied to the CPU, as {parameter name: {key: value}}. Raises
-    RuntimeError if a tensor is sharded in another way than its parameter.
+    Collective: every rank must call it. Returns an `Entry` (name, shape, this rank's elements) for each tensor that is
+    sharded like its parameter, named `<parameter>.<key>`; and the rest, such as step counts, copied to the CPU, as
+    {parameter name: {key: value}}. Raises RuntimeError if a tensor is sharded in another way than its parameter.
     """
     parameters = named(optimizer, model)
     check_keys(optimizer, optimizer.state)
@@ -242,14 +246,16 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """Loads saved state into an optimizer. Write the saved values into the tensors from `target`, then call `load`.
+    """Loads saved state into an optimizer.
 
-    For an AdamOptimizer, the constructor already discards the present state, if `names` is not empty.
+    First write the saved values into the tensors that `target` returns, then call `load`. The constructor of this class
+    already discards the present state of an AdamOptimizer, if `names` is not empty.
 
     Args:
         optimizer: the optimizer.
         parameters: its parameters, by their names in the model.
-        names: (parameter name, key) of each tensor for which `target` will be called.
+        names: the state tensors for which `target` will be called, as (parameter name, key). An example of a key is
+            "exp_avg".
         others: the rest of the saved state, such as step counts, as {parameter name: {key: value}}.
         groups: the saved parameter groups, in the order of the optimizer's groups.
     """
@@ -277,17 +283,18 @@ class LoadedState:
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
-            # For bfloat16 weights, GPUs store residuals and CPUs float32 masters. `load` converts the other kind.
+            # For bfloat16 weights, AdamOptimizer stores residuals on GPUs, but float32 masters on CPUs. If the saved
+            # kind is not the one allocated here, it is read into other tensors, and `load` converts it.
             if all(what in places.get(parameters[name], ()) for name, what in names):
                 self._places = places
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor to fill with this rank's elements of one state tensor.
+        """Return a 1-D tensor, which the caller must fill with this rank's elements of a saved state tensor.
 
         Args:
             name: the name of the parameter to which the state belongs.
-            what: the key of the state tensor.
-            dtype: the dtype of the stored tensor.
+            what: the key of the state tensor, such as "exp_avg".
+            dtype: the dtype of the saved tensor.
         """
         parameter = self._parameters[name]
         if self._places:
@@ -298,7 +305,7 @@ class LoadedState:
         return values
 
     def load(self) -> None:
-        """Load the state into the optimizer. Call it once all tensors from `target` contain the saved values."""
+        """Load the state into the optimizer. Call this after filling all tensors that `target` returned."""
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             self._optimizer.load_state_dict(state)

@@ -27,11 +27,11 @@ ADDED = "complete.json"
 """The name of the file with the checksums of files that were added to a complete checkpoint, for example by Trainer."""
 _LOCK = ".lock"
 _REPLACED = ".replaced-"
-_PREFIXES = ("checkpoint-", "checkpoint_")  # the names that `save_state` and Accelerate give to checkpoints
+_PREFIXES = ("checkpoint-", "checkpoint_")  # with which `save_state` and Accelerate begin names of checkpoints
 
 
 class Found(NamedTuple):
-    """A checkpoint with a valid manifest (the list of its files), and whose files have the sizes listed there."""
+    """A checkpoint whose manifest (the list of its files) is valid, and whose files have the sizes listed there."""
 
     folder: Path
     manifest: Manifest
@@ -84,14 +84,14 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether `name` is reserved for temporary folders, which `find` ignores or a later save deletes."""
+    """Return whether no checkpoint may be called `name`, because folders with such names are ignored or deleted."""
     return name.startswith((_STAGING, ".")) or _REPLACED in name
 
 
 def stage(root: Path, step: int, nbytes: int) -> Path:
     """Create an empty temporary folder in `root` for a checkpoint of `nbytes` bytes, and return its path.
 
-    The caller must hold the lock of `root`. Temporary folders that killed jobs have left in `root` are deleted. The
+    The caller must have locked `root` by `lock`. Temporary folders that killed jobs have left in it are deleted. The
     new folder's name contains `step` and a random suffix, because a rank of a killed job may survive for a while and
     still write to its old folder. Raises OSError if the disk has too little free space. The space is not reserved,
     because some file systems reserve space by writing zeros.
@@ -129,7 +129,7 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete the checkpoints in `root` that were replaced, and those beyond the newest `keep`.
+    """Delete old checkpoints in `root`: those that were replaced, and all but the newest `keep` of the others.
 
     A checkpoint was replaced if a newer one was published under the same name. If `keep` is None, only replaced
     checkpoints are deleted. Symbolic links to checkpoints are not counted, and are deleted only if they were replaced.
@@ -171,7 +171,7 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
             checkpoints of other libraries) count as the oldest, in the given order. Symbolic links are neither counted
             nor deleted.
         limit: the number of checkpoints that remain.
-        kept: checkpoints that are never deleted, even if more than `limit` remain because of them.
+        kept: checkpoints that are not deleted, even if more than `limit` remain because of them.
     """
 
     def number(folder: Path) -> int:
@@ -187,11 +187,14 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
 
 
 def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:
-    """Find the checkpoints in a folder. Only manifests and file sizes are read, not the contents of other files.
+    """Find the checkpoints in a folder, and check them by their manifests and the sizes of their files.
+
+    A manifest is the list of a checkpoint's files. The contents of other files are not read.
 
     Args:
         path: a folder of checkpoints, or one checkpoint.
-        without: beginnings of file names, such as "model". Safetensors files with such names are not checked.
+        without: beginnings of file names, such as "model". Safetensors files with such names, and their indices, are
+            not checked, and the returned manifests do not list them.
 
     Returns:
         The intact checkpoints, newest first, and the damaged checkpoints, as (folder, description of the damage).
@@ -238,8 +241,9 @@ def add_checksums(folder: Path) -> None:
 def find_damage(folder: Path, rank: int, size: int) -> str | None:
     """Verify this rank's share of a checkpoint. Return a description of the first damage, or None. Not collective.
 
-    Rank `rank` of `size` verifies every `size`-th chunk of each file. Rank 0 also verifies the files that were added to
-    the complete checkpoint. Raises Damaged if the manifest is damaged, or a file is missing or has the wrong size.
+    Each file has a checksum for every chunk of at most 4 MiB. Rank `rank` of `size` verifies every `size`-th chunk.
+    Rank 0 also verifies the files that were added to the complete checkpoint. Raises Damaged if the manifest (the list
+    of files and checksums) is damaged, or a file is missing or has the wrong size.
     """
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
@@ -254,9 +258,9 @@ def find_damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def find_damage_of_added(folder: Path) -> str | None:
-    """Verify the files that were added to a complete checkpoint. Return a description of the first damage, or None.
+    """Verify the files that were added to a complete checkpoint, for example by Trainer.
 
-    Raises Damaged if the file with their checksums cannot be read.
+    Returns a description of the first damage, or None. Raises Damaged if the file with their checksums cannot be read.
     """
     for name, crc in added_checksums(folder).items():
         if problem := check_added(folder, name, crc):
@@ -265,7 +269,7 @@ def find_damage_of_added(folder: Path) -> str | None:
 
 
 def added_checksums(folder: Path) -> dict[str, int]:
-    """Return {name: CRC-32} for the files that were added to a complete checkpoint, as `add_checksums` recorded them.
+    """Return the checksums that `add_checksums` recorded for files added to a complete checkpoint: {name: CRC-32}.
 
     Returns {} if nothing was recorded. Raises Damaged if the file with the checksums cannot be read.
     """
@@ -278,7 +282,10 @@ def added_checksums(folder: Path) -> dict[str, int]:
 
 
 def check_added(folder: Path, name: str, crc: int) -> str | None:
-    """Compare an added file with `crc`, its recorded CRC-32. Return a description of the damage, or None."""
+    """Verify a file that was added to a complete checkpoint. Return a description of the damage, or None.
+
+    crc: the CRC-32 that was recorded for the file.
+    """
     try:
         found = zlib.crc32((folder / name).read_bytes())
     except OSError as error:

@@ -49,7 +49,7 @@ class TensorSpec(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """The place of a full tensor in a checkpoint: bytes start:stop of `file`, a file name without a folder."""
+    """The place of a full tensor in a checkpoint: the bytes `start` to `stop` of `file` (a name without a folder)."""
 
     file: str
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A safetensors file that is to be written.
+    """The layout of a safetensors file that is to be written.
 
     Attributes:
         name: the file's name, without its folder.
@@ -186,10 +186,13 @@ def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
 
 
 def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
-    """Return the place of each tensor in the files that begin with `base`, by the tensor's name.
+    """Return the place of each tensor in the safetensors files of a model or an optimizer, by the tensor's name.
 
-    These are the files that `base`.safetensors.index.json lists or, without such an index, `base`.safetensors. Raises
-    Damaged if a listed file is missing or contradicts the index, and FileNotFoundError if there are no such files.
+    The files are those that the index `base`.safetensors.index.json lists or, if there is no index, the single file
+    `base`.safetensors. Raises Damaged if a listed file is missing or contradicts the index, and FileNotFoundError if
+    there is neither an index nor a single file.
+
+    base: how the file names begin, such as "model".
     """
     single, index = folder / f"{base}.safetensors", folder / f"{base}.safetensors.index.json"
     return read_indexed(index, read_header) if index.exists() else read_header(single)

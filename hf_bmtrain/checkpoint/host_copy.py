@@ -43,12 +43,16 @@ class HostMemory:
 
 
 class Snapshot:
-    """Lets a thread write the present values of the tensors in `parts` to files, while training continues.
+    """Lets a thread write the present values of tensors to files, while training continues.
 
     From the construction of this object until the thread has copied the values, optimizer steps wait. Forward and
-    backward need not wait, because they only read the tensors. `write` raises an error if anything else has changed
-    the tensors, which it detects by torch's version counters. Synchronize the world's device before constructing this
-    object.
+    backward need not wait, because they only read the tensors. `write`, which the thread calls, raises an error if
+    anything else has changed the tensors, which it detects by torch's version counters. Synchronize the world's device
+    before constructing this object.
+
+    Args:
+        parts: the tensors, each with its place in a file.
+        world: the world of this process.
     """
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
@@ -70,8 +74,8 @@ class Snapshot:
         """Copy the values to `memory`, and write them into existing files in `folder`.
 
         If there is too little host memory for a copy, the tensors themselves are written, and optimizer steps wait
-        until all are written. Returns the written chunks, with their checksums, by file name. Raises RuntimeError if
-        the values were changed since this object was constructed.
+        until all are written. Returns the offset, size and checksum of each written chunk, by file name. Raises
+        RuntimeError if the values were changed since this object was constructed.
         """
         try:
             copies = self._copy(memory)
@@ -106,11 +110,11 @@ class Snapshot:
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
-                stream.record_event().synchronize()  # so that copies of the training step wait for one turn at most
+                stream.record_event().synchronize()  # so that a copy that training makes waits for only one of these
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
-        """Let optimizer steps continue. Raise RuntimeError if the values were changed since construction."""
+        """Let optimizer steps continue, or raise RuntimeError if the values were changed since construction."""
         changed = [part.values._version for part in self._parts] != self._versions
         self._parts = []
         if changed:

@@ -95,8 +95,10 @@ def load_state(
     Args:
         folder: a folder of checkpoints, or one checkpoint.
         model: the model, created and wrapped as it was when it was saved.
-        optimizer: as for `save_state`. If None, no optimizer state is loaded.
-        scheduler: as for `save_state`. If None, no scheduler state is loaded.
+        optimizer: an OptimManager, an optimizer, or a sequence of optimizers, as passed to `save_state`. None loads no
+            optimizer state.
+        scheduler: one scheduler or several, as passed to `save_state`. None loads no scheduler state, except that of an
+            OptimManager's schedulers.
         weights: whether to load the model's parameters and buffers.
         random: whether to restore the random generators of Python, NumPy, torch and the device.
 
@@ -144,10 +146,11 @@ def load_state(
 def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
     """Find the checkpoints in `given` on rank 0, and return them on all ranks. Collective: every rank must call it.
 
-    Returns the intact and the damaged checkpoints, as `find` does. Raises RuntimeError on all ranks if rank 0 cannot
-    read the folder.
+    Returns the intact checkpoints, newest first, and the damaged ones, as (folder, description of the damage). Raises
+    RuntimeError on all ranks if rank 0 cannot read the folder.
 
-    without: beginnings of the names of files that are not checked, as for `find`.
+    given: a folder of checkpoints, or one checkpoint.
+    without: beginnings of file names, such as "model". Safetensors files with such names are not checked.
     """
     found, problem, root = None, None, given.resolve()
     if world.rank == 0:
@@ -168,7 +171,7 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
 
 
 def _attempt(world: World, stage: Any) -> str | None:
-    """Call `stage`, a step of loading, on every rank. Return a description of damaged files on any rank, or None.
+    """Call `stage`, a function that does one step of loading. Return a description of damage on any rank, or None.
 
     Collective: every rank must call it. `stage` reports a damaged file by raising Damaged or OSError. If it raises any
     other exception on any rank, RuntimeError is raised on all ranks.
@@ -189,7 +192,7 @@ def _attempt(world: World, stage: Any) -> str | None:
 
 
 class _Loading:
-    """A checkpoint that is being loaded. Call `open`, `read` and `apply`, in this order."""
+    """Loads one checkpoint. Call `open`, `read` and `apply`, in this order."""
 
     manifest: Manifest
     _state: dict[str, Any]
@@ -207,7 +210,7 @@ class _Loading:
     def open(self) -> None:
         """Check that the checkpoint fits the model and the optimizers, and list the elements that this rank must read.
 
-        Only the headers and the small state are read. The model and the optimizers are not changed.
+        Tensors are not read yet, and the model and the optimizers are not changed.
         """
         self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
@@ -224,7 +227,7 @@ class _Loading:
                     raise ValueError(f"{key} has shape {stored.shape} in the checkpoint, but its parameter has {full}")
 
     def facts(self) -> dict[str, Any]:
-        """Return everything that must be equal on all ranks: arguments, and the checkpoint's files and checksums."""
+        """Return all values that must be equal on all ranks: arguments, and the checkpoint's files and checksums."""
         number = len(optimizers_of(self._optimizer))
         facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}
         return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
@@ -273,9 +276,10 @@ class _Loading:
             self._states.append(state)
 
     def read(self) -> None:
-        """Read this rank's elements. Those of sharded parameters are read directly into the parameters.
+        """Read this rank's elements of the checkpoint's tensors.
 
-        Other values may stay in memory until `apply` loads them.
+        Elements of sharded parameters are read directly into the parameters. Other values may stay in memory until
+        `apply` loads them.
         """
         self._want_optimizers()
         parameters = self._model.parameters() if self._weights else ()
@@ -285,13 +289,14 @@ class _Loading:
         try:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
             wait_loader()  # the reading threads copy to the device on another stream
-        finally:  # on every rank, even after an error, because all ranks must all-gather these buffers again
+        finally:  # even if this rank fails or has no elements, because all ranks must all-gather the buffers again
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:
-        """Load everything that `read` has not yet put in its place, and return this rank's `extra`.
+        """Load all values that `read` has not loaded yet. Return the `extra` that this rank passed to `save_state`.
 
-        Call it when `read` has succeeded on all ranks.
+        Call it when `read` has succeeded on all ranks. If the checkpoint was saved by another number of ranks, the
+        `extra` of rank 0 is returned.
 
         random: whether to restore the random generators.
         """
@@ -310,7 +315,7 @@ class _Loading:
 
 
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError if the checkpoint has values for quantized weights of this model, which cannot be overwritten.
+    """Raise ValueError if the checkpoint has values for quantized weights of the model, which cannot be overwritten.
 
     parameters: the parameters of the model, by name.
     tensors: the tensors of the checkpoint, by name.
@@ -326,7 +331,7 @@ def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor])
 def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None:
     """Raise ValueError unless the tensors in the checkpoint have the names and shapes that the model expects.
 
-    entries: what the model expects.
+    entries: the tensors of the model.
     tensors: the tensors in the checkpoint, by name.
     """
     mine = {entry.spec.name: tuple(entry.spec.shape) for entry in entries}

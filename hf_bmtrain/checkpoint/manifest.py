@@ -36,12 +36,12 @@ class Manifest:
 
     Attributes:
         step: the training step at which the checkpoint was saved.
-        number: the checkpoint's place in the order of saving. It is one more than that of the newest intact checkpoint
-            which was in the folder at that time.
+        number: the checkpoint's place in the order of saving: one more than the `number` of the newest intact
+            checkpoint that was in the folder at that time.
         world_size: the number of ranks that saved the checkpoint.
         versions: the versions of the packages that saved the checkpoint, by package name.
-        files: the chunks (pieces with checksums) of each file, by file name. They are sorted, and cover the file
-            without gaps.
+        files: {file name: the chunks of the file, with their checksums}. The chunks are sorted by offset, and cover
+            the file without gaps.
     """
 
     step: int
@@ -51,20 +51,20 @@ class Manifest:
     files: dict[str, list[Checked]] = field(default_factory=dict)
 
     def without(self, bases: tuple[str, ...]) -> Manifest:
-        """Return a copy that does not list the safetensors files, nor their indices, whose names begin with `bases`.
+        """Return a copy of the manifest that leaves out some safetensors files and their indices.
 
-        bases: beginnings of file names, such as "model".
+        bases: how the names of these files begin, such as "model".
         """
         left_out = [name for name in self.files if name.startswith(bases) and ".safetensors" in name]
         return replace(self, files={name: chunks for name, chunks in self.files.items() if name not in left_out})
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
+        """Return the recorded size of a file in bytes."""
         chunks = self.files[name]
         return chunks[-1].start + chunks[-1].length if chunks else 0
 
     def add(self, name: str, chunks: Iterable[Checked], size: int) -> None:
-        """Add a file of `size` bytes. Raises Damaged unless `chunks` cover it without gaps."""
+        """Add a file of `size` bytes to the manifest. Raises Damaged unless `chunks` cover the file without gaps."""
         ordered = sorted(Checked(*chunk) for chunk in chunks)
         end = 0
         for chunk in ordered:

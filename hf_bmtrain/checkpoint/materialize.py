@@ -19,15 +19,17 @@ Named = dict[int, tuple[torch.Tensor, list[str]]]
 
 
 def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
-    """Give the meta parameters and buffers of a model their values from files. Collective: every rank must call it.
+    """Replace a model's parameters and buffers on the meta device by values from files.
+
+    Collective: every rank must call it.
 
     Each rank maps the files into memory and reads only its own elements of each parameter, cast to the parameter's
-    dtype. For a Hugging Face model, the weights are tied first, and buffers that are not in the files are computed with
-    `_init_weights`.
+    dtype. For a Hugging Face model, the weights are tied first, and non-persistent buffers, which are not in the files,
+    are computed by its `_init_weights`.
 
     Args:
         model: the model, on the meta device, not yet sharded.
-        weights: a folder or file with the weights, as for `auto_wrap`.
+        weights: a file, a folder with Hugging Face weights, or the `.index.json` in it.
         world: the world of this process, among whose ranks each parameter will be divided.
 
     Raises:
@@ -39,7 +41,7 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
         if any(isinstance(parameter, DistributedParameter) for parameter in model.parameters()):
             raise ValueError("the model is already sharded. Load the weights with bmt.load(model, weights)")
         if callable(getattr(model, "tie_weights", None)):
-            model.tie_weights()  # needed because accelerate.init_empty_weights unties the weights
+            model.tie_weights()  # because accelerate.init_empty_weights unties them
         state = read_state(Path(weights), (world.rank, world.size))
         parameters, buffers = _named(model, False), _named(model, True)
         _compute_buffers(model, model)
@@ -53,7 +55,7 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
 
 
 def _named(model: torch.nn.Module, of_buffers: bool) -> Named:
-    """Return the parameters or, if `of_buffers`, the persistent buffers, each with all its names in the state dict."""
+    """Return a model's parameters or, if `of_buffers`, its persistent buffers, each with all its names."""
     found: Named = {}
     for module, prefix in _modules(model):
         tensors: Mapping[str, Any] = module._buffers if of_buffers else module._parameters
@@ -71,7 +73,8 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
 def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError unless `state`, the values in the files, fits the model's tensors in names and shapes.
 
-    Each tensor on the meta device needs a value, each value must belong to a tensor, and tied tensors must be equal.
+    Each tensor on the meta device needs a value, and each value must belong to a tensor. If the files contain several
+    values for tied tensors, these must be equal.
     """
     entries = [*parameters.values(), *buffers.values()]
     known = {name for _, names in entries for name in names}
@@ -120,10 +123,10 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
 def _put(
     model: torch.nn.Module, parameters: Named, buffers: Named, state: Mapping[str, torch.Tensor], world: World
 ) -> None:
-    """Replace the model's parameters and buffers by the values in `state`. Tied tensors stay tied.
+    """Replace a model's parameters and buffers by the values in `state`. Tied tensors stay tied.
 
-    Until the model is sharded, its parameters are `SourcedParameter`s, which refer to the mapped files or contain only
-    this rank's share.
+    The new parameters are `SourcedParameter`s, which refer to the memory-mapped files or contain only this rank's share
+    of the values. They are replaced when the model is sharded.
     """
     filled: dict[int, torch.Tensor] = {}
     for key, (tensor, names) in [*parameters.items(), *buffers.items()]:
@@ -146,10 +149,11 @@ def _put(
 
 @torch.no_grad()
 def _compute_buffers(module: Any, owner: Any) -> None:
-    """Compute the non-persistent meta buffers of `module` and its children by Hugging Face's method `_init_weights`.
+    """Compute non-persistent buffers on the meta device, of `module` and its children, by `_init_weights`.
 
-    The method belongs to models, so each module is passed to that of the innermost model around it. Buffers that the
-    method does not write stay on the meta device, and tensors that already have values keep them.
+    Hugging Face models define this method, which initializes the module that it is passed. Here, each module is passed
+    to the innermost model that contains it. Buffers that the method does not write stay on the meta device, and tensors
+    that already have values keep them.
 
     owner: the innermost Hugging Face model that contains `module`, or the root module if there is none.
     """

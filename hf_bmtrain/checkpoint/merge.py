@@ -24,13 +24,13 @@ _CONFIGS = ("config.json", "generation_config.json")
 
 
 class _Source(NamedTuple):
-    """A tensor to copy, and where it is stored.
+    """A tensor to copy into the merged model, and the place where it is stored.
 
     Attributes:
         folder: the folder of its file.
         manifest: the manifest with the file's checksums, or None if the file has no checksums.
-        stored: its file, and its place there.
-        in_base: whether it comes from `--base` instead of from the checkpoint.
+        stored: its file, and its place in the file.
+        in_base: whether it comes from the base model (`--base`) instead of from the checkpoint.
     """
 
     folder: Path
@@ -86,7 +86,7 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
 
 
 def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base: Sequence[Path]) -> None:
-    """Raise ValueError if `base` is missing or not needed, or if `output` would be taken for another checkpoint."""
+    """Raise ValueError if `base` is missing or not needed, or if `load_state` might take `output` for a checkpoint."""
     if _has_trained_only(checkpoint) and not base:
         raise ValueError(
             f"{checkpoint.folder} contains only the trained tensors (trained_only=True). For the other tensors, pass "
@@ -107,7 +107,7 @@ def _has_trained_only(checkpoint: Found) -> bool:
 
 
 def _optimizers(checkpoint: Found) -> list[str]:
-    """Return the beginnings of the names of the optimizers' files: optimizer, optimizer2, …"""
+    """Return the base names of the optimizer files in a checkpoint, such as "optimizer" and "optimizer2"."""
     matches = (re.match(r"(optimizer\d*)(-\d+-of-\d+)?\.safetensors$", name) for name in checkpoint.manifest.files)
     return sorted({match[1] for match in matches if match})
 
@@ -118,9 +118,9 @@ def _sources(checkpoint: Found, base: str) -> dict[str, _Source]:
 
 
 def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
-    """Return the contents of the files that are copied unchanged, such as config.json, by file name.
+    """Return the contents of the checkpoint's files that are copied unchanged, such as config.json, by file name.
 
-    With `with_optimizer`, this includes `state.pt`, which `load_state` needs. Call `check_heads` first, which verifies
+    If `with_optimizer`, these include `state.pt`, which `load_state` needs. Call `check_heads` first, which verifies
     these files.
     """
     return {
@@ -134,7 +134,9 @@ def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
 
 
 def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, bytes]]:
-    """Return the tensors in `base` (a folder or files), and the contents of the configuration files beside them.
+    """Return the tensors of the base model, and the contents of its configuration files, both by name.
+
+    base: a folder, or one or several safetensors files. Configuration files are read from the folder of the first file.
 
     Raises ValueError if `base` cannot be read, or if two of its files contain the same tensor.
     """
@@ -163,7 +165,9 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
 
 
 def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dict[str, _Source], list[str]]:
-    """Return all tensors of the model: those in `trained`, and the others from `base`. Also return notes to print.
+    """Return all tensors of the model, by name: those in `trained`, and the others from `base`.
+
+    The second result is a list of notes to print for the user.
 
     Raises ValueError if a trained tensor is not in `base`, or has another shape there.
     """
@@ -199,11 +203,12 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
 def _write(
     staging: Path, groups: dict[str, dict[str, _Source]], copied: dict[str, bytes], limit: int
 ) -> dict[str, list[Checked]]:
-    """Write all files into the folder `staging`. Return the written chunks, with their checksums, by file name.
+    """Write all files into the folder `staging`.
 
-    Raises OSError if the disk has too little space.
+    Returns the offset, size and checksum of each written chunk, by file name. Raises OSError if the disk has too little
+    space.
 
-    groups: the tensors to write, by name, for each base name of files, such as "model".
+    groups: {base name of files, such as "model": {name of a tensor: its source}}.
     copied: the contents of the other files, by file name.
     limit: maximum size of a safetensors file in bytes; a tensor larger than that gets its own file.
     """
@@ -230,7 +235,7 @@ def _write(
 
 
 def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
-    """Copy the tensor `source` to its place `target` in a file in `staging`. Return the written chunks."""
+    """Copy a tensor to its place `target` in a file in `staging`. Return the written chunks, with their checksums."""
     stored = source.stored
     values = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype, device="cpu")
     if not len(values):

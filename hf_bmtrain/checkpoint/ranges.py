@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Return a view of a contiguous tensor's memory, uint8 (nbytes,)."""
+    """Return a view of a contiguous tensor's memory as a uint8 tensor of shape (nbytes,)."""
     return values.detach().reshape(-1).view(torch.uint8)
 
 
@@ -52,10 +52,10 @@ def memory_of(data: torch.Tensor) -> memoryview:
 
 
 class _Scratch(threading.local):
-    """Host memory for one chunk, separate for each thread, through which values pass between tensors and files.
+    """Host memory for one chunk of a file (at most 4 MiB), in which a thread reads, writes or verifies the chunk.
 
-    It is page-locked if `device` is a GPU. Other memory comes from mmap, because malloc would not return all of it to
-    the operating system.
+    Each thread has its own memory. It is page-locked if `device` is a GPU, and if that fails or there is no GPU,
+    allocated by mmap, because malloc would not return all of it to the operating system.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,7 +85,7 @@ def _scratch_for(values: Iterable[torch.Tensor]) -> _Scratch:
 def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]:
     """Write `parts` into existing files in `folder`, and flush the files to disk.
 
-    Returns the written chunks, with their checksums, by file name.
+    Returns the offset, size and checksum of each written chunk, by file name.
     """
     written: dict[str, list[Checked]] = {}
     scratch = _scratch_for(part.values for part in parts)
@@ -131,7 +131,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
         size: the size of the file in bytes; None uses the size of `data`. The bytes after `data` are zero.
 
     Returns:
-        The chunks of `data`, with their checksums.
+        The offset, size and checksum of each chunk of `data`.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -151,7 +151,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
 
 def checksums(path: Path) -> list[Checked]:
-    """Read a file that other code has written, flush it to disk, and return its chunks with their checksums."""
+    """Flush a file that other code has written to disk. Return the offset, size and checksum of each of its chunks."""
     chunks, start = [], 0
     with open(path, "rb") as file:
         while data := file.read(PIECE_BYTES):
@@ -181,12 +181,12 @@ class Wanted(NamedTuple):
 
 
 def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]) -> None:
-    """Read the elements of each `Wanted` into its `values`.
+    """Read elements of tensors from files, in several threads: those of each `Wanted` into its `values`.
 
     Args:
         folder: the folder of the files.
-        manifest: the manifest with the checksums of the files' chunks, which are verified. For this, each chunk that
-            contains a wanted byte is read completely. None reads only the wanted bytes, and verifies nothing.
+        manifest: the manifest, which contains a checksum for each chunk of the files. Each chunk that contains a wanted
+            byte is read completely and verified. None reads only the wanted bytes, and verifies nothing.
         wanted: the elements to read.
 
     Raises:
@@ -209,7 +209,11 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 
 
 def _chunks_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
-    """Yield the chunks to read for `wanted`: those of the manifest that contain its bytes, or only its own bytes."""
+    """Yield the chunks of the file that must be read for `wanted`.
+
+    With a manifest, these are all of its chunks that contain wanted bytes, because a checksum can be verified only if
+    its chunk is read completely. Without, the wanted bytes alone are divided into chunks, which have no checksums.
+    """
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size
     stop = start + len(wanted.values) * size
@@ -235,7 +239,7 @@ def _read_chunk(handle: int, wanted: Wanted, chunk: Checked, scratch: _Scratch) 
 
 
 def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Tensor:
-    """Read a chunk of the open file `handle` into the memory of `scratch`, and return it as a uint8 tensor.
+    """Read and verify a chunk of the open file `handle`. Return its bytes as a uint8 tensor in the memory of `scratch`.
 
     The next call on the same thread overwrites the result. Raises Damaged if the chunk cannot be read, the file is too
     short, or the checksum differs.
@@ -266,7 +270,7 @@ def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Te
 
 
 def check_heads(folder: Path, manifest: Manifest) -> None:
-    """Raise Damaged unless the headers of safetensors files, and all bytes of other files, match their checksums.
+    """Verify the headers of a checkpoint's safetensors files, and all bytes of its other files. Raises Damaged.
 
     The tensors in safetensors files are verified only when they are read.
     """

@@ -1,4 +1,4 @@
-"""`save_state`: save everything needed to resume training; each rank writes its own elements."""
+"""`save_state`: save everything needed to resume training. Each rank writes its own elements into shared files."""
 
 from __future__ import annotations
 
@@ -156,9 +156,9 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
     """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and tell all ranks its name.
 
-    Collective: every rank must call it. All ranks also get the checkpoint's step and number, which rank 0 chooses.
-    Raises RuntimeError on all ranks if `begin` fails, if a rank does not see the folder, or if the ranks' tensors
-    differ in names, dtypes or shapes.
+    Collective: every rank must call it. Rank 0 also tells the others the checkpoint's step and number (its place in the
+    order of saving). All three are stored in `job`. Raises RuntimeError on all ranks if `begin` fails, if a rank does
+    not see the folder, or if the ranks' tensors differ in names, dtypes or shapes.
     """
     problem = None
     if world.rank == 0:
@@ -183,7 +183,7 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
 
 
 def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
-    """Let the user's function `add` write further files for the checkpoint. If it is None, do nothing.
+    """Call the function `add`, with which users write further files into a checkpoint. If it is None, do nothing.
 
     Collective: every rank must call it. Raises RuntimeError on all ranks if `add` fails on any rank.
     """
@@ -198,7 +198,7 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
 
 
 def let_others_save(folder: str | os.PathLike) -> None:
-    """Wait until no checkpoint is being saved to `folder` any more, and unlock the folder for other jobs.
+    """Wait until this job's last checkpoint in `folder` is complete, and unlock the folder for other jobs.
 
     Collective: every rank must call it.
     """
@@ -249,13 +249,14 @@ class SavingState:
             self._thread.join()
             self._snapshot.close()
             self._thread = None
-            # Each rank's text already names the problems of all ranks, unless the exchange of problems itself failed.
+            # Each rank's text names the problems of all ranks, so the first text is enough. But if a rank could not
+            # exchange its problem with the others, only its own text names the problem, so texts are gathered again.
             problems = self._world.gather_objects(self._problem)
             _raise(self._job, next(filter(None, problems), None))
 
 
 class _Keeper:
-    """What a process keeps from one save to the next for one folder of checkpoints.
+    """State that a process keeps from one `save_state` to the next, for one folder of checkpoints.
 
     Attributes:
         lock: on rank 0, the open file whose lock keeps other jobs from saving to the folder; None on other ranks.
@@ -280,17 +281,17 @@ class _Keeper:
 
 @dataclass
 class _Job:
-    """A checkpoint that is being saved. Rank 0 calls `begin`, and then every rank calls `add`, if needed, and `finish`.
+    """Saves one checkpoint. Rank 0 calls `begin`, and then every rank calls `add`, if needed, and `finish`.
 
     Attributes:
         rank: this rank.
         size: the number of ranks.
         root: the folder of the checkpoints.
         files: the safetensors files to write.
-        keep: as for `save_state`.
-        step: as for `save_state`. `begin` replaces None.
-        name: as for `save_state`.
-        number: the checkpoint's place in the order of saving (see `Manifest`).
+        keep: the number of checkpoints to keep, including this one. None keeps all.
+        step: the step of the checkpoint. `begin` replaces None by one more than the step of the newest checkpoint.
+        name: the name of the checkpoint's folder, or None for checkpoint-`step`.
+        number: the checkpoint's place in the order of saving: one more than that of the newest checkpoint.
         staged: the name of the temporary folder, which no other checkpoint has; "" before rank 0 has created it.
         adds: whether every rank has called the user's function `add`, which writes further files.
     """
@@ -315,13 +316,14 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the temporary folder and its files. Only the elements in the safetensors files are not written yet.
+        """Create the temporary folder, and all files in it. Only the values of tensors are not written yet.
 
-        The files already have their final sizes, so each rank can write its elements at the right place. This method
-        locks `root`, stores the lock in `keeper`, and sets `number`, `staged` and, if it is None, `step`.
+        Safetensors files already have headers and their final sizes, so that each rank can write its elements at the
+        right place. This method locks `root`, stores the lock in `keeper`, and sets `number`, `staged` and, if it is
+        None, `step`. Only rank 0 calls it.
 
         Args:
-            keeper: keeps the lock of `root`.
+            keeper: receives the lock of `root`, or already has it from an earlier save.
             small: the contents of small files, such as indices, by file name.
             state: the state to write to `state.pt`, from `small_state.collect`.
             model: the model, whose configuration is written too.
@@ -342,7 +344,7 @@ class _Job:
         self._note("begin", written)
 
     def add(self, write: Callable[[Path], None]) -> None:
-        """Call `write` with a new folder for this rank. The files written there later move into the checkpoint."""
+        """Call `write`, the user's function, with a new folder. Its files are later moved into the checkpoint."""
         folder = self._added(self.rank)
         folder.mkdir()
         write(folder)
@@ -354,8 +356,9 @@ class _Job:
 
         Collective: every rank must call it. Returns a text with the problems of all ranks, or None.
 
-        write: writes the elements, and returns the written chunks by file name.
-        agree: exchanges the ranks' problems.
+        write: a function that writes the elements, and returns the offset, size and checksum of each written chunk, by
+            file name.
+        agree: a function that exchanges the ranks' problems (see `Agree`).
         """
         problem = None
         try:
@@ -373,12 +376,12 @@ class _Job:
         return problem
 
     def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
-        """Record which chunks this rank has written, with their checksums, in a JSON file in the temporary folder.
+        """Write the checksums of the chunks that this rank has written to a JSON file in the temporary folder.
 
         From the JSON files of all ranks, rank 0 creates the manifest, which lists every file and checksum.
 
-        name: distinguishes the JSON file from others.
-        written: the written chunks, by file name.
+        name: the part of the JSON file's name that distinguishes it from other ranks' files, such as the rank.
+        written: the written chunks (pieces of files) with their checksums, by file name.
         """
         with open(self.staging / f"pieces-{name}.json", "x") as file:
             json.dump(written, file)
@@ -404,9 +407,10 @@ class _Job:
         return self.staging / f"added-{rank}"
 
     def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
-        """Move the files that the user's `add` wrote on `rank` into the checkpoint, unless their names are taken there.
+        """Move the files that the user's function `add` has written on `rank` into the checkpoint.
 
-        The chunks and checksums of these files are added to `chunks`, but files in subfolders get no checksums.
+        Files whose names are already taken there are deleted. The checksums of the moved files are added to `chunks`,
+        which has those of all files of the checkpoint, by name. Files in subfolders get no checksums.
         """
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
@@ -431,12 +435,12 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """Return what to save: an `Entry` for each tensor, and for each optimizer its other state, such as step counts.
+    """List the tensors to save, and return the other state of each optimizer, such as step counts.
 
-    Collective: every rank must call it. The entries are grouped by the base name of the files into which they are
-    written, such as "model" or "optimizer".
+    Collective: every rank must call it. Each tensor is an `Entry` (name, shape, this rank's elements). The entries are
+    grouped by the base name of the files into which they are written, such as "model" or "optimizer".
 
-    trained_only: as for `save_state`.
+    trained_only: whether to list only trained parameters and buffers, instead of the whole model.
     """
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
@@ -447,7 +451,7 @@ def _entries(
 
 
 def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Return the safetensors files to write, and the contents of their index files, by file name.
+    """Plan the safetensors files to write. Return them, and the contents of their index files by file name.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     """
@@ -461,9 +465,9 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Copy the tensors that are not sharded, and return all entries.
+    """Return all entries, with copies of the tensors that are not sharded.
 
-    Without copies, a forward could change a module's buffers before a thread has written them.
+    Without these copies, a forward could change a module's buffers before a thread has written them.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     """
@@ -474,9 +478,9 @@ def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
 
 
 def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:
-    """Return what this rank must write: its elements of sharded tensors and, on rank 0, all other tensors.
+    """Return the values that this rank writes: its elements of sharded tensors and, on rank 0, all other tensors.
 
-    Of the ranks that store the same shard, only one writes its elements.
+    If several ranks store the same shard, only one of them writes its elements.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     files: the files, with the place of each tensor.
@@ -493,8 +497,8 @@ def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -
 def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     """Write the configuration of a Hugging Face model, so that `from_pretrained` can open the folder.
 
-    Returns the written chunks by file name. Nothing is written for a PEFT model, because the names of its tensors do
-    not match the base model's configuration.
+    Returns the offset, size and checksum of each written chunk, by file name. Nothing is written for a PEFT model,
+    because the names of its tensors do not match the base model's configuration.
     """
     if hasattr(model, "peft_config"):
         _log.info(
@@ -548,15 +552,14 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 def _agreement(world: World) -> Agree:
-    """Return a function that exchanges the problems of all ranks by a collective. See `Agree` for its arguments."""
+    """Return a function by which ranks tell each other their problems, with a collective (see `Agree`)."""
     return lambda point, problem: _report(world.gather_objects(problem))
 
 
 def _posts(world: World, job: _Job) -> Agree:
-    """Return a function that exchanges the problems of all ranks from background threads.
+    """Return a function by which ranks tell each other their problems, from background threads (see `Agree`).
 
     It uses the launcher's store instead of a collective, because the main thread may run a collective at the same time.
-    See `Agree` for the arguments.
     """
     if world.size == 1:
         return _agreement(world)

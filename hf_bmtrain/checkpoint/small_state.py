@@ -1,6 +1,7 @@
-"""The file `state.pt` of a checkpoint contains its small state: everything but the large tensors.
+"""Save and load a checkpoint's small state, in the file `state.pt`: all state except the large tensors.
 
-It consists of random generators, parameter groups, step counts, schedulers, the loss scale, and the user's `extra`.
+The small state consists of random generators, parameter groups, step counts, schedulers, the loss scale, the user's
+`extra`, and similar values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def collect(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Collect what `state.pt` will contain, from all ranks, and return it on every rank.
+    """Collect the small state of all ranks, which `state.pt` will contain. Every rank returns the same dict.
 
     Collective: every rank must call it.
 
@@ -58,7 +59,7 @@ def collect(
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """Return the contents of a file that stores `state`.
+    """Return the bytes of the file `state.pt` that stores `state`, the result of `collect`.
 
     Raises ValueError if torch.load(weights_only=True) would refuse objects in it.
     """
@@ -69,7 +70,7 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return the small state that `data`, the contents of its file, stores.
+    """Return the small state (random generators, schedulers and so on) from `data`, the bytes of the file `state.pt`.
 
     Raises ValueError if torch.load(weights_only=True) refuses objects in it.
     """
@@ -84,7 +85,7 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the small state of the checkpoint in `folder`, from its file `state.pt`.
+    """Read the file `state.pt` of the checkpoint in `folder`: random generators, schedulers and other small state.
 
     Raises ValueError if torch.load(weights_only=True) refuses objects in it.
     """
@@ -92,11 +93,11 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:
-    """Load all small state but that of optimizers and random generators, and return this rank's `extra`.
+    """Load schedulers, the loss scale and other small state from `state`. Return the `extra` that this rank saved.
 
-    It consists of schedulers, the loss scale, the extra state of modules, the state of features such as float8, and the
-    buffers that differ between ranks. If the checkpoint was saved by another number of ranks, such buffers are not
-    loaded, and every rank gets the `extra` of rank 0.
+    The other small state is the extra state of modules, the state of features such as float8, and the buffers that
+    differ between ranks. Optimizers and random generators are loaded elsewhere. If the checkpoint was saved by another
+    number of ranks, buffers that differ between ranks are not loaded, and the `extra` of rank 0 is returned.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])
@@ -116,10 +117,10 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
 
 
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
-    """Restore this rank's random generators.
+    """Restore this rank's random generators from `state`, the small state of a checkpoint.
 
-    If the checkpoint was saved by another number of ranks, seed them instead with a number that is derived from rank
-    0's saved generator and `step`.
+    If the checkpoint was saved by another number of ranks, the generators are seeded instead with a number that is
+    derived from rank 0's saved generator and `step`.
     """
     ranks = state["ranks"]
     if len(ranks) == world.size:
@@ -135,7 +136,7 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
 
 
 def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Raise ValueError if the saved state does not fit the given optimizers and schedulers."""
+    """Raise ValueError if `state`, a checkpoint's small state, does not fit the given optimizers and schedulers."""
     for what, saved, mine in (
         ("optimizers", len(state["optimizers"]), len(optimizers_of(optimizer))),
         ("schedulers", len(state["schedulers"]), len(schedulers_of(schedulers))),
@@ -165,7 +166,7 @@ def _with_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module
 
 
 def _own_buffers(world: World, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of those persistent buffers of this rank whose values differ from rank 0's.
+    """Return copies of this rank's persistent buffers whose values differ from those on rank 0, by name.
 
     Collective: every rank must call it.
     """

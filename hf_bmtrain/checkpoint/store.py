@@ -34,7 +34,10 @@ _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin
 
 
 class Saving:
-    """A file that a thread of rank 0 is writing. The interpreter does not exit before the file is complete."""
+    """The result of `save` with `non_blocking`: a file that a thread of rank 0 is writing.
+
+    The interpreter does not exit before the file is complete.
+    """
 
     def __init__(self, state: OrderedDict | None, path: Path) -> None:
         self._error: BaseException | None = None
@@ -150,7 +153,10 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
 
 def write_atomically(state: dict, path: Path) -> None:
-    """Write `state` to a temporary file, and rename it to `path`, which is never incomplete. Not collective."""
+    """Write a state dict to a temporary file, and rename it to `path`. Not collective.
+
+    So the file `path` is never incomplete. Its format depends on its ending, as for `save`.
+    """
     with atomic_file(path) as temporary:
         if path.suffix == _SAFETENSORS:
             tensors = _each_once(state)
@@ -161,7 +167,7 @@ def write_atomically(state: dict, path: Path) -> None:
 
 
 def _with_checksums(state: dict) -> OrderedDict:
-    """Return a copy of a state dict with checksums of its entries and of its metadata in the attribute `_CHECKSUMS`."""
+    """Return a copy of a state dict, which has an attribute with the checksums of its entries and of its metadata."""
     result = OrderedDict(state)
     result.__dict__.update(getattr(state, "__dict__", {}))
     result.__dict__[_CHECKSUMS] = checksums(_with_metadata(result))
@@ -175,7 +181,8 @@ def _with_metadata(state: OrderedDict) -> dict[str, Any]:
 def _each_once(state: dict) -> dict[str, torch.Tensor]:
     """Return the tensors of `state`, with each tied tensor only under its first key, as in Hugging Face's files.
 
-    This is necessary because safetensors refuses tensors that share memory. Raises ValueError if a value is no tensor.
+    This is necessary because safetensors refuses tensors that share memory. Raises ValueError if a value is not a
+    tensor.
     """
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
@@ -198,8 +205,8 @@ def read_state(path: Path, part: tuple[int, int] = (0, 1)) -> OrderedDict:
 
     Args:
         path: the file, folder or index.
-        part: (number, count), by which `count` ranks share the work of verifying checksums: every `count`-th tensor is
-            verified, beginning with tensor `number`. By default, all tensors are verified.
+        part: (number, count): only every `count`-th tensor is compared with its checksum, beginning with tensor
+            `number`, so that `count` ranks can share this work. By default, all tensors are.
 
     Returns:
         The tensors by name.
@@ -232,7 +239,7 @@ def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
 
 
 def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
-    """Return the tensors in a file, and the checksums from its metadata, or None if it has no checksums."""
+    """Return the tensors in a safetensors file, and the checksums in its metadata, or None if it has no checksums."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_CHECKSUMS)
@@ -247,7 +254,7 @@ def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
 
 def _read_pickled(path: Path) -> OrderedDict:
     try:
-        mapped = zipfile.is_zipfile(path)  # torch can map only this format, the default of torch.save since torch 1.6
+        mapped = zipfile.is_zipfile(path)  # torch.load maps only zip files, torch.save's default since 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(
@@ -261,9 +268,10 @@ def _read_pickled(path: Path) -> OrderedDict:
 
 
 def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int]) -> None:
-    """Raise ValueError unless the values in `state` match their checksums `sums`.
+    """Raise ValueError unless the values in `state`, which was read from `path`, match their checksums `sums`.
 
-    part: (number, count). Only every `count`-th value is verified, beginning with value `number`.
+    part: (number, count). Only every `count`-th value is verified, beginning with value `number`, so that `count` ranks
+        can share this work.
     """
     number, count = part
     if isinstance(sums, dict):
@@ -276,7 +284,7 @@ def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int])
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
-    """Add each weight that `model` ties to `state` under all its names, if `state` has it under at least one."""
+    """Complete the names of tied weights in `state`: if it contains one name of a weight of `model`, add the others."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""DCPState saves and loads sharded models and optimizers with torch.distributed.checkpoint (DCP)."""
+"""`DCPState`: save and load sharded models and optimizers with torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        # On every rank, even one that has no elements, because all ranks must all-gather these buffers again.
+        # Also on ranks that have no elements of these buffers, because all ranks must all-gather them again.
         torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
@@ -152,7 +152,10 @@ class DCPState:
 
 
 def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return AdamOptimizer's state for a parameter before the first step: this rank's elements, in CPU tensors."""
+    """Return the state (moments of zero) that AdamOptimizer would have for a parameter before its first step.
+
+    The tensors are on the CPU and contain this rank's elements.
+    """
     own = parameter.part if isinstance(parameter, DistributedParameter) else parameter
     values = own.detach().to("cpu", torch.float32, copy=True)
     state = {

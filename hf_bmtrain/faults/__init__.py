@@ -1,6 +1,6 @@
 """Find ranks that hang, fail or issue different collectives, and gradients that are inf or nan.
 
 `watch.py` contains the thread that monitors the other ranks. Only `bad_gradients.py` deals with parameters and
-optimizers. The other files use only communicators and their collective logs, the lists of operations that each rank has
+optimizers. The other files use only communicators and their collective logs, which list the operations that a rank has
 issued.
 """

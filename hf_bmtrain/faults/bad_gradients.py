@@ -31,7 +31,7 @@ the gradient are finite)."""
 
 
 class OwnGradients(Observer):
-    """Checks this rank's gradients for inf and nan before they are averaged, in the WATCHED_STEPS steps after a skip.
+    """Checks this rank's gradients for inf and nan before they are averaged, in the 16 steps after a skipped step.
 
     The averaged gradient does not show which rank computed an inf or nan.
 
@@ -41,7 +41,7 @@ class OwnGradients(Observer):
 
     Attributes:
         steps: the number of steps that are still to be checked.
-        handle: ends the checks, by removing this observer from the schedule.
+        handle: its method `remove` ends the checks.
     """
 
     handle: ObserverHandle
@@ -62,18 +62,19 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """End a step. The gradients that were checked since the last call are those of this step.
+        """Count a step, and keep its results for `found`: those of the gradients checked since the last call.
 
-        The checks end one step after the last watched step, because a skip of that step may still have to be explained.
+        The results of the last step to be checked are kept for one step more, because that step may have been skipped,
+        which must then be explained.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
-        if self.steps < 0:  # reached only if no step was skipped: a skip replaces this object by a new one
+        if self.steps < 0:  # only if none of the steps was skipped, because after a skip a new object is used
             self._last = []
             self.handle.remove()
 
     def found(self) -> dict[tuple[int, int], int]:
-        """Return which gradients of this rank were inf or nan in the last step.
+        """Return which of this rank's gradients had inf or nan elements in the last step.
 
         Returns:
             {(number of the flat buffer, index of the parameter in it): position of the gradient in backward}.
@@ -96,7 +97,7 @@ class OwnGradients(Observer):
 class GradientWatcher(Observer):
     """Explains why a step was skipped, by naming the gradients that were inf or nan.
 
-    In the steps after a skip, each rank also checks its own gradients before they are averaged, so that another skip
+    In the 16 steps after a skip, each rank also checks its own gradients before they are averaged, so that another skip
     can be traced to a rank. This is done separately for each owner of optimizers: an OptimManager, or the object that
     follows the steps of Trainer.
     """
@@ -106,7 +107,7 @@ class GradientWatcher(Observer):
         self._watches = weakref.WeakKeyDictionary[Any, OwnGradients]()
 
     def watch(self, owner: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Check this rank's gradients of `parameters` in the next WATCHED_STEPS steps of `owner`.
+        """Check this rank's gradients of `parameters`, before they are averaged, in the next 16 steps of `owner`.
 
         Args:
             owner: the object whose steps are counted: an OptimManager, or the object that follows the steps of Trainer.
@@ -118,7 +119,7 @@ class GradientWatcher(Observer):
         own.handle = self._world.schedule.observe(own, owner)
 
     def watch_of(self, owner: Any) -> OwnGradients | None:
-        """Return the latest check of this rank's gradients for `owner`, even if it has ended, or None."""
+        """Return the observer that checks this rank's gradients for `owner`, even if it has ended, or None."""
         return self._watches.get(owner)
 
     def stop(self, owner: Any) -> None:
@@ -148,7 +149,7 @@ class _Bad:
         numel: the number of elements of the full parameter. If `tp_size` splits it, that of the whole tensor.
         nan: the number of nan elements of the averaged gradient, or 0 if every rank has already freed it.
         inf: the number of inf elements of the averaged gradient, or 0 if every rank has already freed it.
-        partly: whether only some ranks could count these elements, because others had freed their part of the gradient.
+        partly: whether `nan` and `inf` are incomplete, because some ranks had already freed their part of the gradient.
         ranks: the ranks whose own gradient had inf or nan before averaging. () if there are none, or if the ranks did
             not check their own gradients.
     """
@@ -180,11 +181,12 @@ def explain(
         parameters: the parameters of all optimizers.
         counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
             gradient; -1 if the gradient was already freed.
-        own: the check of this rank's own gradients, or None if they were not checked.
-        world: the world whose ranks are compared.
+        own: the observer that has checked this rank's own gradients, or None if they were not checked.
+        world: the world of this process.
 
     Returns:
-        The message, which is the same on every rank. None if the gradients were freed and no rank had checked its own.
+        The message, which is the same on every rank. None if no inf or nan is known, because the gradients were freed
+        and no rank had checked its own.
     """
     watched = own is not None and own.has_seen
     found = {} if own is None else own.found()
@@ -208,12 +210,13 @@ def explain(
 
 
 def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-    """Combine the counts of all ranks into one row for each shard. Ranks of different hosts may store the same shard.
+    """Combine counts from all ranks, such as of nan elements, into one row for each shard.
 
-    Returns the counts, (shards, ...); -1 where no rank knows them.
+    Ranks of different hosts may store the same shard, so their counts must not be added. Returns the counts, (shards,
+    ...); -1 where no rank knows them.
 
-    counts: the counts of each rank, (ranks, ...); -1 where unknown.
-    numbers: the number of each rank's shard.
+    counts: the counts from each rank, (ranks, ...); -1 where unknown.
+    numbers: for each rank, the number of the shard that it stores.
     """
     ranks: dict[int, list[int]] = {}
     for rank, number in enumerate(numbers):
@@ -222,12 +225,13 @@ def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 
 
 def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Tensor, number: int) -> _Bad | None:
-    """Combine what the ranks know about the gradient of `parameter`. Return None if no inf or nan in it is known.
+    """Combine the results of all ranks for the gradient of `parameter`. Return None if none has found an inf or nan.
 
-    counts: (shards, 2) int64. For each shard, the numbers of nan and of inf elements that the averaged gradient has in
-        it; -1 if this part of the gradient was freed.
-    places: (ranks,) int64. For each rank, the position in backward of its own gradient if that had inf or nan, or -1.
-    number: the parameter's position in the optimizers' parameters, which stands for its name if that is unknown.
+    counts: (shards, 2) int64. For each shard, the numbers of nan and of inf elements in this part of the averaged
+        gradient; -1 if the part was already freed.
+    places: (ranks,) int64. If the rank's own gradient had inf or nan before averaging, its position in the order of
+        backward; otherwise -1.
+    number: the parameter's position in the optimizers' parameters. The message uses it if the name is unknown.
     """
     known, missing = counts.clamp_min(0), counts[:, 0] == _UNKNOWN
     partly = bool(missing.any() and not missing.all())
@@ -247,11 +251,12 @@ def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Te
 
 
 def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> str:
-    """Return a message about the gradients `bad`. It names those of the block that backward reached first.
+    """Return a message about the gradients `bad`, which names those of the block that backward reached first.
 
     Backward goes from the last block to the first, and inf and nan spread in this direction, so this block is the
     likely origin.
 
+    bad: the gradients that had inf or nan elements.
     present: the number of gradients whose elements could be counted.
     watched: whether any rank checked its own gradients.
     size: the number of ranks.

@@ -23,8 +23,8 @@ from .status import Status
 _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
 _FAREWELL_SECONDS = 5.0
-"""Maximum seconds that rank 0 waits for the others to read which ranks are missing. Its process serves the store, so
-they cannot read that after it has ended."""
+"""Maximum time in seconds that rank 0 waits for the others to read which ranks are missing. Its process serves the
+store, so the others cannot read the list after it has ended."""
 REPEAT_SECONDS = 30.0
 """Seconds of waiting for a rank before the second warning about it."""
 _MET = "met"
@@ -32,9 +32,10 @@ _CAUSES = "raised or exited earlier (its own log says why), hangs, was not start
 
 
 def hang_seconds() -> float:
-    """Return how many seconds ranks wait for another rank before a warning names it: HF_BMTRAIN_HANG_SECONDS, or 8.
+    """Return how many seconds ranks wait for another rank before a warning names that rank.
 
-    The waiting ranks check once a second, so by default a rank is named within 10 s after it has stopped.
+    This is the environment variable HF_BMTRAIN_HANG_SECONDS, or 8 s. The waiting ranks check once a second, so by
+    default a rank is named within 10 s after it has stopped.
     """
     return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "8"))
 
@@ -84,7 +85,7 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
                 f"({reason})"
             )
         absent = [0] if store is None else _absent(store, size)
-        # `absent` is empty if the last rank has just arrived.
+        # Only the lowest waiting rank logs the warning. `absent` is empty if the last missing rank has just arrived.
         if seconds < limit and absent and rank == next(other for other in range(size) if other not in absent):
             status = Status()
             status.look(threading.get_ident())
@@ -111,7 +112,9 @@ def _place(init_method: str) -> tuple[str, int] | None:
 
 
 def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
-    """Open the store as torch does, but without waiting for the other ranks, and announce there that this rank arrived.
+    """Open torch's TCPStore, and record in it that this rank has arrived. Do not wait for the other ranks.
+
+    The arguments of the store are those of torch, so that torch's process group can use it too.
 
     place: the host and port of the store.
     end: the time, on the clock of `time.monotonic()`, at which to give up.
@@ -128,9 +131,10 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
 
 
 def _wait_for_server(place: tuple[str, int], end: float) -> None:
-    """Wait until the store's server at `place` accepts a connection. Raise OSError if there is none at the time `end`.
+    """Wait until the store's server at `place`, a host and a port, accepts a connection.
 
-    TCPStore itself could wait, but it logs errors if no server answers in time.
+    Raises OSError if it does not until the time `end` (`time.monotonic()`). TCPStore itself could wait, but it logs
+    errors if no server answers in time.
     """
     while True:
         try:
@@ -156,15 +160,16 @@ def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
 
 
 def _give_up(store: TCPStore, size: int) -> list[int]:
-    """Give up waiting: store the list of missing ranks, so that every other rank gives up too, and return the list.
+    """Give up waiting: write the list of missing ranks to the store, so that all ranks give up, and return the list.
 
-    If another rank has already given up, return the list that it stored. If all ranks have just arrived, return [].
+    If another rank has already given up, return the list that it has written. If all ranks have just arrived, return
+    [].
     """
     return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size) or [0]))))
 
 
 def _ranks_of(shown: bytes) -> list[int]:
-    """Return the missing ranks in `shown`, the value of the key "all"; [] if it is "met"."""
+    """Return the missing ranks that the store's key "all" lists, or [] if its value `shown` is "met"."""
     return [] if shown.decode() == _MET else [int(rank) for rank in shown.decode().split()]
 
 
@@ -174,7 +179,7 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
     Rank 0, whose process serves the store, then waits a few seconds at most for the others to read the list too.
     """
     end = time.monotonic() + _FAREWELL_SECONDS
-    with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may have ended
+    with contextlib.suppress(RuntimeError):  # if rank 0, which serves the store, has already ended
         told = store.add(_key("told"), 1)
         while rank == 0 and told < store.add(_key("count"), 0) and time.monotonic() < end:
             time.sleep(_PAUSE)
@@ -182,7 +187,7 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:
-    """Return the ranks that have not arrived. If the store, which rank 0 serves, does not answer, return [0]."""
+    """Return the ranks that have not arrived, or [0] if the store, which rank 0 serves, does not answer."""
     try:
         return [rank for rank in range(size) if not store.check([_key(str(rank))])]
     except RuntimeError:
@@ -190,7 +195,7 @@ def _absent(store: TCPStore, size: int) -> list[int]:
 
 
 def _key(name: str) -> str:
-    """Return the key under which the store keeps `name`.
+    """Return the full name of a key in the store.
 
     The key contains the number of restarts, because a launcher that restarts the ranks may keep the store with its old
     keys.

@@ -1,14 +1,14 @@
-"""Change how this process ends while it trains with other ranks. `install` does so, and returns a function to undo it.
+"""Change how this process ends, so that failures and exits are reported to the other ranks. `install` does it:
 
 * `sys.excepthook` is replaced. The rank that raises first prints its full traceback. Every other rank prints one line:
   its own place in the program, and the rank whose output to read.
 * `sys.exit`, `exit` and `quit` record the calling line and the exit code, because an exit handler cannot find them out.
 * An exit handler waits for the other ranks, and closes the communicators.
 
-Other files affect processes too. When every rank must stop, for example after the timeout of `init_distributed`,
+Two other files also affect processes. When every rank must stop, for example after the timeout of `init_distributed`,
 `watch.py` kills suspended and blocked processes of this host (`os.kill`), and ends this process if its program cannot
-raise the error (`os._exit`). `bmtrain/init.py` lets every step of a torch optimizer check whether it can update sharded
-parameters.
+raise the error (`os._exit`). `bmtrain/init.py` adds a hook to torch's optimizers, which checks before every step that
+they can update sharded parameters.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             if _is_raised_in(_TORCH_COLLECTIVES, trace):
                 problem = watch.find_cause(_CAUSE_SECONDS)
             elif _is_raised_in(_OWN_COLLECTIVES, trace) and not isinstance(error, torch.OutOfMemoryError):
-                # Collectives of this package have already waited for the cause.
+                # Do not wait for the cause, because collectives of this package have already done so.
                 problem = watch.find_cause(0.0)
             elif "CUDA error" in str(error):  # for example, because this GPU accessed memory of a rank that has ended
                 problem = watch.wait_for_problem(_CAUSE_SECONDS)
         first = watch.raised_before()
-        # If the other rank ended only because of a problem, its text may name a third rank, which then is the cause.
+        # The rank that ended first may have done so because of a problem. If that names a third rank, it is the cause.
         if first is not None and first[1].ended.startswith("ended"):
             cause = problem or first[1].problem or ""
             if cause.startswith("rank "):
@@ -120,9 +120,9 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
 
 
 def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
-    """Return whether an exception was raised in a function of one of `files` (files or folders), or in a call from it.
+    """Return whether an exception came from code in one of `files` (files or folders), or from a function it called.
 
-    This identifies errors of collectives. These fail if another rank ends or calls another collective, but their errors
+    This identifies errors of collectives. They fail if another rank ends or calls another collective, but their errors
     do not name that rank.
     """
     frames = traceback.walk_tb(trace)
@@ -130,7 +130,9 @@ def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
 
 
 class Exits:
-    """Records the last call of `sys.exit`, `exit` or `quit` on the main thread, even if the program caught SystemExit.
+    """Records the last call of `sys.exit`, `exit` or `quit` on the main thread, for the exit handler of this process.
+
+    A call is recorded even if the program catches its SystemExit.
 
     Attributes:
         code: the exit code of that call, or 0 without a call.
@@ -142,7 +144,7 @@ class Exits:
         self._pid = os.getpid()
 
     def install(self) -> Callable[[], None]:
-        """Wrap `sys.exit`, `exit` and `quit`. Return a function that restores them."""
+        """Make `sys.exit`, `exit` and `quit` record their calls. Return a function that restores the original ones."""
         places = [(sys, "exit"), *((builtins, name) for name in ("exit", "quit") if hasattr(builtins, name))]
         undo = []
         for place, name in places:
@@ -171,16 +173,16 @@ class Exits:
 
 
 def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
-    """Set the attribute `name` of `place` back to `before`, if its value is still `ours`."""
+    """Set the attribute `name` of `place` back to `before`, unless other code has replaced our value `ours`."""
     if getattr(place, name) is ours:
         setattr(place, name, before)
 
 
 def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool, exits: Exits) -> None:
-    """Wait at exit until all ranks have arrived here, and close the communicators.
+    """Run this process's exit handler: wait until all ranks have arrived here, and close the communicators.
 
-    If a rank failed or is missing, this does not wait. If other ranks still needed this one, or if NCCL cannot abort
-    its operations, this ends the process with a nonzero exit code (`os._exit`).
+    If this rank has failed, or another rank fails or is missing, it does not wait any longer. If other ranks still
+    needed this one, or if NCCL cannot abort its operations, it ends the process with a nonzero exit code (`os._exit`).
     """
     # Without a process group, which accelerator.end_training() destroys, the ranks cannot wait for each other.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
@@ -216,5 +218,5 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     if problem is not None or not aborted:
         logging.shutdown()
         sys.stdout.flush()
-        # Only this sets the exit code in an exit handler. If it were 0, the launcher would blame another rank.
+        # In an exit handler, only os._exit can set the exit code. If it were 0, the launcher would blame another rank.
         os._exit(exits.code or 1)

@@ -35,8 +35,9 @@ _KEY = "board/{}"
 class SharedStatus:
     """Gives each rank a page of shared memory with its status text and collective logs, which others can always read.
 
-    The ranks of a host map each other's pages. So the page of a suspended or killed process can still be read, and no
-    server is needed. If there are several hosts, each rank also writes its text to the launcher's store.
+    A collective log lists the operations that a rank has issued. The ranks of a host map each other's pages, so the
+    page of a suspended or killed process can still be read, and no server is needed. If there are several hosts, each
+    rank also writes its text to the launcher's store.
 
     Attributes:
         neighbours: the other ranks of this host.
@@ -44,7 +45,11 @@ class SharedStatus:
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:
-        """Map the pages of this host's ranks. Collective: every rank must call it."""
+        """Map the shared memory of this host's ranks. Collective: every rank must call it.
+
+        control: exchanges Python objects between the ranks.
+        rank: this rank.
+        """
         self._control, self._rank, self._collective_logs = control, rank, 0
         self.lost = False
         places = control.gather(_place())
@@ -56,7 +61,7 @@ class SharedStatus:
             self._map()
 
     def _map(self) -> None:
-        """Map a file that has a page for each rank of this host. If one of these ranks cannot map it, none uses it.
+        """Map a file into memory that has a page for each rank of this host. If a rank cannot map it, none uses it.
 
         Collective: every rank must call it.
         """
@@ -83,11 +88,12 @@ class SharedStatus:
                 self._pages[rank] = memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]
 
     def add(self, collective_log: CollectiveLog) -> None:
-        """Move a collective log to this rank's page, and compare its new entries with those of two adjacent ranks.
+        """Move a collective log to this rank's page of shared memory, where other ranks can read it.
 
-        Adjacent ranks are enough, because if any two ranks of a host differ, two adjacent ranks do. More comparisons
-        would cost time in every operation. Every rank must add the same logs in the same order, with equal entries so
-        far. Only the first _JOURNALS logs are shared.
+        From now on, each new entry is compared with the logs of the two adjacent ranks of this host. These are enough,
+        because if any two ranks of a host differ, two adjacent ranks do, and more comparisons would cost time in every
+        operation. Every rank must add the same logs in the same order, with equal entries so far. Only the first 8 logs
+        are shared.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:
@@ -99,7 +105,7 @@ class SharedStatus:
             collective_log.publish(memories[mine], {ranks[place]: memories[place] for place in nearest})
 
     def show(self, text: str) -> None:
-        """Publish `text` as this rank's status, in place of the last one. Any thread may call this.
+        """Publish `text` as this rank's status, in place of its previous text. Any thread may call this.
 
         A text that is too long for the shared memory is cut.
         """
@@ -126,7 +132,10 @@ class SharedStatus:
 
 
 def _place() -> tuple[str, ...]:
-    """Return a key. Processes with equal keys can share memory and see each other's process ids."""
+    """Return a key for this process's host and container.
+
+    Processes with equal keys can share memory and see each other's process ids.
+    """
     names = [socket.gethostname(), tempfile.gettempdir()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/mnt"):
         try:
@@ -137,7 +146,7 @@ def _place() -> tuple[str, ...]:
 
 
 def _create(nbytes: int) -> str | None:
-    """Create a file of `nbytes` zero bytes, in /dev/shm if possible. Return its path, or None if there is no space."""
+    """Create a file of `nbytes` zero bytes, in /dev/shm if possible. Return its path, or None if that fails."""
     for folder in ("/dev/shm", tempfile.gettempdir()):
         try:
             handle, path = tempfile.mkstemp(prefix="hf_bmtrain_board_", dir=folder)
@@ -155,10 +164,11 @@ def _create(nbytes: int) -> str | None:
 
 
 def _write(page: memoryview, data: bytes) -> None:
-    """Write the text `data` to that text area of the page which readers do not use now, and then switch them to it.
+    """Write `data`, a status text in UTF-8, to a page of shared memory, as its latest text.
 
-    They use the area that the count of texts selects. If the process is suspended or killed before it increments the
-    count, readers still see the previous text.
+    A page has two areas for texts. `data` is written to the one that does not contain the latest text. Then the count
+    of texts is incremented, so that readers use the new text. If the process is suspended or killed before that, they
+    still see the previous one.
     """
     count: Any = page[:8].cast("Q")
     start = 8 + (count[0] + 1) % 2 * _TEXT_BYTES
@@ -168,7 +178,10 @@ def _write(page: memoryview, data: bytes) -> None:
 
 
 def _read(page: memoryview) -> str | None:
-    """Return the latest text of a page, or None if there is none. If a new text arrives meanwhile, read again."""
+    """Return the latest status text in a page of shared memory, or None if there is none.
+
+    If the page's rank writes a new text in the meantime, read again.
+    """
     count: Any = page[:8].cast("Q")
     while before := count[0]:
         start = 8 + before % 2 * _TEXT_BYTES

@@ -77,7 +77,7 @@ class Status:
     excerpts: list[Excerpt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._instructions: list[tuple[int, int]] = []  # of the last stack: (id of the code, instruction) of each frame
+        self._instructions: list[tuple[int, int]] = []  # at the last `look`: (id of code, instruction) per frame
 
     def to_text(self) -> str:
         """Return the status as JSON."""
@@ -91,12 +91,12 @@ class Status:
         return status
 
     def look(self, thread: int) -> None:
-        """Update `place`, `waits`, `task` and `moved` from the stack of a thread of this process.
+        """Update this status from the stack of a thread: `place`, `waits`, `task` and `moved`.
 
         `place` does not change after the program has ended, or while no line of the program is on the stack.
 
         Args:
-            thread: the thread's identifier, as from `threading.get_ident()`.
+            thread: the identifier of a thread of this process, as from `threading.get_ident()`.
         """
         frame = sys._current_frames().get(thread)
         lines, waits, called, task, instructions, now = [], "", "", "", [], time.time()
@@ -112,9 +112,9 @@ class Status:
             instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
         if waits.startswith("torch.distributed."):
-            waits += called  # the library function that the user's line called, as in "... in clip_grad_norm_"
+            waits += called  # which function of a library the user's line called, such as " in clip_grad_norm_"
         place = _in_words(lines)
-        # `place` is "" while no frame belongs to the program, as in `sys.excepthook`. The last place is then kept.
+        # While no frame belongs to the program, as in `sys.excepthook`, `place` is "". The last place is then kept.
         if place not in ("", self.place) and not self.ended:
             self.place, self.since = place, now
         if instructions != self._instructions:
@@ -176,7 +176,10 @@ def _task_in(path: str) -> str:
 
 
 def _waited_for(frame: FrameType, path: str) -> str:
-    """Return the operation with other ranks for which a frame of the stack waits, or "". path: its source file."""
+    """Return the operation with other ranks for which a frame of the stack waits, or "" if it waits for none.
+
+    path: the source file of the frame's code.
+    """
     if not any(each in path for each in _WAITS):
         return ""
     name = frame.f_code.co_name
@@ -191,7 +194,10 @@ def _waited_for(frame: FrameType, path: str) -> str:
 
 
 def _in_words(lines: list[tuple[str, str]]) -> str:
-    """Return a text such as "train.py:41 (load, from line 9)" for `lines`, (file:line, function) innermost first."""
+    """Return a text such as "train.py:41 (load, from line 9)", which names a line of the program and its caller.
+
+    lines: (file:line, function) of the line and of its caller, or of the line alone. [] returns "".
+    """
     if not lines:
         return ""
     place, function = lines[0]

@@ -30,8 +30,8 @@ CROSSED_SECONDS = 5.0
 _SILENT_SECONDS = 5.0
 """Seconds without an update of its status after which a rank's process counts as blocked."""
 _GRACE_SECONDS = 5.0
-"""Seconds that this rank's program has to raise an error when every rank must stop. Then its GPU operations are aborted
-and, if it still has not raised the error after as many seconds again, its process is ended."""
+"""Seconds that this rank's program has to raise an error when every rank must stop. If it does not, its GPU operations
+are aborted. If it still has not raised the error after as many seconds again, its process is ended."""
 _DEVICE = "its device"
 """The value of `Status.waits` for a rank whose program does not move while its device has unfinished work. This may be
 the rank's own work, or a collective of torch.distributed, which waits for another rank."""
@@ -45,7 +45,7 @@ class Watch(Monitor):
     * If two ranks have issued different operations (their collective logs differ), every rank is told. Its next
       operation raises an error with the difference, and so does an operation that is already waiting on the CPU.
       Operations that are waiting on GPUs are aborted.
-    * The same happens if a rank raised an exception, or exited while others wait for it.
+    * The same happens if a rank has raised an exception, or has exited while others wait for it.
     * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
       that rank, its line in the program, and the likely cause. After 30 s, and after each doubling of that time, it
       logs a warning again, with the changes. The rank may only be slow, so nothing else happens before the timeout.
@@ -69,7 +69,7 @@ class Watch(Monitor):
         self._warning: str | None = None  # the text of the last warning of this wait
         self._stopped = threading.Event()
         self._since = time.monotonic()  # the time of the last change of `_seen`
-        self._seen: tuple[list[int], list[int]] = [], []  # the lengths of the logs of this rank, and of the next rank
+        self._seen: tuple[list[int], list[int]] = [], []  # lengths of the logs of this rank, and of the next rank
         self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
@@ -90,9 +90,9 @@ class Watch(Monitor):
         self._compare(communicator.collective_log)
 
     def _compare(self, collective_log: CollectiveLog) -> None:
-        """From now on, compare each operation in `collective_log` with other ranks of this host.
+        """From now on, compare each new operation in a log of this rank with the same log of other ranks of this host.
 
-        If they differ, the error explains the difference.
+        If the operations differ, the operation raises an error that explains the difference.
         """
         self._board.add(collective_log)
         collective_log.explain = self.difference
@@ -111,13 +111,13 @@ class Watch(Monitor):
             self._thread.join(2 * SECONDS)
 
     def end(self, how: str) -> None:
-        """Publish at once how this rank's program ended. Later calls do nothing."""
+        """Publish at once how this rank's program ended, such as "raised ValueError: ...". Later calls do nothing."""
         if not self.status.ended:
             self.status.ended, self.status.ended_at = how[:_LONGEST], time.time()
             self._show()
 
     def raised_before(self) -> tuple[int, Status] | None:
-        """Return the other rank that was the first to end by an exception, and its status, or None."""
+        """Return the rank that was the first to end by an exception, except this rank, and its status; or None."""
         others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
         raised = [each for each in others if each[1].ended.startswith(("raised", "ended"))]
         return min(raised, key=lambda each: each[1].ended_at, default=None)
@@ -144,8 +144,8 @@ class Watch(Monitor):
         """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
 
         Waits at most `seconds` until a problem is known, or another rank has ended by an exception. If neither happens,
-        names the ranks that can no longer take part in operations. If there are none, returns the last warning of the
-        present wait, if there was one.
+        the result names the ranks that can no longer take part in operations. If there are none, it is the last warning
+        that was logged during the present wait, if there was one.
         """
         warning = self._warning
         if self.wait_for_problem(seconds) is not None or self.raised_before() is not None:
@@ -157,7 +157,10 @@ class Watch(Monitor):
         return self.status.problem or warning
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
-        """Wait at most `seconds` until the process of `rank` has ended or is suspended, if it is on this host."""
+        """Wait at most `seconds` until the process of `rank` has ended or is suspended.
+
+        If it is on another host, return at once.
+        """
         status, end = self._read(rank), time.monotonic() + seconds
         while status is not None and rank in self._board.neighbours and time.monotonic() < end:
             if condition(status.pid):
@@ -177,13 +180,14 @@ class Watch(Monitor):
             )
 
     def _look(self) -> str | None:
-        """Publish this rank's status, read the others', and return why every rank must stop, or None."""
+        """Publish this rank's status, read that of others, and return the reason why every rank must stop, or None."""
         self._observe()
         self._show()
-        if self.problem is not None:  # an operation of this rank has already found it
+        if self.problem is not None:  # an operation of this rank has already found a problem
             return self.problem
-        # A rank's status contains only the last entries of its logs. Only the rank that has issued more operations is
-        # sure to find the other rank's entries in its own log. So both ranks of a pair compare.
+        # A rank's status contains only the last entries of its logs. Of two ranks, only the one that has issued more
+        # operations is sure to find the other's entries in its own log. So both compare: each with the rank before it
+        # and the rank after it.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -192,7 +196,7 @@ class Watch(Monitor):
                 if problem is not None:
                     self.status.blamed = theirs.blamed
                     return problem
-        # At the end of the program and after destroy_process_group(), rank 0 may leave first. Then this is no problem.
+        # At the end of the program and after destroy_process_group(), rank 0 may leave first, which is not a problem.
         if self._board.lost and not self.status.ended and dist.is_initialized():
             served = "'s launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
             return (
@@ -202,7 +206,7 @@ class Watch(Monitor):
         return self._of_all()
 
     def _of_one(self, other: int, theirs: Status) -> str | None:
-        """Return why every rank must stop because of rank `other`, or None. theirs: that rank's status."""
+        """Return the reason why every rank must stop because of rank `other`, or None. theirs: its status."""
         if theirs.ended.startswith("raised"):
             return f"rank {other} {theirs.ended}; see the traceback in its output."
         if not theirs.ended and other in self._board.neighbours and condition(theirs.pid) == "gone":
@@ -286,7 +290,10 @@ class Watch(Monitor):
         os._exit(1)
 
     def _is_told(self, seconds: float) -> bool:
-        """Return whether the program raises the problem as an error, ends, or ends this thread within `seconds`."""
+        """Wait at most `seconds` until this rank's program raises the problem as an error. Return whether it does so.
+
+        Also return True if the program ends, or stops this thread.
+        """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if (
@@ -303,8 +310,9 @@ class Watch(Monitor):
         """Check how long this rank has waited for others.
 
         After HF_BMTRAIN_HANG_SECONDS, the lowest waiting rank logs which ranks are missing. It does so again after 30
-        s, and after each doubling of that time. Returns None, or why every rank must stop: the timeout has expired, or
-        this rank waits for a collective of torch.distributed, and all other ranks have left.
+        s, and after each doubling of that time. Returns the reason why every rank must stop, or None. Such a reason is
+        that the timeout has expired, or that this rank waits for a collective of torch.distributed, although all other
+        ranks have left.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
         # A rank whose program has ended waits in the barrier at exit, which has a timeout of its own.
@@ -313,7 +321,7 @@ class Watch(Monitor):
             return None
         ranks = self._read_all()
         waiting = [rank for rank, status in ranks.items() if self._is_waiting(rank, status)]
-        if not waiting:  # only then count ranks that wait for their devices, because these may still be computing
+        if not waiting:  # otherwise do not count ranks that wait for their devices, which may still be computing
             waiting = [r for r, status in ranks.items() if status.waits and not self._why_absent(r, status)]
             if len(waiting) == self._control.size:
                 return None
@@ -350,11 +358,11 @@ class Watch(Monitor):
         return oldest - latest >= max(self._delay / 2, 2 * SECONDS)
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
-        """Return whether a rank waits for other ranks, and could itself take part in operations."""
+        """Return whether a rank waits for other ranks, and is itself able to take part in operations."""
         return status.waits not in ("", _DEVICE) and not self._why_absent(rank, status)
 
     def _why_absent(self, rank: int, status: Status) -> str:
-        """Return why a rank cannot take part in operations, or "" if no reason is known."""
+        """Return why a rank cannot take part in operations, such as that it has ended, or "" if it probably can."""
         state = condition(status.pid) if rank in self._board.neighbours else ""
         if state == "stopped":
             return f"its process {status.pid} is stopped (by SIGSTOP or a debugger); kill -CONT resumes it"
@@ -374,9 +382,10 @@ class Watch(Monitor):
         return ""
 
     def _last_seen(self, rank: int, status: Status) -> str:
-        """Return where a rank that cannot take part in operations was last seen, and why it cannot.
+        """Return a text that says where a rank, which cannot take part in operations, was last seen, and why it cannot.
 
-        If a rank has ended, its line is left out: it is up to a second old, and `ended` names the line of an error.
+        For a rank whose program has ended, the text only says how. The line in its status is up to a second old, and
+        `Status.ended` already names the line of an error.
         """
         if status.ended:
             return f"rank {rank} {status.ended}"
@@ -417,11 +426,11 @@ class Watch(Monitor):
     # -- comparisons --------------------------------------------------------------------------------------------
 
     def excerpts(self) -> list[Excerpt]:
-        """Return the last operations that this rank has issued to each communicator, for `compare` on another rank."""
+        """Return this rank's last operations on each communicator, for `compare` on another rank."""
         return [collective_log.excerpt() for collective_log in self._collective_logs]
 
     def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Return how the operations that this rank and another rank have issued differ.
+        """Return a text about the first difference between the operations that this rank and another have issued.
 
         Returns None if no difference is known.
 
@@ -436,9 +445,9 @@ class Watch(Monitor):
         return None
 
     def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
-        """Return how the operations that this rank and another rank have issued to one communicator differ.
+        """Return a text about the first difference between two ranks' operations of one communicator.
 
-        Returns None if no difference is known.
+        The ranks are this one and `other`. Returns None if no difference is known.
 
         Args:
             collective_log: this rank's log of the operations.
@@ -453,10 +462,10 @@ class Watch(Monitor):
         return self._explain(places, f"{when} of communicator '{collective_log.name}' differs")
 
     def _crossed(self, other: int, theirs: Status) -> str | None:
-        """Return an explanation if this rank and `other` wait for each other on two communicators, or None.
+        """Return an explanation if this rank and `other` wait for each other on two communicators, otherwise None.
 
-        This is the case if each is ahead of the other on one of the communicators, and neither has issued an operation
-        for CROSSED_SECONDS.
+        They do if each has issued more operations than the other on one of the communicators, and neither has issued
+        any for CROSSED_SECONDS.
 
         theirs: the status of the other rank.
         """
@@ -478,13 +487,14 @@ class Watch(Monitor):
         return self._explain(places, "Each waits for the other")
 
     def _describe(self, entry: int, other: int | None = None) -> str:
-        """Return a description of an operation. entry: the number that stands for it in a collective log.
+        """Return a description of an operation, for messages.
 
+        entry: the number that stands for the operation in a collective log.
         other: the rank whose log contains the entry, or None for this rank.
         """
         occasions = dict(self._control.occasions)
         end = time.monotonic() + 2.5 * SECONDS
-        while True:  # repeat until the other rank has published what its latest exchange of objects is for
+        while True:  # until the other rank has published the text for `entry`, if it is an exchange of objects
             status = None if other is None else self._read(other)
             if status is not None:
                 occasions.update({int(number): text for number, text in status.occasions.items()})
@@ -516,7 +526,7 @@ class Watch(Monitor):
 
 
 def _seen(place: str, status: Status) -> str:
-    """Return a clause that says where a rank was last seen, or "". place: a description of its operation."""
+    """Return a clause that says where a rank was last seen, to append to `place`, the description of its operation."""
     if place != repr(EXIT):
         return f" at {status.place}" if status.place else ""
     line = f", last seen at {status.place}" if status.place else ""
@@ -529,7 +539,7 @@ def _is_decision(place: str) -> bool:
 
 
 def _advice(places: Sequence[str]) -> str:
-    """Return what users can do if ranks issue different operations. places: descriptions of these operations."""
+    """Return advice for users whose ranks have issued different operations. places: a description of each operation."""
     if repr(EXIT) in places:
         trainer = (
             "Trainer's save_model() before train() saves on rank 0 alone: call it after train(), or use "
@@ -564,12 +574,12 @@ def _advice(places: Sequence[str]) -> str:
 
 
 def _guess(status: Status, before: Status | None) -> str:
-    """Return what a missing rank is probably doing, for a rank whose process runs and waits for no other rank.
+    """Return a guess about a rank for which others wait, although its process runs and waits for no other rank.
 
     The text completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
 
     status: the rank's status.
-    before: its status at the last warning, or None.
+    before: the rank's status at the last warning about it, or None.
     """
     task = "running code that only this rank executes, or slow work"
     if status.task:

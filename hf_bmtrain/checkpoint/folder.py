@@ -27,7 +27,7 @@ ADDED = "complete.json"
 """The name of the file with the checksums of files that were added to a complete checkpoint, for example by Trainer."""
 _LOCK = ".lock"
 _REPLACED = ".replaced-"
-_PREFIXES = ("checkpoint-", "checkpoint_")  # with which `save_state` and Accelerate begin names of checkpoints
+_PREFIXES = ("checkpoint-", "checkpoint_")  # `save_state` and Accelerate name their checkpoints so
 
 
 class Found(NamedTuple):
@@ -84,7 +84,7 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether no checkpoint may be called `name`, because folders with such names are ignored or deleted."""
+    """Return whether `name` is forbidden for checkpoints, because folders with such names are ignored or deleted."""
     return name.startswith((_STAGING, ".")) or _REPLACED in name
 
 
@@ -225,8 +225,8 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
 def add_checksums(folder: Path) -> None:
     """Record the checksums of the files that other code, such as Trainer, has added to the checkpoint in `folder`.
 
-    These are all files in the folder, but not in subfolders, that the manifest does not list. Their checksums are
-    written to the file `ADDED`.
+    These are all files in the folder, but not in subfolders, that the manifest (the list of files that `save_state` has
+    written) does not contain. Their checksums are written to the file `complete.json`.
     """
     known = {NAME, *Manifest.read(folder).files}
     sums = {

@@ -110,7 +110,7 @@ class Snapshot:
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
-                stream.record_event().synchronize()  # so that a copy that training makes waits for only one of these
+                stream.record_event().synchronize()  # so that copies by the training thread wait for at most one
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
@@ -127,5 +127,5 @@ class Snapshot:
 
 
 def _in_turns(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Split 1-D `values` into views of at most `_TURN_BYTES` bytes each."""
+    """Split 1-D `values` into views of at most `_TURN_BYTES` (256 MiB) each, which are copied one after the other."""
     return values.split(max(1, _TURN_BYTES // values.itemsize))

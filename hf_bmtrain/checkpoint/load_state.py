@@ -192,7 +192,7 @@ def _attempt(world: World, stage: Any) -> str | None:
 
 
 class _Loading:
-    """Loads one checkpoint. Call `open`, `read` and `apply`, in this order."""
+    """Loads one checkpoint, in three steps: call `open`, `read` and `apply`, in this order."""
 
     manifest: Manifest
     _state: dict[str, Any]
@@ -289,7 +289,8 @@ class _Loading:
         try:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
             wait_loader()  # the reading threads copy to the device on another stream
-        finally:  # even if this rank fails or has no elements, because all ranks must all-gather the buffers again
+        finally:
+            # Also if this rank fails or has no elements to read, so that all ranks all-gather these buffers again.
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:

@@ -149,11 +149,11 @@ def _put(
 
 @torch.no_grad()
 def _compute_buffers(module: Any, owner: Any) -> None:
-    """Compute non-persistent buffers on the meta device, of `module` and its children, by `_init_weights`.
+    """Compute the values of non-persistent meta buffers in `module` and its children, by calling `_init_weights`.
 
-    Hugging Face models define this method, which initializes the module that it is passed. Here, each module is passed
-    to the innermost model that contains it. Buffers that the method does not write stay on the meta device, and tensors
-    that already have values keep them.
+    Hugging Face models have this method, which initializes a given module. Each module is passed to the method of the
+    innermost model that contains it. Buffers that the method does not write stay on the meta device, and tensors that
+    already have values keep them.
 
     owner: the innermost Hugging Face model that contains `module`, or the root module if there is none.
     """

@@ -54,8 +54,8 @@ def memory_of(data: torch.Tensor) -> memoryview:
 class _Scratch(threading.local):
     """Host memory for one chunk of a file (at most 4 MiB), in which a thread reads, writes or verifies the chunk.
 
-    Each thread has its own memory. It is page-locked if `device` is a GPU, and if that fails or there is no GPU,
-    allocated by mmap, because malloc would not return all of it to the operating system.
+    Each thread has its own memory, which is page-locked if `device` is a GPU. If `device` is the CPU, or page-locked
+    memory cannot be allocated, it comes from mmap, because malloc would not return all of it to the operating system.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +83,7 @@ def _scratch_for(values: Iterable[torch.Tensor]) -> _Scratch:
 
 
 def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]:
-    """Write `parts` into existing files in `folder`, and flush the files to disk.
+    """Write the values of each `Part` into existing files in `folder`, and flush the files to disk.
 
     Returns the offset, size and checksum of each written chunk, by file name.
     """

@@ -157,8 +157,8 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
     """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and tell all ranks its name.
 
     Collective: every rank must call it. Rank 0 also tells the others the checkpoint's step and number (its place in the
-    order of saving). All three are stored in `job`. Raises RuntimeError on all ranks if `begin` fails, if a rank does
-    not see the folder, or if the ranks' tensors differ in names, dtypes or shapes.
+    order of saving). Name, step and number are stored in `job`. Raises RuntimeError on all ranks if `begin` fails, if a
+    rank does not see the folder, or if the ranks' tensors differ in names, dtypes or shapes.
     """
     problem = None
     if world.rank == 0:
@@ -358,7 +358,8 @@ class _Job:
 
         write: a function that writes the elements, and returns the offset, size and checksum of each written chunk, by
             file name.
-        agree: a function that exchanges the ranks' problems (see `Agree`).
+        agree: a function that exchanges the ranks' problems. It takes a name for the exchange and this rank's problem
+            or None, and returns a text with the problems of all ranks, or None.
         """
         problem = None
         try:
@@ -465,9 +466,9 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Return all entries, with copies of the tensors that are not sharded.
+    """Copy the tensors that are not sharded, and return all entries, with these copies.
 
-    Without these copies, a forward could change a module's buffers before a thread has written them.
+    Without copies, a forward could change a module's buffers before a thread has written them.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     """
@@ -552,14 +553,20 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 def _agreement(world: World) -> Agree:
-    """Return a function by which ranks tell each other their problems, with a collective (see `Agree`)."""
+    """Return a function that exchanges problems between the ranks by a collective.
+
+    Every rank passes it a name for the exchange, and its problem or None. The result is a text with the problems of all
+    ranks, or None.
+    """
     return lambda point, problem: _report(world.gather_objects(problem))
 
 
 def _posts(world: World, job: _Job) -> Agree:
-    """Return a function by which ranks tell each other their problems, from background threads (see `Agree`).
+    """Return a function that exchanges problems between background threads of the ranks.
 
     It uses the launcher's store instead of a collective, because the main thread may run a collective at the same time.
+    Every rank passes it a name for the exchange, and its problem or None. The result is a text with the problems of all
+    ranks, or None.
     """
     if world.size == 1:
         return _agreement(world)

@@ -98,7 +98,7 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        # Also on ranks that have no elements of these buffers, because all ranks must all-gather them again.
+        # Also if this rank has no elements of a buffer, so that all ranks all-gather the buffers again.
         torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
@@ -185,9 +185,10 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes that cover the elements start:stop (in C order) of a tensor of `shape`, each element once.
+    """Yield boxes (rectangular regions) that cover the elements start:stop, in C order, of a tensor of `shape`.
 
-    For a matrix there are at most three boxes: the end of a row, complete rows, and the beginning of a row.
+    Each element is in one box, and each box is (offsets, sizes). For a matrix there are at most three boxes: the end of
+    a row, complete rows, and the beginning of a row.
     """
     if start == stop:
         return

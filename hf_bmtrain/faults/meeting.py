@@ -114,8 +114,6 @@ def _place(init_method: str) -> tuple[str, int] | None:
 def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
     """Open torch's TCPStore, and record in it that this rank has arrived. Do not wait for the other ranks.
 
-    The arguments of the store are those of torch, so that torch's process group can use it too.
-
     place: the host and port of the store.
     end: the time, on the clock of `time.monotonic()`, at which to give up.
     """
@@ -133,8 +131,8 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
 def _wait_for_server(place: tuple[str, int], end: float) -> None:
     """Wait until the store's server at `place`, a host and a port, accepts a connection.
 
-    Raises OSError if it does not until the time `end` (`time.monotonic()`). TCPStore itself could wait, but it logs
-    errors if no server answers in time.
+    Raises OSError if there is no connection by the time `end`, on the clock of `time.monotonic()`. TCPStore itself
+    could wait, but it logs errors if no server answers in time.
     """
     while True:
         try:

@@ -1,4 +1,6 @@
-"""Change how this process ends, so that failures and exits are reported to the other ranks. `install` does it:
+"""Change how this process ends, so that the other ranks learn of its failure or exit.
+
+`install` makes these changes:
 
 * `sys.excepthook` is replaced. The rank that raises first prints its full traceback. Every other rank prints one line:
   its own place in the program, and the rank whose output to read.
@@ -181,8 +183,8 @@ def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
 def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool, exits: Exits) -> None:
     """Run this process's exit handler: wait until all ranks have arrived here, and close the communicators.
 
-    If this rank has failed, or another rank fails or is missing, it does not wait any longer. If other ranks still
-    needed this one, or if NCCL cannot abort its operations, it ends the process with a nonzero exit code (`os._exit`).
+    The wait ends early if another rank fails or is missing, and is left out if this rank has failed. If other ranks
+    still needed this one, or if NCCL cannot abort its operations, the process ends with a nonzero exit code.
     """
     # Without a process group, which accelerator.end_training() destroys, the ranks cannot wait for each other.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()

@@ -38,7 +38,7 @@ _EXITING = 0x4
 
 @dataclass
 class Status:
-    """What a rank reports about itself to the other ranks. Times are seconds since the epoch.
+    """The status that a rank reports to the other ranks. Times are seconds since the epoch.
 
     Attributes:
         pid: the rank's process id.
@@ -53,10 +53,10 @@ class Status:
         moved: the time at which `look` last found the program at another instruction than before.
         ended: how the program ended, such as "raised ValueError: ...", or "" while it runs.
         ended_at: the time at which the program ended.
-        problem: why every rank must stop, or None.
+        problem: the reason why every rank must stop, or None.
         blamed: the ranks for which the others waited until the timeout.
-        occasions: what recent exchanges of objects between the ranks are for. The keys are the numbers that stand for
-            these texts in the collective logs, as strings.
+        occasions: {number, as a string: text} for recent exchanges of Python objects between the ranks. The text says
+            what an exchange is for, and the number stands for it in the collective logs.
         excerpts: the last entries of each of the rank's collective logs, the lists of operations that it has issued.
     """
 

@@ -124,16 +124,16 @@ class Watch(Monitor):
 
     @property
     def problem(self) -> str | None:
-        """Why every rank must stop; None if no problem is known."""
+        """The reason why every rank must stop, such as an error of another rank; None if there is none so far."""
         return next(
             (collective_log.problem for collective_log in self._collective_logs if collective_log.problem is not None),
             None,
         )
 
     def wait_for_problem(self, seconds: float) -> str | None:
-        """Wait at most `seconds` until a problem is known, or another rank has ended by an exception.
+        """Wait at most `seconds` until a reason is known why every rank must stop, and return it.
 
-        Returns the problem, or None if none is known.
+        The wait also ends when another rank has ended by an exception. Returns None if no reason is known yet.
         """
         end = time.monotonic() + seconds
         while self.problem is None and self.raised_before() is None and time.monotonic() < end:
@@ -143,7 +143,7 @@ class Watch(Monitor):
     def find_cause(self, seconds: float) -> str | None:
         """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
 
-        Waits at most `seconds` until a problem is known, or another rank has ended by an exception. If neither happens,
+        Waits at most `seconds` until `problem` is known, or another rank has ended by an exception. If neither happens,
         the result names the ranks that can no longer take part in operations. If there are none, it is the last warning
         that was logged during the present wait, if there was one.
         """
@@ -153,7 +153,7 @@ class Watch(Monitor):
         others = {rank: status for rank, status in self._read_all().items() if rank != self._rank}
         absent = [self._last_seen(rank, status) for rank, status in others.items() if self._why_absent(rank, status)]
         if absent:
-            self.status.problem = f"{'; '.join(absent)}."  # so that other ranks name them too
+            self.status.problem = f"{'; '.join(absent)}."  # so that errors on other ranks name them too
         return self.status.problem or warning
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
@@ -290,7 +290,7 @@ class Watch(Monitor):
         os._exit(1)
 
     def _is_told(self, seconds: float) -> bool:
-        """Wait at most `seconds` until this rank's program raises the problem as an error. Return whether it does so.
+        """Wait at most `seconds` until this rank's program raises the error that it must raise. Return whether it does.
 
         Also return True if the program ends, or stops this thread.
         """
@@ -321,7 +321,7 @@ class Watch(Monitor):
             return None
         ranks = self._read_all()
         waiting = [rank for rank, status in ranks.items() if self._is_waiting(rank, status)]
-        if not waiting:  # otherwise do not count ranks that wait for their devices, which may still be computing
+        if not waiting:  # only now count ranks that wait for their devices, because these may still be computing
             waiting = [r for r, status in ranks.items() if status.waits and not self._why_absent(r, status)]
             if len(waiting) == self._control.size:
                 return None
@@ -534,7 +534,7 @@ def _seen(place: str, status: Status) -> str:
 
 
 def _is_decision(place: str) -> bool:
-    """Return whether `place` describes a decision that ranks must take alike, such as to stop, and not an operation."""
+    """Return whether `place` describes a decision (which must be equal on all ranks), not an operation."""
     return place.startswith("decision for")
 
 

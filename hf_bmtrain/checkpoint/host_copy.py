@@ -109,8 +109,9 @@ class Snapshot:
         stream = work_stream(self._device)
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
+                # Wait for each copy, so that a copy that training makes meanwhile is queued behind at most one of them.
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
-                stream.record_event().synchronize()  # so that copies by the training thread wait for at most one
+                stream.record_event().synchronize()
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:

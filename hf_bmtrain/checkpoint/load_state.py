@@ -171,10 +171,11 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
 
 
 def _attempt(world: World, stage: Any) -> str | None:
-    """Call `stage`, a function that does one step of loading. Return a description of damage on any rank, or None.
+    """Call `stage`, a function that does one step of loading, and exchange its errors between the ranks.
 
-    Collective: every rank must call it. `stage` reports a damaged file by raising Damaged or OSError. If it raises any
-    other exception on any rank, RuntimeError is raised on all ranks.
+    Collective: every rank must call it. `stage` reports a damaged file by raising Damaged or OSError. If it does so on
+    any rank, a description of the damage is returned on all ranks, otherwise None. If it raises any other exception on
+    any rank, RuntimeError is raised on all ranks.
     """
     damage = problem = None
     try:

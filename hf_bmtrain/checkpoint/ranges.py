@@ -212,7 +212,8 @@ def _chunks_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
     """Yield the chunks of the file that must be read for `wanted`.
 
     With a manifest, these are all of its chunks that contain wanted bytes, because a checksum can be verified only if
-    its chunk is read completely. Without, the wanted bytes alone are divided into chunks, which have no checksums.
+    its chunk is read completely. Without a manifest, only the wanted bytes are divided into chunks, and these have no
+    checksums.
     """
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size

@@ -155,7 +155,8 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 def write_atomically(state: dict, path: Path) -> None:
     """Write a state dict to a temporary file, and rename it to `path`. Not collective.
 
-    So the file `path` is never incomplete. Its format depends on its ending, as for `save`.
+    So the file `path` is never incomplete. It is a safetensors file if its name ends in `.safetensors`; otherwise it is
+    written by torch.save.
     """
     with atomic_file(path) as temporary:
         if path.suffix == _SAFETENSORS:
@@ -167,7 +168,10 @@ def write_atomically(state: dict, path: Path) -> None:
 
 
 def _with_checksums(state: dict) -> OrderedDict:
-    """Return a copy of a state dict, which has an attribute with the checksums of its entries and of its metadata."""
+    """Return a copy of a state dict, with checksums in an attribute, which torch.save stores with the copy.
+
+    The checksums are those of the entries and of the metadata.
+    """
     result = OrderedDict(state)
     result.__dict__.update(getattr(state, "__dict__", {}))
     result.__dict__[_CHECKSUMS] = checksums(_with_metadata(result))

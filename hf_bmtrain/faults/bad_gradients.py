@@ -64,8 +64,8 @@ class OwnGradients(Observer):
     def end(self) -> None:
         """Count a step, and keep its results for `found`: those of the gradients checked since the last call.
 
-        The results of the last step to be checked are kept for one step more, because that step may have been skipped,
-        which must then be explained.
+        The results of the last step that is checked are kept for one more step, because an OptimManager may notice only
+        in the next step that a step was skipped.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
@@ -146,7 +146,7 @@ class _Bad:
             Backward reaches parameters with a higher place earlier.
         block: the name of the parameter's block, or "" for a parameter outside the blocks.
         name: the parameter's name.
-        numel: the number of elements of the full parameter. If `tp_size` splits it, that of the whole tensor.
+        numel: the number of elements of the full parameter or, if `tp_size` splits it over ranks, of the whole tensor.
         nan: the number of nan elements of the averaged gradient, or 0 if every rank has already freed it.
         inf: the number of inf elements of the averaged gradient, or 0 if every rank has already freed it.
         partly: whether `nan` and `inf` are incomplete, because some ranks had already freed their part of the gradient.

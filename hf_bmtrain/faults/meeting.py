@@ -145,7 +145,7 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 
 
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
-    """Wait until every rank has arrived or one rank has given up, but at most until the time `end`.
+    """Wait until every rank has arrived or one rank has given up, but not beyond the time `end` of `time.monotonic()`.
 
     Returns [] if all have arrived, the list of missing ranks if one has given up, and None if neither has happened by
     `end`. This function polls, because `TCPStore.wait` logs a warning when its time is over.

@@ -92,7 +92,7 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             elif "CUDA error" in str(error):  # for example, because this GPU accessed memory of a rank that has ended
                 problem = watch.wait_for_problem(_CAUSE_SECONDS)
         first = watch.raised_before()
-        # The rank that ended first may have done so because of a problem. If that names a third rank, it is the cause.
+        # The rank that ended first may have done so because of a problem that names a third rank, the actual cause.
         if first is not None and first[1].ended.startswith("ended"):
             cause = problem or first[1].problem or ""
             if cause.startswith("rank "):
@@ -164,7 +164,7 @@ class Exits:
     def _noted(self, leave: Callable[[Any], Any], name: str) -> Callable[..., Any]:
         @functools.wraps(leave)
         def noted(status: Any = None) -> None:
-            # sys.exit in a forked child or in another thread does not end this rank.
+            # Do not record sys.exit in a forked child or in another thread, because it does not end this rank.
             if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
                 shown = "" if status is None else f"{status!r:.60}"
                 self.last = f"{name}({shown}) at {line_now()}".removesuffix(" at ")

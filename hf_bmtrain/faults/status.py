@@ -149,9 +149,9 @@ def line_of(trace: Any) -> str:
 def condition(pid: int) -> str:
     """Return whether process `pid` of this host has ended ("gone"), is suspended ("stopped"), or runs ("").
 
-    A killed process counts as gone even while the kernel still frees its memory, which takes seconds for pinned host
-    memory and for memory of a GPU, because its connections to other ranks may have ended already. Without /proc, ""
-    is returned.
+    A killed process counts as gone even while the kernel still frees its memory, because its connections to other ranks
+    may already be closed. (Freeing pinned host memory and GPU memory takes seconds.) On a system without /proc, the
+    result is always "".
     """
     if not os.path.isdir("/proc/self"):
         return ""

@@ -117,7 +117,7 @@ class Watch(Monitor):
             self._show()
 
     def raised_before(self) -> tuple[int, Status] | None:
-        """Return the rank that was the first to end by an exception, except this rank, and its status; or None."""
+        """Return the first other rank that ended by an exception, and its status. Return None if there is none."""
         others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
         raised = [each for each in others if each[1].ended.startswith(("raised", "ended"))]
         return min(raised, key=lambda each: each[1].ended_at, default=None)
@@ -180,7 +180,7 @@ class Watch(Monitor):
             )
 
     def _look(self) -> str | None:
-        """Publish this rank's status, read that of others, and return the reason why every rank must stop, or None."""
+        """Publish this rank's status, and read that of others. Return the reason why every rank must stop, or None."""
         self._observe()
         self._show()
         if self.problem is not None:  # an operation of this rank has already found a problem
@@ -206,7 +206,7 @@ class Watch(Monitor):
         return self._of_all()
 
     def _of_one(self, other: int, theirs: Status) -> str | None:
-        """Return the reason why every rank must stop because of rank `other`, or None. theirs: its status."""
+        """Return a problem of rank `other` because of which every rank must stop, or None. theirs: its status."""
         if theirs.ended.startswith("raised"):
             return f"rank {other} {theirs.ended}; see the traceback in its output."
         if not theirs.ended and other in self._board.neighbours and condition(theirs.pid) == "gone":
@@ -321,7 +321,8 @@ class Watch(Monitor):
             return None
         ranks = self._read_all()
         waiting = [rank for rank, status in ranks.items() if self._is_waiting(rank, status)]
-        if not waiting:  # only now count ranks that wait for their devices, because these may still be computing
+        # Ranks that wait for their devices may still be computing, so they count only if no rank waits for other ranks.
+        if not waiting:
             waiting = [r for r, status in ranks.items() if status.waits and not self._why_absent(r, status)]
             if len(waiting) == self._control.size:
                 return None
@@ -574,9 +575,9 @@ def _advice(places: Sequence[str]) -> str:
 
 
 def _guess(status: Status, before: Status | None) -> str:
-    """Return a guess about a rank for which others wait, although its process runs and waits for no other rank.
+    """Guess what a rank is doing for which others wait, although its process runs and waits for no other rank.
 
-    The text completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
+    The returned text completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
 
     status: the rank's status.
     before: the rank's status at the last warning about it, or None.

@@ -289,9 +289,10 @@ class _Loading:
             buffer.prepare_write()
         try:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
-            wait_loader()  # the reading threads copy to the device on another stream
+            wait_loader()  # for the copies to the device, which the reading threads may queue on another stream
         finally:
-            # Also if this rank fails or has no elements to read, so that all ranks all-gather these buffers again.
+            # Mark the buffers as changed even if this rank has failed or has no elements to read, so that all ranks
+            # all-gather them again.
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:

@@ -98,7 +98,7 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        # Also if this rank has no elements of a buffer, so that all ranks all-gather the buffers again.
+        # Mark the buffers as changed even if this rank has no elements of them, so that every rank all-gathers them.
         torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])

@@ -26,7 +26,7 @@ _TASKS = {
         os.path.join("torch", "serialization.py"), f"packages{os.sep}safetensors{os.sep}",
         f"packages{os.sep}huggingface_hub{os.sep}", os.path.join(_PACKAGE, "checkpoint"),
     ),
-    "compiling": (  # only these files; other files also run when compiled code is called
+    "compiling": (  # only these paths, because other files also run when compiled code is called
         os.path.join("torch", "_dynamo", "convert_frame.py"), os.path.join("torch", "_inductor", "compile_fx.py"),
         os.path.join("triton", "compiler"),
     ),

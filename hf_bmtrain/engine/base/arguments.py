@@ -1,4 +1,4 @@
-"""Check arguments. Each error names the argument, its requirement, and the value that was passed."""
+"""Functions that check an argument. Their errors name the argument, the requirement, and the value that was passed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 def expect(
     name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise ValueError unless `tensor` is contiguous, is on `device`, and has this shape and one of these dtypes.
+    """Raise ValueError unless `tensor` is contiguous, is on `device`, and has the given shape and one of `dtypes`.
 
     Args:
         name: the argument's name, for the error.
@@ -39,7 +39,7 @@ def expect_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: s
         name: the argument's name, for the error.
         value: the value to check.
         kinds: the classes that are allowed.
-        wanted: a description of the requirement for the error, such as "a torch.Tensor".
+        wanted: the requirement in words, for the error, such as "a torch.Tensor".
     """
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {wanted}, got {_show(value)}")
@@ -68,7 +68,7 @@ def expect_callable(name: str, value: Any, wanted: str) -> None:
     Args:
         name: the argument's name, for the error.
         value: the value to check.
-        wanted: a description of the requirement for the error, such as "a function of the parameter".
+        wanted: the requirement in words, for the error, such as "a function of the parameter".
     """
     if not callable(value):
         raise TypeError(f"{name} must be {wanted}, got {_show(value)}")
@@ -86,16 +86,16 @@ def expect_flag(name: str, value: Any) -> None:
 def expect_number(
     name: str, value: Any, wanted: str, holds: Callable[[Any], Any] = lambda number: True, integer: bool = False
 ) -> None:
-    """Raise TypeError unless `value` is a real number, and ValueError unless it is in the allowed range.
+    """Raise TypeError unless `value` is a number (or an integer), and ValueError if it is not in the allowed range.
 
-    A bool is not accepted as a number.
+    A bool does not count as a number.
 
     Args:
         name: the argument's name, for the error.
         value: the value to check.
-        wanted: a description of the allowed range for the error, such as "at least 0".
-        holds: a function that returns whether a number is in the range. A comparison such as `number >= 0` is false for
-            NaN, and so refuses it.
+        wanted: the allowed range in words, for the error, such as "at least 0".
+        holds: a function that takes the number, and returns whether it is in the allowed range. The default allows all
+            numbers. A comparison such as `number >= 0` is False for NaN, so NaN is refused.
         integer: whether the number must be an integer.
     """
     if not isinstance(value, numbers.Integral if integer else numbers.Real) or isinstance(value, bool):
@@ -105,7 +105,10 @@ def expect_number(
 
 
 def _show(value: Any) -> str:
-    """Describe a value of the wrong type for an error. The values in a tensor are not shown, to avoid a wait."""
+    """Describe a value of the wrong type, for an error.
+
+    Of a tensor, only the shape is shown, because reading its elements would wait for the device.
+    """
     if value is None or isinstance(value, bool):
         return repr(value)
     kind = type(value).__name__

@@ -1,4 +1,7 @@
-"""Checksums of tensors and of states, such as that of an optimizer: nested dicts and lists of tensors and values."""
+"""Checksums of tensors and of states.
+
+A state, for example of an optimizer, is a dict whose values are tensors, plain values, or nested dicts and lists.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,23 @@ SHOWN = 5
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a hash of the values of an integer or bool tensor, without waiting for the device.
+    """Return a hash of the elements of an integer or bool tensor, for example to check that ranks have equal tensors.
 
-    The hash is a (1,) int64 tensor on the same device.
+    The hash is an int64 tensor of shape (1,) on the same device. The host does not wait for the device.
     """
     flat = tensor.reshape(-1).long()
     return ((flat + 1) * (torch.arange(flat.numel(), device=flat.device) * 2654435761 + 97)).sum().reshape(1)
 
 
 def checksums(state: Mapping[Any, Any]) -> dict[str, int]:
-    """Return the CRC-32 of each value in a state, such as the state dict of an optimizer.
+    """Return the CRC-32 of each value of a state, for example of an optimizer's state dict.
 
     Args:
         state: {name: value}. A value may be a tensor on any device, a number, a string or another plain value, or a
             mapping or a sequence of values.
 
     Returns:
-        {name: CRC-32 of the value}. The CRC-32 of a tensor depends on its dtype, shape and elements.
+        {str(name): CRC-32 of the value}. The CRC-32 of a tensor depends on its dtype, shape and elements.
     """
     names = [str(name) for name in state]
     return dict(zip(names, in_threads([functools.partial(_crc, value) for value in state.values()])))
@@ -48,7 +51,7 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
         state: the state that was read.
 
     Returns:
-        A description of the differences, with the names of up to SHOWN values, or None if there are none.
+        A text that names up to SHOWN of the values that differ, or None if all are equal.
     """
     if not isinstance(saved, Mapping):
         return "its checksums cannot be read"
@@ -62,17 +65,17 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
 
 def _crc(value: Any) -> int:
     crc = _Crc()
-    with WithoutTorchFunction():  # so that a sharded tensor is read as a plain tensor of this rank's elements
+    with WithoutTorchFunction():  # reads a sharded tensor as a plain tensor of this rank's elements
         crc.add(value)
     return crc.value
 
 
 class _Crc:
-    """Computes one CRC-32 of all values passed to `add`. Equal values give an equal CRC-32 in every process."""
+    """Computes one CRC-32 of all values that `add` gets. Equal values give the same CRC-32 in every process."""
 
     def __init__(self) -> None:
         self.value = 0
-        self._open: set[int] = set()  # ids of the objects being added now, so that `add` stops at a reference cycle
+        self._open: set[int] = set()  # ids of the objects that `add` is inside, so that it stops at reference cycles
 
     def add(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):

@@ -22,16 +22,16 @@ class DeviceMemory:
         return self._module.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """Start a new measurement of `peak`."""
+        """Reset the maximum that `peak` returns to the number of bytes occupied now."""
         self._module.reset_peak_memory_stats(self._device)
 
     def usable(self) -> int:
         """Return the number of bytes that the tensors of this process may occupy in total.
 
-        First, the device's free memory and the memory that torch's allocator has already reserved are added, up to the
-        fraction set by `torch.cuda.set_per_process_memory_fraction`. Then 5 % of the device's memory, at least 2 GiB,
-        are subtracted for fragmentation, for libraries that allocate outside torch, and for steps that need more memory
-        than others.
+        This is the sum of the device's free memory and the memory that torch's allocator has already reserved, limited
+        to the fraction of the device set by `torch.cuda.set_per_process_memory_fraction`. From this, 5 % of the
+        device's memory, but at least 2 GiB, is subtracted as a reserve for fragmentation, for libraries that allocate
+        outside torch, and for steps that need more memory than others.
         """
         free, total = self._module.mem_get_info(self._device)
         allowed = int(total * self._module.get_per_process_memory_fraction(self._device))

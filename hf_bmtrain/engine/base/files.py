@@ -16,7 +16,8 @@ from pathlib import Path
 
 _LOCK = "lock"
 _SECONDS_TO_LOCK = 600.0
-"""From this age in seconds, a temporary folder without a lock file is taken for the leftover of a killed process."""
+"""A temporary folder that has no lock file and is older than this, in seconds, counts as abandoned by a killed
+process."""
 
 
 @contextmanager
@@ -30,7 +31,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
     with _temporary_folder(path) as folder:
         temporary = folder / path.name
         yield temporary
-        # Some libraries create files that only their owner may read. The lock file has the default permissions (umask).
+        # Some libraries create files that only their owner may read. So copy the permissions of the lock file, which
+        # has the default ones (umask).
         shutil.copymode(folder / _LOCK, temporary)
         flush(temporary)
         os.replace(temporary, path)
@@ -54,7 +56,7 @@ def staged_folder(path: Path) -> Iterator[Path]:
 
 
 def delete_abandoned(path: Path) -> None:
-    """Delete the temporary folders for `path` that killed processes left behind."""
+    """Delete the temporary folders beside `path` in which processes were writing `path` when they were killed."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         if re.fullmatch(r"[0-9a-f]{8}", left.name[len(path.name) + 1 : -len(".tmp")]) and _is_abandoned(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -64,15 +66,15 @@ def delete_abandoned(path: Path) -> None:
 def _temporary_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder beside `path` with a random name that ends in `.tmp`, and delete it on exit.
 
-    Until then, this process holds a lock on the file `lock` in the folder. If another process can lock that file, this
-    process was killed and the folder can be deleted.
+    As long as the folder is in use, this process holds a lock on the file `lock` in it. If another process can lock
+    that file, this process was killed, and the folder can be deleted.
     """
     delete_abandoned(path)
     folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     folder.mkdir()
     try:
         with open(folder / _LOCK, "w") as held:
-            with contextlib.suppress(OSError):  # without locks in the file system, `_is_abandoned` returns False
+            with contextlib.suppress(OSError):  # if the file system has no locks, `_is_abandoned` returns False
                 fcntl.flock(held, fcntl.LOCK_EX)
             yield folder
     finally:
@@ -80,11 +82,14 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that created a temporary folder has ended, which releases its lock in the folder."""
+    """Return whether the process that created the temporary folder has ended.
+
+    It holds a lock on a file in the folder, which the system releases when the process ends.
+    """
     try:
         with open(folder / _LOCK, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:  # the process was killed before it created the lock file, or will create it in a moment
+    except FileNotFoundError:  # the process was killed before it created the lock file, or is about to create it
         with contextlib.suppress(OSError):
             return time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK
         return False

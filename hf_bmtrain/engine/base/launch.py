@@ -51,7 +51,7 @@ def source_folder() -> Path:
 
 
 def import_cupy() -> Any:
-    """Import and return CuPy. Raise RuntimeError, which names the extra to install, if it cannot be imported."""
+    """Import and return CuPy. If this fails, raise a RuntimeError that says which extra of hf_bmtrain to install."""
     try:
         import cupy
         from cupy.cuda import nvrtc  # noqa: F401  (fails if the wheel is for another CUDA version)
@@ -101,7 +101,7 @@ class Variant:
         return {path.name: path.read_text() for path in sorted(source_folder().glob("*.cuh"))}
 
     def signature(self, name: str) -> tuple[Argument, ...]:
-        """Return the parameters of kernel `name`, parsed from the source, with macros that stand for types expanded."""
+        """Return the parameters of kernel `name`, parsed from the CUDA source. Macros in their types are expanded."""
         found = re.search(r'extern "C" __global__[^;{]*?\bvoid\s+' + name + r"\s*\(([^)]*)\)", self.source)
         if found is None:
             raise RuntimeError(f"the CUDA source {self.file}.cu has no kernel named {name}")
@@ -129,7 +129,7 @@ class Variant:
         return (f"--gpu-architecture=sm_{arch}", "--std=c++17", *ieee, *macros)
 
     def digest(self, arch: int, compiler: tuple[int, int]) -> str:
-        """Return a hash of everything on which the compiled kernel depends.
+        """Return a hash of everything on which the compiled code depends. It is the key of the code in the disk cache.
 
         Args:
             arch: the compute capability; 90 is 9.0.
@@ -140,7 +140,7 @@ class Variant:
 
 
 def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> tuple[bytes, str]:
-    """Compile a CUDA source to machine code (a cubin). This needs neither a GPU nor a driver.
+    """Compile a CUDA source file to machine code (a cubin). This needs neither a GPU nor a driver.
 
     Args:
         variant: the source file and its macros.
@@ -148,7 +148,7 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
         options: options for the compiler in addition to those of the variant.
 
     Returns:
-        The cubin and the compiler's log.
+        The cubin, and the compiler's log as text.
     """
     nvrtc = import_cupy().cuda.nvrtc
     program = nvrtc.createProgram(
@@ -180,7 +180,7 @@ def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
         known: the architectures for which the compiler can compile; 90 is compute capability 9.0.
 
     Raises:
-        RuntimeError: none of them runs on the GPU.
+        RuntimeError: kernels compiled for these architectures do not run on the GPU.
     """
     wanted = 10 * capability[0] + capability[1]
     fitting = [arch for arch in known if arch // 10 == capability[0] and arch <= wanted]
@@ -212,7 +212,7 @@ def cache_folder() -> Path:
 
 
 def cached_cubin(variant: Variant, arch: int) -> Path:
-    """Return the path of a variant's compiled kernels. Compile them first if they are not in the cache.
+    """Return the path of the file with a variant's compiled kernels. Compile them first if they are not in the cache.
 
     If several processes of a host call this at once, one compiles and the others wait.
     """
@@ -253,12 +253,12 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
     Args:
         name: the kernel's name, for errors.
         signature: the kernel's parameters.
-        values: one argument for each parameter: a tensor for a pointer, or a number. It is None for a pointer that this
-            variant of the kernel does not use.
-        device: the device on which tensors must be.
+        values: one argument for each parameter: a tensor for a pointer, otherwise a number. Pass None for a pointer
+            that this variant of the kernel does not use.
+        device: the device on which the tensors must be.
 
     Returns:
-        The converted arguments: addresses and numbers of type `long long` as int, other numbers as NumPy scalars.
+        The converted arguments. Addresses and `long long` numbers are of type int, other numbers are NumPy scalars.
 
     Raises:
         TypeError: the number of arguments or the type of one is wrong.
@@ -286,7 +286,7 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
 
 
 def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> Exception:
-    """Return the error for an argument that `pack` refuses."""
+    """Return the error to raise for the kernel argument `value`, which has a wrong type, dtype or device."""
     where = f"CUDA kernel {name}: {argument.name}"
     if not argument.pointer:
         return TypeError(f"{where} must be a {argument.c_type}, got {type(value).__name__} {value!r}")
@@ -302,7 +302,7 @@ def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> E
 
 
 class Kernel:
-    """A kernel that is loaded on one CUDA device. Calling it checks the arguments and launches the kernel.
+    """A CUDA kernel that is loaded on one device. Calling it checks the arguments and launches the kernel.
 
     Args:
         variant: the source file and its macros.
@@ -318,7 +318,7 @@ class Kernel:
         self.signature = variant.signature(name)
         self._written = [place for place, argument in enumerate(self.signature) if argument.written]
         self.function = self.cupy.RawModule(path=str(cached_cubin(variant, arch))).get_function(name)
-        self.shared_limit = 48 << 10  # bytes of dynamic shared memory that a launch may use; grows on demand
+        self.shared_limit = 48 << 10  # bytes of dynamic shared memory that a launch may use; raised if one needs more
 
     def __call__(self, grid: int, block: int, *values: Any, shared_memory: int = 0) -> None:
         """Launch the kernel on torch's current stream, without waiting for the device.
@@ -344,7 +344,7 @@ class Kernel:
         if shared_memory > self.shared_limit:
             self.function.max_dynamic_shared_size_bytes = shared_memory
             self.shared_limit = shared_memory
-        # CuPy's current stream is not always torch's, for example in autograd's threads. So torch's is passed.
+        # Pass torch's current stream, because CuPy's may be another one, for example in autograd's threads.
         stream = SimpleNamespace(ptr=current_raw_stream(index))
         self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
         written = [values[place] for place in self._written if values[place] is not None]
@@ -353,7 +353,7 @@ class Kernel:
 
 @cache
 def kernel(variant: Variant, name: str, device: torch.device) -> Kernel:
-    """Return a kernel that is ready to launch. The first call compiles and loads it; later calls return it at once.
+    """Return a kernel that is ready to launch. The first call compiles and loads it. Later calls return it at once.
 
     Make the first call before capturing a CUDA graph, because kernels cannot be loaded during a capture.
 

@@ -17,8 +17,11 @@ CONTROL_GROUPS = (
     (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),
     (_GROUP / "memory/memory.limit_in_bytes", _GROUP / "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Where Linux states a container's memory, for versions 2 and 1 of control groups: (file with the limit in bytes, file
-with the usage in bytes, field of memory.stat with the bytes of file cache, which the system can reclaim)."""
+"""Where Linux states the memory limit of a container (control group), for versions 2 and 1 of control groups.
+
+Each entry is (the file with the limit in bytes, the file with the usage in bytes, the field of memory.stat with the
+bytes of file cache, which the system can reclaim).
+"""
 
 
 _INSTEAD = "keep the state on the GPU with AdamOptimizer"
@@ -33,10 +36,10 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
         nbytes: the number of bytes.
         device: the device that will read and write the memory; "meta" allocates a meta tensor.
         purpose: what the memory is for, such as "the optimizer state", for the error.
-        instead: what the user can do to avoid needing this memory, for the error.
+        instead: what the user can do instead of allocating this memory, for the error.
 
     Returns:
-        A uint8 tensor (nbytes,). The memory is unlocked and freed together with its last view.
+        A uint8 tensor (nbytes,). The memory is unlocked and freed when the last view of it is freed.
 
     Raises:
         RuntimeError: the memory is not available. The message says how much host memory is available.
@@ -54,8 +57,8 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
         memory = mmap.mmap(-1, nbytes)
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(_shortage(nbytes, purpose, instead, f"the system refused it: {error}")) from error
-    # The tensor and its views keep `shown` alive. When the last of them is freed, the finalizer of `shown` (below)
-    # unlocks the memory.
+    # The tensor and its views keep `shown` alive. When the last of them is freed, `shown` is freed too, and its
+    # finalizer (see the end of this function) unlocks the memory.
     shown = memoryview(memory)
     tensor = torch.frombuffer(shown, dtype=torch.uint8)
     if device.type == "cuda":
@@ -72,15 +75,16 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
 
 
 def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
-    """Unlock `memory`, which the argument keeps mapped until CUDA has unlocked it.
+    """Unlock page-locked memory that is no longer used.
 
-    If it were unmapped earlier, another thread could map the same addresses, and CUDA would refuse to lock them.
+    The argument `memory` only keeps the addresses mapped until CUDA has unlocked them. If they were unmapped earlier,
+    another thread could map the same addresses, and CUDA would refuse to lock them.
     """
     unregister(pointer, device)
 
 
 def available_bytes() -> int:
-    """Return the bytes of host memory that this process can still allocate.
+    """Return how many bytes of host memory this process can still allocate.
 
     This is the host's available memory or, if less, what remains of the memory limit of the container (control group).
     """
@@ -109,7 +113,7 @@ def register(pointer: int, nbytes: int, device: torch.device) -> None:
 
     Args:
         pointer: the address of the memory.
-        nbytes: the size of the memory.
+        nbytes: the size of the memory in bytes.
         device: the CUDA device.
     """
     runtime = import_cupy().cuda.runtime
@@ -118,7 +122,7 @@ def register(pointer: int, nbytes: int, device: torch.device) -> None:
 
 
 def unregister(pointer: int, device: torch.device) -> None:
-    """Unlock the memory that `register` locked, after waiting until `device` has completed all queued work."""
+    """Wait until `device` has completed all queued work, and unlock the memory that `register` locked at `pointer`."""
     runtime = import_cupy().cuda.runtime
     runtime.setDevice(device.index)
     runtime.deviceSynchronize()

@@ -6,15 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_THREADS = 8  # the jobs (zlib, reading and writing files) release the GIL, so threads run them in parallel
+_THREADS = 8  # more than one is useful, because the jobs (zlib, reading and writing files) release the GIL
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call `jobs`, several at a time, and return their results in order.
+    """Call the functions `jobs`, without arguments, in several threads, and return their results in order.
 
     If a job raises, no further jobs are started, and its error is raised after all running jobs have ended. A
-    KeyboardInterrupt in this thread has the same effect. A ThreadPoolExecutor is not used, because it refuses jobs
-    after the main thread has ended, when another thread may still be saving a checkpoint.
+    KeyboardInterrupt in the calling thread has the same effect. A ThreadPoolExecutor is not used, because it refuses
+    jobs after the main thread has ended, when another thread may still be saving a checkpoint.
     """
     results, problems = [None] * len(jobs), []
     remaining, lock = iter(range(len(jobs))), threading.Lock()
@@ -38,7 +38,7 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
             threads[-1].join()
             threads.pop()
         except BaseException as error:
-            # Such as KeyboardInterrupt. Wait for the running jobs nevertheless, because the caller closes their files.
+            # For example, KeyboardInterrupt. Still wait for the running jobs, because the caller then closes files.
             problems.append(error)
     if problems:
         raise problems[0]

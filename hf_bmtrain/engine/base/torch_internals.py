@@ -1,16 +1,16 @@
-"""All private names of torch that the package uses, each with the reason. Other modules import them from here.
+"""All private names of torch that the package uses, and why it needs them. Other modules import the names from here.
 
-Most are plain aliases, so that calling them costs nothing extra. Names that a supported version of torch (2.6 and
-later) may lack are read with a default value.
+Most are plain aliases, so that a call costs nothing extra. A name that does not exist in every supported version of
+torch (2.6 and later) has a default value.
 
 The package also uses these private attributes, which cannot be aliased:
 
-* `Tensor._version`, the version counter that autograd compares (inference tensors have none);
+* `Tensor._version`, the version counter, by which autograd notices writes (inference tensors have none);
 * `Tensor._backward_hooks` and `._post_accumulate_grad_hooks`, because the hooks of a parameter cannot be listed
   otherwise;
 * `Tensor._values`, the values of a sparse tensor, because the public `values` raises if the tensor is not coalesced;
-* `UntypedStorage._cdata`, the address of the storage object, because the address of its memory is null while the memory
-  is freed;
+* `UntypedStorage._cdata`, the address of the storage object, which identifies a storage even while its memory is freed
+  (`data_ptr` is then null);
 * `Module._parameters`, `._buffers` and `._modules`, the dictionaries behind `register_parameter` and similar methods,
   because the checks in those methods would cost time in every forward; `._forward_hooks` and similar, because hooks
   cannot be listed otherwise;
@@ -44,7 +44,8 @@ current_graph_task: Callable[[], int] = _C._current_graph_task_id
 public equivalent."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
-"""Register a function to be called when the running backward ends. Public hooks belong to one tensor or graph node."""
+"""Register a function to be called when the running backward ends. There is no public equivalent: public hooks run for
+one tensor or one graph node."""
 
 top_saved_tensors_hooks: Any = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """`top_saved_tensors_hooks(also_under_tracing)` returns the innermost active (pack, unpack) hooks, or None. The public
@@ -69,11 +70,11 @@ The public `torch.jit.optimized_execution` is a context manager, so its setting 
 
 
 def has_global_hooks() -> bool:
-    """Return whether a global module hook is registered, which runs in the forward or backward of every module.
+    """Return whether a global module hook, one that runs in the forward or backward of every module, is registered.
 
-    Torch's public functions can only register such hooks, not list them.
+    Torch's public functions can register such hooks, but cannot list them.
     """
-    module: Any = torch.nn.modules.module  # its function `_has_any_global_hook` does not exist in torch 2.6
+    module: Any = torch.nn.modules.module  # `_has_any_global_hook` of this module does not exist in torch 2.6
     return bool(
         module._global_forward_hooks
         or module._global_forward_pre_hooks
@@ -111,16 +112,15 @@ torch itself. The package uses it to track tensors' memory when it predicts memo
 attention."""
 
 modes_see_compiled: bool = hasattr(TorchDispatchMode, "ignore_compile_internals")
-"""Whether functions can be compiled by torch.compile inside a TorchDispatchMode, which then sees the operations that
-the compiled code calls. In older versions of torch, a function that was called inside such a mode once is never
-compiled again."""
+"""Whether this version of torch can compile functions (with torch.compile) inside a TorchDispatchMode. The mode then
+sees the operations that the compiled code calls. In older versions, a function that was once called inside such a mode
+is never compiled."""
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator of torch.ops, which declares the arguments that the operator writes.
+    """Return the schema of an operator of torch.ops, which declares, for example, which arguments the operator writes.
 
-    Returns None for an operator with several overloads, and for anything that is not an operator. There is no public
-    equivalent.
+    Returns None if `operator` has several overloads, or is not an operator. There is no public equivalent.
     """
     if isinstance(operator, torch._ops.OpOverloadPacket):
         overloads = operator.overloads()
@@ -137,7 +137,7 @@ preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 equivalent."""
 
 # -- one operation on many tensors ----------------------------------------------------------------------------------
-# Torch's optimizers use these functions of lists. The public API has only functions of single tensors.
+# These functions take lists of tensors, and torch's own optimizers use them. The public functions take one tensor.
 
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
@@ -146,8 +146,8 @@ foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
 amp_update_scale_ = torch._amp_update_scale_
-"""Grow or back off a loss scale on the device. Publicly, only `torch.amp.GradScaler` calls it, with a policy that
-cannot be changed."""
+"""Grow or back off a loss scale on the device. The public `torch.amp.GradScaler` calls it, but its policy cannot be
+changed."""
 
 amp_found_inf_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """The operation by which `torch.amp.GradScaler` unscales gradients and looks for inf and NaN. The package's class of
@@ -175,5 +175,8 @@ is_tracing: Callable[[], bool] = lambda: TracingContext.try_get() is not None  #
 
 
 def autocast_type(device: torch.device) -> str:
-    """Return the `device_type` to pass to torch.autocast for tensors on `device`. The meta device stands for a GPU."""
+    """Return the `device_type` to pass to torch.autocast for tensors on `device`.
+
+    The package uses the meta device to simulate a GPU, so the result for it is "cuda".
+    """
     return "cuda" if device.type == "meta" else device.type

@@ -1,11 +1,13 @@
-"""Callbacks before and after the backward of a sharded layer, and a context for autocast without its cache.
+"""Callbacks before and after the backward of a sharded layer or model, and a context for autocast without its cache.
 
-`enter_backward` is an identity function of the outputs of a layer. Its backward runs when the gradients of all outputs
-exist, before any other autograd node of the layer. `leave_backward` is an identity function of the inputs. Its backward
-runs when the gradients of all inputs exist, and hence after the nodes that computed them. By then the gradients of the
-layer's weights are complete as well: of all nodes that are ready, autograd's engine first runs those that accumulate
-gradients, and then the node that was created last. `watch_backward` is for a whole model. It does not replace the
-outputs, but registers hooks on them, which run at the first gradient.
+* `enter_backward` passes the outputs of a layer through an identity function. Its backward, which calls the callback,
+  runs when the gradients of all outputs exist, before any other autograd node of the layer.
+* `leave_backward` passes the inputs of a layer through an identity function. Its backward, which calls the callback,
+  runs when the gradients of all inputs exist. By then, the gradients of the layer's weights are complete as well: of
+  all nodes that are ready, autograd's engine first runs those that accumulate gradients, and then the node that was
+  created last.
+* `watch_backward` is used for a whole model. It does not replace the outputs, but registers hooks on them. The hooks
+  call the callback when backward computes the first gradient of an output.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class _EnterBackward(torch.autograd.Function):
     def forward(ctx, before: Callable[[Any], None], token: Any, *outputs: torch.Tensor):
         ctx.before, ctx.token = before, token
         ctx.set_materialize_grads(False)
-        # detach(), because autograd would return an input as a view, and such views may not be modified in place.
+        # Without detach(), autograd would return each input as a view, and such views may not be modified in place.
         return tuple([output.detach() for output in outputs])
 
     @staticmethod
@@ -51,10 +53,10 @@ class _LeaveBackward(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)`, but skip the checks for functorch, which take half the time of the call.
+    """Return `function.apply(*args)`, but skip torch's checks for functorch, which take half the time of the call.
 
-    Inside a functorch transform the checks remain, because they raise torch's error for functions that do not support
-    transforms. They also remain while torch.compile traces, because it supports only `function.apply`.
+    The checks are not skipped inside a functorch transform, because they raise torch's error for functions that do not
+    support transforms, nor while torch.compile traces, because it supports only `function.apply`.
     """
     if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
@@ -62,32 +64,33 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class Containers:
-    """The mutable containers (lists, dicts, objects) among a layer's arguments, to which the layer may add tensors.
+    """The mutable containers (lists, dicts, objects) among a layer's arguments, for one forward of the layer.
 
-    During the layer's forward, they contain the outputs of the identity function of `leave_backward` instead of the
-    original tensors.
+    During the forward, replacements made by `leave_backward` stand in the containers instead of the original tensors.
+    `restore` puts the originals back. The layer may also add tensors to the containers, which are outputs of the layer
+    then. `added` finds them.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
-        """Create it for one forward.
+        """Store the arguments of the forward, and the tensors that were replaced in them.
 
         Args:
             values: the layer's arguments.
             inputs: the tensors in `values` that require a gradient.
-            guarded: the tensors that replace `inputs`, in the same order.
+            guarded: the replacements of `inputs`, in the same order.
         """
         self._values, self._inputs = values, {id(tensor) for tensor in inputs}
         self._originals = {id(tensor): original for tensor, original in zip(guarded, inputs)}
         self._guarded = guarded  # keeps the tensors alive, so that their ids stay unique
 
     def restore(self) -> None:
-        """Put the original tensors back into the containers. Call this at the end of the forward."""
+        """Put the original tensors back into the containers. Called at the end of the forward."""
         seen: set[int] = set()
         for value in self._values:
             exchange(value, self._originals, seen)
 
     def added(self, seen: set[int], strange: list[Any]) -> list[torch.Tensor]:
-        """Return the tensors requiring a gradient that the layer put into the containers.
+        """Return the tensors that the layer has put into the containers, and that require a gradient.
 
         Args:
             seen: ids of containers to skip. The id of each container that is searched is added.
@@ -103,19 +106,21 @@ class Containers:
 def enter_backward(
     before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None = None
 ) -> tuple[Any, bool]:
-    """Pass the tensors in `outputs` that require a gradient through an identity function whose backward calls `before`.
+    """Make autograd call `before(token)` at the beginning of a layer's backward.
 
-    In lists, dicts and objects, the tensors are replaced in place.
+    For this, the tensors in `outputs` that require a gradient are passed through an identity function whose backward
+    makes the call. In lists, dicts and objects, they are replaced in place.
 
     Args:
-        before: called before the layer's backward.
+        before: the function to call.
         token: the argument of `before`.
         outputs: the return value of the layer.
-        filled: the containers among the layer's arguments; None if there are none. Tensors that the layer added to
-            these containers are treated as outputs.
+        filled: the mutable containers among the layer's arguments; None if there are none. Tensors that the layer has
+            added to them are treated as outputs.
 
     Returns:
-        The outputs with these tensors replaced, and whether there are any such tensors.
+        The outputs with the tensors replaced, and whether any tensor requires a gradient. If not, `before` is never
+        called.
 
     Raises:
         RuntimeError: a tensor that requires a gradient is in an object with `__slots__`, where it cannot be replaced.
@@ -131,12 +136,17 @@ def enter_backward(
 
 
 def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
-    """Call `before(token)` before the backward of a model, by hooks on its outputs.
+    """Make autograd call `before(token)` at the beginning of a model's backward, by hooks on the model's outputs.
 
-    The hooks call it once, when backward computes the first gradient of an output. Unlike `enter_backward`, this does
-    not replace the outputs. So a user's hook or `retain_grad()` on a hidden state that the model returns sees the
-    complete gradient. `enter_backward` is called instead while torch.compile traces the model, if an object cannot be
-    searched for tensors, or if an output is a leaf, on which the hook would stay registered.
+    The hooks call it once per backward, at the first gradient of an output. Unlike `enter_backward`, this does not
+    replace the outputs, so a user's hook or `retain_grad()` on a hidden state that the model returns sees the complete
+    gradient. `enter_backward` is used instead while torch.compile traces the model, if an object in the outputs cannot
+    be searched for tensors, or if an output is a leaf, on which the hooks would stay registered.
+
+    Args:
+        before: the function to call.
+        token: the argument of `before`.
+        outputs: the return value of the model.
 
     Returns:
         The outputs, and whether any tensor in them requires a gradient.
@@ -158,10 +168,11 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 
 
 def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> Any:
-    """Return `outputs` with their floating-point tensors replaced by ones whose backward only calls `before(token)`.
+    """Return `outputs` with their floating-point tensors replaced by ones that require a gradient.
 
-    It lets a rank take part in a backward although none of its outputs requires a gradient. Without it, torch would
-    raise an error.
+    The backward of these tensors computes nothing, and only calls `before(token)`. This lets a rank take part in the
+    backward of the other ranks if none of its own outputs requires a gradient. Otherwise, torch would raise an error
+    when backward is called on this rank.
     """
     found = [
         leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -177,7 +188,7 @@ def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> 
 def _enter_containers(
     before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None
 ) -> tuple[Any, bool]:
-    """Do the work of `enter_backward` if the outputs or the layer's arguments include mutable containers."""
+    """Do the work of `enter_backward`, if the outputs or the layer's arguments include lists, dicts or objects."""
     seen: set[int] = set()
     strange: list[Any] = []
     found = [] if filled is None else filled.added(seen, [])
@@ -203,19 +214,20 @@ def _enter_containers(
 def leave_backward(
     after: Callable[[], None], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers | None]:
-    """Pass the arguments that require a gradient through an identity function whose backward calls `after`.
+    """Make autograd call `after()` at the end of a layer's backward, when the gradients of all its inputs exist.
 
-    Tensors inside the arguments are included. In lists, dicts and objects they are replaced in place, until
-    `Containers.restore` puts the originals back.
+    For this, the tensors in the arguments that require a gradient are passed through an identity function whose
+    backward makes the call. In lists, dicts and objects, they are replaced in place, until `Containers.restore` puts
+    the originals back.
 
     Args:
-        after: called when the gradients of all these tensors exist. It is never called if there are no such tensors.
+        after: the function to call. It is never called if no tensor in the arguments requires a gradient.
         args: the layer's positional arguments.
         kwargs: the layer's keyword arguments.
 
     Returns:
-        `args` and `kwargs` with these tensors replaced, the replacements, and the containers among the arguments (None
-        if there are none).
+        `args` and `kwargs` with the tensors replaced, the replacements, and the mutable containers among the arguments
+        (None if there are none).
     """
     found: list[torch.Tensor] = []
     opened: list[Any] = []
@@ -238,7 +250,7 @@ def leave_backward(
 def _leave_containers(
     after: Callable[[], None], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers]:
-    """Do the work of `leave_backward` if the arguments include mutable containers."""
+    """Do the work of `leave_backward`, if the layer's arguments include lists, dicts or objects."""
     values = (*args, *kwargs.values())
     found = list(dict.fromkeys(tensors_in(values, set(), [])))
     guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if found else ()
@@ -249,10 +261,10 @@ def _leave_containers(
 
 
 def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -> None:
-    """Append the tensors that require a gradient, in `values` and in nested plain tuples, to `found`.
+    """Append to `found` the tensors that require a gradient, in `values` and in plain tuples nested in them.
 
-    Objects of other types that may contain tensors (lists, dicts, named tuples) are not searched, but appended to
-    `opened`. If there are any, the caller uses `tensors_in` instead, which is slower.
+    Objects of other types that may contain tensors (such as lists, dicts and named tuples) are not searched, but
+    appended to `opened`. If there are any, the caller uses `tensors_in` instead, which is slower.
     """
     for value in values:
         kind = type(value)
@@ -266,7 +278,7 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -
 
 
 def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
-    """Return a copy of `value` in which the tensors that `_find` finds are replaced by those of `guarded`, in order."""
+    """Return `value` with the tensors that `_find` finds in it replaced by the next tensors of `guarded`."""
     if isinstance(value, torch.Tensor):
         return next(guarded) if value.requires_grad else value
     if type(value) is tuple:
@@ -277,9 +289,9 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
 def uncached_autocast() -> AbstractContextManager | None:
     """Return a context with the current autocast settings but without autocast's cache; None if autocast is off.
 
-    The cache keeps one cast for each parameter object, and a full parameter is the same object at every step. If one
-    autocast context enclosed several steps, a block would therefore compute with casts of old weights. Also, the casts
-    of all blocks would stay in memory until the end of the context.
+    Until the outermost autocast context ends, the cache keeps the low-precision copy of each parameter object. A full
+    parameter is the same object in every step. So if one autocast context enclosed several steps, blocks would compute
+    with copies of old weights. Also, the copies of all blocks would stay in memory.
     """
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):

@@ -1,6 +1,6 @@
-"""CheckpointBlock, a transformer layer that is sharded in place, and lists of such blocks.
+"""CheckpointBlock, a transformer layer that is sharded in place, and TransformerBlockList, a list of such blocks.
 
-To shard a layer, its class is replaced by a subclass of its old class.
+When a layer is sharded, its class is replaced by a subclass of the old class.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ class CheckpointBlock(ShardedModule):
     Collective: every rank must call it.
 
     Args:
-        layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
+        layer: the layer. Its parameters may already be sharded (DistributedParameters). A CheckpointBlock is returned
+            unchanged.
         use_checkpoint: whether to recompute the forward in backward instead of keeping its activations. "attention"
             keeps only the outputs of attention, and "auto" recomputes as much as memory requires (see `auto_wrap`).
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them. None uses the value
             given to `init_distributed`.
-        mode: for compatibility with BMTrain's pipelines; ignored.
+        mode: ignored. (BMTrain needs it for its pipelines.)
     """
 
     _bmt: BlockState
@@ -66,7 +67,7 @@ class CheckpointBlock(ShardedModule):
         return layer
 
     def __init__(self, *args, **kwargs) -> None:
-        """Do nothing, because `__new__` returns a layer that is initialized already."""
+        """Do nothing, because `__new__` returns an existing layer, which is already initialized."""
 
     def _slots(self) -> list[Slot]:
         return self._bmt.slots
@@ -74,9 +75,9 @@ class CheckpointBlock(ShardedModule):
     def compile(self, *args, **kwargs) -> None:
         """Compile the layer's own forward with torch.compile, without the all-gathers and reductions around it.
 
-        Layers of the same class that differ only in their parameters share one graph: the class's function is compiled,
-        not the bound method, so parameters are inputs of the graph. A forward that was set on the instance is compiled
-        for this layer alone.
+        Layers of the same class that differ only in their parameters share one graph, because the function of the class
+        is compiled, and not a bound method: so the parameters are inputs of the graph. A forward that was set on the
+        instance is compiled for this layer alone.
 
         Args:
             *args: passed to torch.compile.
@@ -95,7 +96,7 @@ class CheckpointBlock(ShardedModule):
 
 @contextmanager
 def uncompiled(blocks: Sequence[CheckpointBlock]) -> Iterator[None]:
-    """Run the forwards of these blocks without `torch.compile` inside the context."""
+    """Return a context in which the forwards of `blocks` run without torch.compile, even if they are compiled."""
     states = [block._bmt for block in blocks]
     forwards = [state.own_forward for state in states]
     for state in states:
@@ -114,7 +115,7 @@ def extend(
     use_checkpoint: object,
     zero_level: int,
 ) -> None:
-    """Make `layer` a CheckpointBlock, in place.
+    """Make `layer`, whose parameters are sharded already, a CheckpointBlock, in place.
 
     Args:
         layer: the layer.
@@ -127,8 +128,8 @@ def extend(
     buffers, slots = sharded
     state = BlockState(world.schedule, buffers, slots, world.layer_features.replay(layer), zero_level)
     state.recompute = world.layer_features.recompute(use_checkpoint, state)
-    # A `forward` in the instance's __dict__, set by a patch, would hide the forward of the extended class. Move it to
-    # `own_forward`, which the block calls instead of the layer's forward.
+    # A `forward` in the layer's __dict__, set by a patch, would hide the forward of the new class. So move it to
+    # `own_forward`, which the new forward calls instead of the old class's forward.
     state.own_forward = layer.__dict__.pop("forward", None)
     layer._bmt = state  # pyright: ignore[reportArgumentType]
     layer.__class__ = _extended_class(type(layer))
@@ -149,7 +150,7 @@ def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slo
 
 @functools.cache
 def _extended_class(cls: Any) -> type[torch.nn.Module]:
-    """Return the subclass of CheckpointBlock and `cls` that a layer of class `cls` gets when it becomes a block."""
+    """Return the new class of a layer of class `cls` that becomes a block: a subclass of CheckpointBlock and `cls`."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args, **kwargs):
@@ -162,8 +163,8 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 def weak_method(method: Callable) -> Callable:
     """Return a function that calls a bound method without keeping its object alive. Return other callables unchanged.
 
-    Use it if a module stores one of its own methods. The bound method would form a reference cycle, which keeps a
-    deleted model in memory until the next garbage collection.
+    Use the result if a module stores one of its own methods. The bound method itself would form a reference cycle,
+    which would keep a deleted model in memory until the next garbage collection.
     """
     if not inspect.ismethod(method):
         return method
@@ -189,9 +190,9 @@ def weak_method(method: Callable) -> Callable:
 class TransformerBlockList(torch.nn.ModuleList):
     """A list of CheckpointBlocks in execution order, linked to each other for prefetching.
 
-    Collective: every rank must call it. Every module becomes a CheckpointBlock. The list can be iterated over, indexed
-    and sliced like any ModuleList. (A slice is a plain ModuleList.) It can be called as in BMTrain: `blocks(x, *args,
-    **kwargs)` passes `x` through all blocks, each of which gets the same `args` and `kwargs`.
+    Every module becomes a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList. (A
+    slice is a plain ModuleList.) It can be called as in BMTrain: `blocks(x, *args, **kwargs)` passes `x` through all
+    blocks, each of which gets the same `args` and `kwargs`. Creating the list is collective: every rank must do it.
 
     Args:
         modules: the layers, in execution order.
@@ -199,7 +200,7 @@ class TransformerBlockList(torch.nn.ModuleList):
             arguments and must return their new values, as a tuple if there are several.
     """
 
-    num_hidden: int = 1  # a class attribute, because `wrap` turns ModuleLists into this class without __init__
+    num_hidden: int = 1  # the default of lists that `wrap` turns into this class without calling __init__
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
         wanted = "at least 1: it is the number of hidden states that are passed from block to block"
@@ -213,7 +214,7 @@ class TransformerBlockList(torch.nn.ModuleList):
         self.link()
 
     def link(self) -> None:
-        """Tell every block which block precedes it and which follows it, so that it can prefetch them."""
+        """Tell every block which block precedes it and which follows it, so that it can prefetch their parameters."""
         blocks: list[Any] = list(dict.fromkeys(self))
         for block, following in zip(blocks, blocks[1:]):
             block._bmt.next, following._bmt.previous = weakref.ref(following._bmt), weakref.ref(block._bmt)
@@ -228,8 +229,8 @@ class TransformerBlockList(torch.nn.ModuleList):
             **kwargs: passed to every block.
 
         Returns:
-            The hidden state after the last block. If there are several, or if `return_hidden_states` is set, a tuple:
-            all hidden states after the last block, followed by the stacked inputs.
+            The hidden state after the last block. If there are several hidden states, or if `return_hidden_states` is
+            set, a tuple: all hidden states after the last block, followed by the stacked inputs (if requested).
 
         Raises:
             ValueError: `args` has fewer than `num_hidden` elements, or a block returns another number of values.
@@ -279,7 +280,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
         Args:
             *args: as in TransformerBlockList.
-            batch_related: for compatibility with BMTrain, which splits these arguments into micro-batches; ignored.
+            batch_related: ignored. (BMTrain needs it to split arguments into micro-batches for its pipeline.)
             return_hidden_states: as in TransformerBlockList.
             **kwargs: as in TransformerBlockList.
         """

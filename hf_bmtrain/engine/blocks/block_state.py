@@ -1,4 +1,4 @@
-"""BlockState: the all-gathers, reshards and reductions around the forward and backward of one block."""
+"""BlockState: all-gathers and frees the parameters of one block, and reduces its gradients, in forward and backward."""
 
 from __future__ import annotations
 
@@ -21,34 +21,37 @@ from .schedule import Schedule
 
 @dataclass(eq=False, repr=False)
 class BlockState:
-    """The state of a CheckpointBlock, and the operations around its forward and backward.
+    """The state of one CheckpointBlock (a transformer layer sharded in place), and its work in forward and backward.
 
-    The slots (the entries of these parameters in the modules' `_parameters`) are set to full parameters only while the
-    block's forward or backward runs, and otherwise to sharded ones. When the block starts, the block that is expected
-    to run next is prefetched: `next` in forward, `previous` in backward. After a forward with gradients, and after a
-    backward with others still pending, the block stays unsharded until another block starts.
+    A slot is the entry of a parameter in the `_parameters` of one of the layer's modules. While the block's forward or
+    backward runs, its slots are set to the full parameters, and at other times to the sharded ones.
 
-    The time at which the block's gradients are reduced depends only on `pending`, and on whether the running backward
-    has reached the block. Both are the same on every rank, unless ranks may enter different blocks (see `Negotiation`).
-    The time does not depend on which parameters have gradients, because this may differ between ranks.
+    When the forward of the block starts, the parameters of `next` are prefetched, and when its backward starts, those
+    of `previous`. After a forward with gradients, the block stays unsharded until another block starts (with
+    `zero_level` 2, until its backward). It also stays unsharded until then after a backward, if the backward of another
+    call of the block is still to come.
+
+    When the block's gradients are reduced depends only on `pending`, and on whether the running backward has reached
+    the block. Both are equal on all ranks, unless ranks may enter different blocks (see `Negotiation`). It does not
+    depend on which parameters have gradients, because this may differ between ranks.
 
     Attributes:
         schedule: tracks, for all blocks of this rank, which are unsharded and which reductions are pending.
         buffers: the flat buffers of the block's parameters.
-        slots: the slots of these parameters in the layer's modules.
-        replay: restores, for a recomputation, the state in which the first forward ran.
+        slots: the slots of these parameters.
+        replay: restores, for a recomputation, the state of the layer (such as its buffers) at the first forward.
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
         inputs: stores the inputs of recomputed forwards in host memory until backward. None leaves them on the device.
         previous: the block before this one in the block list.
         next: the block after this one in the block list.
-        own_forward: called instead of the class's forward if not None. It is either a forward that was set on the
-            instance, or a compiled one.
+        own_forward: the function to call instead of the class's forward: a forward that was set on the instance, or a
+            compiled one. None calls the class's forward.
         compiled: whether the forward is compiled.
         eager_forward: the value of `own_forward` before the forward was compiled.
         lists_as_tuples: whether a list that the layer returns is converted to a tuple.
-        pending: the number of forwards whose backward has not run. If a block is called several times, its gradients
-            are reduced once, when `pending` is 0 again.
+        pending: the number of forwards whose backward has not run yet. If a block is called several times, its
+            gradients are reduced once, after the last of these backwards.
     """
 
     schedule: Schedule
@@ -66,20 +69,21 @@ class BlockState:
     lists_as_tuples: bool = False
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
-    _entered: bool = field(default=False, init=False)  # backward entered the block and has not reduced its gradients
+    _entered: bool = field(default=False, init=False)  # backward reached the block and has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
 
     @property
     def keeps_no_cache(self) -> bool:
-        """True if training forwards must not fill a key-value cache, because they may be recomputed or are compiled."""
+        """True if training forwards must not fill a key-value cache: they may be recomputed, or are compiled."""
         return not self.recompute.fills_cache or self.compiled
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Unshard the block and run the layer's own forward. Collective: every rank must call it.
+        """Unshard the block, run the layer's forward, and return its outputs. Collective: every rank must call it.
 
-        layer_forward: the bound forward of the layer's class.
+        layer_forward: the forward of the layer's own class, bound to the layer.
+        args, kwargs: the arguments of the forward.
         """
         layer_forward = self.own_forward or layer_forward
         if self.schedule.in_backward:
@@ -113,7 +117,7 @@ class BlockState:
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         """Run the layer's forward, and make autograd call `before_backward` and `after_backward` around its backward.
 
-        Returns the outputs, and whether at least one of them requires a gradient.
+        Returns the outputs, and whether any of them requires a gradient.
         """
         args, kwargs, inputs, filled = leave_backward(self.after_backward, args, kwargs)
         versions = [tensor._version for tensor in inputs]
@@ -168,7 +172,7 @@ class BlockState:
             def run_on(*values):
                 return run(*values[:count], **dict(zip(names, values[count:])))
 
-            with saving:  # torch's checkpoint saves only positional arguments
+            with saving:  # only positional arguments are saved by torch's checkpoint
                 return checkpoint(run_on, *args, *kwargs.values(), use_reentrant=False)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
@@ -182,10 +186,11 @@ class BlockState:
     # -- recompute by a checkpoint around the block -------------------------------------------------------------
 
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the forward again, because a checkpoint around this block recomputes it.
+        """Run the forward again, because an activation checkpoint around this block (not its own) recomputes it.
 
-        The block's own backward may not have started yet. Autograd must save the same tensors as in the first forward,
-        so if the first forward ran under torch's checkpoint, this one does, too.
+        The backward of the block may not have started yet, so this unshards the block if necessary. Autograd must save
+        the same tensors as in the first forward. So if the first forward ran under the block's own checkpoint, this one
+        does, too.
         """
         closed = not self._open
         if closed:
@@ -202,12 +207,12 @@ class BlockState:
     # -- full and local parameters ------------------------------------------------------------------------------
 
     def unshard(self, neighbour: BlockState | None) -> None:
-        """All-gather the block, prefetch `neighbour`, and make the layer's modules show the full parameters.
+        """All-gather the block's parameters, give the layer's modules the full parameters, and prefetch `neighbour`.
 
-        Collective: every rank must call it. The current stream waits only for the block's own all-gathers, which are
-        issued before the neighbour's.
+        Collective: every rank must call it. The current stream waits only for the all-gathers of this block, which are
+        issued before those of the neighbour.
 
-        neighbour: the block to prefetch, or None.
+        neighbour: the block that will probably run next, or None.
         """
         self.schedule.open_block(self, neighbour)
         for buffer in self.buffers:
@@ -235,18 +240,18 @@ class BlockState:
         self._open = False
 
     def reshard(self) -> None:
-        """Free the full buffers."""
+        """Free the full (all-gathered) parameters, unless they are resident (kept from step to step)."""
         for buffer in self.buffers:
             buffer.reshard()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
-        """Unshard the block for its backward. Collective: every rank must call it.
+        """Unshard the block for its backward, and prefetch the previous block. Collective: every rank must call it.
 
-        Raises RuntimeError if the weights were written since the forward.
+        Raises RuntimeError if the weights were modified since the forward.
 
-        token: the version counters of the block's flat buffers at the end of the forward.
+        token: the version counters of the block's shards at the end of the forward.
         """
         self.schedule.join_backward(self)
         self.recompute.backward_begins(recomputed=False)
@@ -261,9 +266,9 @@ class BlockState:
         self.schedule.make_room()
 
     def after_backward(self) -> None:
-        """Make the layer's modules show the local parameters again, after the backward of one forward.
+        """Set the layer's parameters to the sharded ones again, after the backward of one call of the block.
 
-        After the backward of the block's last forward, also start to reduce the gradients, and reshard the block.
+        If no backward of another call is still to come, also start to reduce the gradients, and reshard the block.
         """
         self.show_local()
         if self.pending > 0:
@@ -275,10 +280,10 @@ class BlockState:
         self.reshard()
 
     def finish_backward(self) -> None:
-        """Reduce and reshard the block at the end of the whole backward, unless `after_backward` has done so.
+        """Reduce and reshard the block at the end of the whole backward, if `after_backward` has not done so.
 
-        Autograd does not call `after_backward` if no input of the block requires a gradient. If it calls it, but not
-        for all forwards of the block, `after_backward` does not reduce.
+        Autograd does not call `after_backward` if no input of the block requires a gradient. If autograd calls it for
+        only some of the block's forwards, `after_backward` waits for the others and does not reduce.
         """
         if self._open:
             self.show_local()
@@ -288,7 +293,7 @@ class BlockState:
         self.reshard()
         for buffer in self.buffers:
             if not buffer.gradient.trainable:
-                buffer.gradient.discard()  # the buffer's parameters were frozen after the forward
+                buffer.gradient.discard()  # not needed, because the parameters were frozen after the forward
             for full in buffer.full_params:
                 if full.grad is not None:
                     raise RuntimeError(

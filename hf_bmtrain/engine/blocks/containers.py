@@ -21,7 +21,7 @@ _CODE = (torch.nn.Module, type, enum.Enum, types.FunctionType, types.MethodType,
 _STATELESS = sys.stdlib_module_names - {"types", "collections"} | {"torch", "numpy"}
 """Packages whose objects (such as loggers, locks and generators) are not searched for tensors.
 
-`types` is searched because of SimpleNamespace, and `collections` because of its containers.
+`types` and `collections` are not included, because a SimpleNamespace and the containers must be searched.
 """
 
 
@@ -33,8 +33,8 @@ def _has_attributes(cls: type) -> bool:
 def containers_of(value: Any) -> list[Any]:
     """Return the mutable containers in which `value` stores its items and attributes.
 
-    These are `value` itself, if it is a list, dict, set or deque, and its `__dict__`, if it has one. The `__dict__` of
-    tensors, modules, functions and classes is left out, and so is that of objects of the packages in `_STATELESS`.
+    These are `value` itself, if it is a list, dict, set or deque, and its `__dict__`, if it has one. The `__dict__` is
+    left out for tensors, modules, functions and classes, and for objects of the packages in `_STATELESS`.
     """
     own = [value] if isinstance(value, (list, dict, set, deque)) else []
     if not isinstance(value, torch.Tensor) and _has_attributes(type(value)):
@@ -50,7 +50,7 @@ def items_of(container: Any) -> list[Any]:
 
 
 def _nodes(value: Any) -> list[Any] | None:
-    """Return the leaves of `value` if pytree can flatten it, or None if pytree treats the value itself as a leaf."""
+    """Return the leaves of `value` if torch's pytree can flatten it, or None if pytree treats it as a leaf itself."""
     leaves = pytree.tree_leaves(value)
     return None if len(leaves) == 1 and leaves[0] is value else leaves
 
@@ -86,7 +86,7 @@ def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Ite
 def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
     """Replace tensors in `value`, at any depth, by those in `table`, and return the result.
 
-    Lists, dicts, deques and attributes of objects are modified in place, tuples are copied, and sets do not change.
+    Lists, dicts, deques and attributes of objects are modified in place, and tuples are copied. Sets are not changed.
 
     Args:
         value: the value to search.

@@ -1,4 +1,4 @@
-"""DistributedModule: a module whose own parameters, outside blocks, are all-gathered when a forward reads them."""
+"""DistributedModule: a module whose parameters outside blocks are all-gathered when a forward reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
 
 
 def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
-    """Return `outputs` with views of root parameters replaced by copies, because the full buffers may be freed next."""
+    """Return a model's `outputs` with all views of root parameters (those outside blocks) replaced by copies.
+
+    Otherwise these outputs would become invalid when the full parameters are freed after the forward.
+    """
     if torch.compiler.is_compiling() or not any(reader.unwatched for reader in forward_pass.readers):
         return outputs
     if not any(isinstance(leaf, torch.Tensor) and forward_pass.holds(leaf) for leaf in pytree.tree_leaves(outputs)):
@@ -80,7 +83,7 @@ class DistributedModule(ShardedModule):
         return self._run(super().__call__, args, kwargs)
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call `function`, the forward of this module or a part of it. Parameters that it reads are all-gathered."""
+        """Call `function` (this module's forward, or a part of it), and all-gather the parameters that it reads."""
         schedule = self._schedule
         if schedule.in_forward:
             with self._watch_own():
@@ -112,9 +115,10 @@ class DistributedModule(ShardedModule):
     def _watch_own(self) -> AbstractContextManager[None]:
         """Return a context that lets this module's parameters be resharded as soon as backward no longer needs them.
 
-        It is `on_demand.watch` of the flat buffers of these parameters. No other module may read the buffers inside the
-        context. This is certain only if the module has no children that it might call, so for a module with children
-        the context does nothing. It also does nothing if gradients are disabled, because autograd then saves nothing.
+        For this, `on_demand.watch` tracks which views of the full parameters autograd saves. No other module may read
+        parameters of the same flat buffers inside the context. This is certain only if the module has no children, so
+        for a module with children the context does nothing. It also does nothing if gradients are disabled, because
+        autograd then saves nothing.
         """
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
@@ -125,7 +129,7 @@ class DistributedModule(ShardedModule):
     # -- weights in and out -------------------------------------------------------------------------------------
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        self._schedule.discard_failed_backward()  # if it failed, modules may still have full parameters
+        self._schedule.discard_failed_backward()  # after an exception, modules may still have full parameters
         return super().named_parameters(*args, **kwargs)
 
     def _slots(self) -> list[Slot]:
@@ -141,7 +145,7 @@ class DistributedModule(ShardedModule):
 
 
 def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
-    """Make `module` a DistributedModule in place, by extending its class."""
+    """Make `module` a DistributedModule in place: its new class extends DistributedModule and its old class."""
     if not isinstance(module, DistributedModule):
         module.__class__ = _distributed_class(type(module))
         module.__dict__["_schedule"] = schedule
@@ -166,7 +170,7 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """An `init_method` for DistributedParameter, which calls `function(tensor, *args, **kwargs)` to fill the tensor.
+    """An `init_method` for DistributedParameter that calls `function(tensor, *args, **kwargs)` to fill a new tensor.
 
     Args:
         function: a function that fills a tensor in place, such as torch.nn.init.normal_.
@@ -209,16 +213,17 @@ def init_parameters(model: torch.nn.Module) -> None:
 
 
 def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """Yield the parameters of a model in groups of equal `parameter.group`, for an optimizer's parameter groups.
+    """Yield the parameters of a model, grouped by their attribute `group`, for an optimizer's parameter groups.
 
-    `DistributedParameter(group=)` sets it. For another parameter, set `parameter.group` before `auto_wrap`.
+    `DistributedParameter(..., group=name)` sets the attribute. For other parameters, set `parameter.group = name`
+    before `auto_wrap`.
 
     Args:
         model: the model, sharded or not.
 
     Returns:
-        An iterator over (group, parameters), in the order in which the groups first occur. The group of parameters
-        without the attribute is None. Each parameter occurs once.
+        An iterator over (group, list of parameters), in the order in which the groups first occur. Parameters without
+        the attribute have the group None. Each parameter occurs once.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Negotiation: lets ranks that may enter different blocks of a model agree on the next collective."""
+"""Negotiation, by which ranks that may enter different blocks of a model agree on the next collective."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 FORWARD, EVALUATION, BACKWARD = (
     code(f"next operation of a {kind}", 0) for kind in ("forward", "forward without gradients", "backward")
 )
-"""Entries of the collective log for the requests of a forward, a forward without gradients, and a backward.
+"""The three kinds of passes, as entries of the collective log (the list of operations that the ranks compare).
 
-The ranks compare their logs. Because the entries differ, they notice if one is in a forward and another in a backward.
+Each request for a collective writes the entry of its pass. So the ranks notice if one of them is in a forward and
+another in a backward.
 """
 _UNITS = 1 << 30  # greater than the number of blocks and root buffers of a world
 _STRIDE = 1 << 20  # greater than the number of buffers of a block
@@ -31,12 +32,14 @@ _END = 6 * _SPACE
 
 
 class _Requests(NamedTuple):
-    """The numbers by which ranks request operations of one flat buffer. The smallest requested number is granted first.
+    """The numbers that stand for the collectives of one flat buffer when ranks request them.
+
+    Of the numbers that ranks request at the same time, the smallest is granted first.
 
     Attributes:
-        forward: the all-gather in a forward.
-        backward: the all-gather in a backward.
-        reduction: the reduction of the gradient.
+        forward: the number of the all-gather in a forward.
+        backward: the number of the all-gather in a backward.
+        reduction: the number of the reduction of the gradient.
     """
 
     forward: int
@@ -47,25 +50,25 @@ class _Requests(NamedTuple):
 class Negotiation:
     """Lets ranks that may enter different blocks agree on each next collective of a forward or backward.
 
-    Each operation has a number. A rank requests the number of the operation that it needs, and the smallest requested
-    number is granted. The ranks that requested it continue with the operation. The other ranks take part in it, and
-    then repeat their own request. In an all-gather, they discard the result. In a reduction, they send the gradients
-    that they have computed so far, or zeros if they have not entered the block. A rank that has reached the end of its
-    forward or backward takes part until all ranks have reached it.
+    Each collective has a number. Every rank requests the number of the collective that it needs next, and the smallest
+    requested number is granted. The ranks that requested it continue with that collective. The other ranks take part in
+    it too, and then repeat their own request. In an all-gather, they discard the result. In a reduction, they send the
+    gradients that they have computed so far, or zeros if they have not entered the block. A rank that has reached the
+    end of its forward or backward takes part in this way until all ranks have reached the end.
 
-    The numbers do not change the results: the operations that a rank requests are granted in the order of its requests,
-    and if a buffer is reduced twice, the second mean is added to the first. The numbers only determine how often a
-    buffer is gathered or reduced twice because ranks need it at different times.
+    The results do not depend on the numbers: each rank gets its collectives in the order in which it requests them, and
+    if a buffer is reduced twice, the second mean is added to the first. The numbers only determine how often a buffer
+    is gathered or reduced twice, which happens if ranks need it at different times.
 
     In a forward, the numbers follow the order of the model's modules, except that the longest list of blocks comes
     last, because modules that only some ranks enter (such as an image tower) usually run before this list. In a
-    backward, the all-gathers of root buffers (of parameters outside blocks) come first. The blocks follow in reverse
-    order. A block's all-gather, which may be a prefetch, comes before its own reduction and before the reduction of the
-    block that precedes it in backward. The reductions of root buffers come last.
+    backward, the all-gathers of root buffers (buffers of parameters outside blocks) come first. The blocks follow in
+    reverse order. The all-gather of a block may be a prefetch, so it comes not only before the block's own reduction,
+    but also before that of the block whose backward runs before it. The reductions of root buffers come last.
     """
 
     def __init__(self, control: ObjectComm, reduce: Callable[[list[GradientBuffer]], None]) -> None:
-        """Create the negotiation between the ranks of a world.
+        """Create the negotiation between all ranks.
 
         Args:
             control: exchanges the requests.
@@ -73,13 +76,13 @@ class Negotiation:
         """
         self._control, self._reduce = control, reduce
         self._units = 0
-        self._requests: dict[int, _Requests] = {}  # the requests for each buffer, by the number of the buffer
-        self._served: dict[int, Callable[[], None]] = {}  # for each request, a function that takes part in it
+        self._requests: dict[int, _Requests] = {}  # by the number of the buffer
+        self._served: dict[int, Callable[[], None]] = {}  # by number: a function that takes part in the collective
 
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]
     ) -> None:
-        """Number the operations of a model's flat buffers. Call it again after buffers were added to the model.
+        """Number the collectives of a model's flat buffers. Call this again after buffers were added to the model.
 
         Every rank must pass the same buffers.
 
@@ -98,9 +101,9 @@ class Negotiation:
             self._units += 1
 
     def _add(self, buffer: ShardedBuffer, block: BlockState | None, index: int) -> None:
-        """Number the operations of one buffer, and store functions with which this rank takes part in them.
+        """Number the collectives of one buffer, and store the functions to call when only other ranks request them.
 
-        block: the block of the buffer, or None for a root buffer.
+        block: the block to which the buffer belongs, or None for a root buffer.
         index: the position of the buffer among the buffers of its block.
         """
         place = self._units * _STRIDE + index
@@ -113,7 +116,7 @@ class Negotiation:
         here, owner = weakref.ref(buffer), None if block is None else weakref.ref(block)
 
         def serve_gather() -> None:
-            with torch.enable_grad():  # as in `Schedule.gather`: the collective log contains the grad mode
+            with torch.enable_grad():  # the log entry contains the grad mode, so use the same as in `Schedule.gather`
                 _alive(here).take_part()
 
         def serve_reduction() -> None:
@@ -124,7 +127,7 @@ class Negotiation:
         self._served[requests.reduction] = serve_reduction
 
     def covers(self, buffer: ShardedBuffer) -> bool:
-        """Return whether collectives of `buffer` are negotiated. A backward may then reduce it more than once."""
+        """Return whether collectives of `buffer` are negotiated. If so, one backward may reduce it more than once."""
         return buffer.number in self._requests
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -132,11 +135,11 @@ class Negotiation:
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
         """Wait until the ranks agree that the all-gather of `buffer` is next. The caller must then issue it.
 
-        Collective: every rank must call it, or `before_reduction` or `finish`. Does nothing if the buffer needs no
+        Collective: every rank must call this, `before_reduction` or `finish`. It does nothing if the buffer needs no
         collective now (for example, because it is unsharded), or if its collectives are not negotiated.
 
         Args:
-            buffer: the buffer.
+            buffer: the flat buffer to be gathered.
             entry: the kind of pass in which the buffer is needed: FORWARD, EVALUATION or BACKWARD.
         """
         requests = self._requests.get(buffer.number)
@@ -146,25 +149,30 @@ class Negotiation:
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
         """Wait until the ranks agree that the reduction of `gradients` is next. The caller must then start it.
 
-        Collective: every rank must call it, or `before_gather` or `finish`. Does nothing if `gradients` is empty, or if
-        their collectives are not negotiated.
+        Collective: every rank must call this, `before_gather` or `finish`. It does nothing if `gradients` is empty, or
+        if their collectives are not negotiated.
+
+        gradients: the gradients of one block or one root buffer, which are reduced together.
         """
         if gradients and (requests := self._requests.get(gradients[0].number)) is not None:
             self._agree(requests.reduction, BACKWARD)
 
     def reduction_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return a sort key with which all ranks finish blocks and root buffers in the same order at a backward's end.
+        """Return the sort key by which all ranks finish their reductions in the same order when a backward ends.
 
         buffers: the flat buffers of one block, or one root buffer.
         """
         return min((found.reduction for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def gather_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return a sort key for the order in which a backward gathers root buffers when it begins."""
+        """Return the sort key by which all ranks gather root buffers in the same order when a backward begins.
+
+        buffers: one root buffer (a flat buffer of parameters outside blocks).
+        """
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def finish(self, entry: int) -> None:
-        """Take part in the operations of other ranks until all ranks have reached the end of their pass.
+        """Take part in the collectives of other ranks until all ranks have reached the end of their pass.
 
         Collective: every rank must call it.
 

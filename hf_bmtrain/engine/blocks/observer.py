@@ -1,4 +1,7 @@
-"""Observers: objects that are called at events of training (forward, backward, step), and do not change training."""
+"""Observers: objects with methods that are called at events of training, such as the end of a backward or step.
+
+They observe training, and do not change it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ if TYPE_CHECKING:  # at run time, this folder must not import engine/optim
 
 
 class Observer:
-    """Base class of observers, which are called on each rank at events of its forwards, backwards and steps.
+    """Base class of observers. On each rank, their methods are called at events of the forwards, backwards and steps.
 
-    Each method is an event. Subclasses override the methods of the events that they need. `Schedule.observe` adds an
-    observer.
+    Each method belongs to one event. A subclass overrides the methods of the events that it needs. To add an observer,
+    call `Schedule.observe`.
 
     Attributes:
         position: determines the order of observers. At each event, those with a lower position are called first.
@@ -27,15 +30,17 @@ class Observer:
     position = 50
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before each forward of a wrapped model, except in recomputations and rehearsals (trial forwards).
+        """Called before each forward of a sharded model, except in recomputations and rehearsals (trial forwards).
 
+        model: the model.
         args, kwargs: the arguments of the forward.
         """
 
     def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
         """Called before the gradient of one parameter is averaged over the ranks.
 
-        If several modules outside the blocks share a parameter, this is called for the gradient from each of them.
+        If several modules outside the blocks share a parameter, each of them computes a gradient of it. Then this is
+        called for each of these gradients.
 
         Args:
             gradient: the GradientBuffer, which averages the gradients of all parameters of one flat buffer.
@@ -47,27 +52,31 @@ class Observer:
         """Called at the end of a backward, after the `.grad` of every parameter has been set."""
 
     def end_step(self, manager: OptimManager) -> None:
-        """Called at the end of `manager.step()`. On a GPU, it is not known yet whether the step was skipped."""
+        """Called at the end of `manager.step()`.
+
+        On a GPU, the host does not know yet whether the step was skipped because a gradient contained inf or nan.
+        """
 
     def explain_skip(
         self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor
     ) -> str | None:
-        """Return a text that explains why the last step of `manager` was skipped, or None if unknown.
+        """Return a text that explains why the last step of `manager` was skipped, or None if the reason is unknown.
 
         Collective: every rank must call it.
 
         Args:
             manager: the manager whose step was skipped.
             parameters: the parameters of all optimizers of `manager`.
-            counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
-                gradient; -1 if the gradient was freed before the host learned that the step had been skipped.
+            counts: (len(parameters), 2) int64. Row i has the number of nan and the number of inf in this rank's
+                elements of the averaged gradient of parameter i. Both are -1 if there is no gradient, or if it was
+                freed before the host learned that the step had been skipped.
         """
 
     def out_of_memory(self) -> str | None:
-        """Return text to add to a torch.OutOfMemoryError of a forward, backward or step; None if there is none."""
+        """Return a text to add to a torch.OutOfMemoryError of a forward, backward or step, or None to add nothing."""
 
     def record(self, tensor: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
-        """Called for each call of `record_tensor`, with its arguments, except in recomputations and trial forwards."""
+        """Called by `record_tensor` with its arguments, except in recomputations and rehearsals (trial forwards)."""
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_") and name != "position")
@@ -75,9 +84,9 @@ Kind = TypeVar("Kind", bound=Observer)
 
 
 class Observers:
-    """The observers of a world, in the order of their positions.
+    """All observers of this rank, in the order of their `position`.
 
-    For each method of `Observer`, the attribute of the same name lists the observers that override it.
+    For each method of `Observer`, the attribute of the same name contains the observers that override the method.
     """
 
     before_forward: tuple[Observer, ...]
@@ -96,7 +105,7 @@ class Observers:
         return iter(self._all)
 
     def add(self, observer: Observer) -> None:
-        """Add `observer`, after those with the same position."""
+        """Add `observer`. It is called after the present observers that have the same position."""
         self._all.append(observer)
         self._sort()
 
@@ -114,7 +123,7 @@ class Observers:
 
 
 class ObserverHandle:
-    """The handle that `Schedule.observe` returns, for removing the observer."""
+    """The handle that `Schedule.observe` returns. Call `remove` to remove the observer."""
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
         self._observers, self._observer = observers, weakref.ref(observer)  # weak: an observer may own its handle

@@ -1,4 +1,4 @@
-"""Interfaces for recomputation: which forwards of a block are recomputed, how, and where their inputs are kept."""
+"""Interfaces that decide which forwards of a block are recomputed, how, and where the inputs are kept until then."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class Recompute:
-    """Decides which training forwards of a block are recomputed in backward. This base class recomputes all of them.
+    """Decides which training forwards of a block are recomputed in backward. The base class recomputes all of them.
 
     Attributes:
         fills_cache: whether training forwards may fill a key-value cache. It must be False if any forward may be
             recomputed, because the recomputation would fill the cache a second time.
         keeps_activations: whether the last training forward kept its activations, so that backward does not recompute
-            it. Predictions of memory read this attribute.
+            it. The prediction of a step's memory reads this attribute.
     """
 
     fills_cache = False
@@ -28,10 +28,11 @@ class Recompute:
         """Return whether backward will recompute the training forward that is about to start.
 
         Called before the block's all-gather. The result may differ between ranks, because it does not change which
-        collectives they issue. But if layers issue collectives themselves (see `Schedule.collective_layers`), all ranks
-        must return the same result.
-        Inside a checkpoint around the block, the result must be the same in every call, because this checkpoint repeats
-        all calls of the block in the way that the last result determined.
+        collectives they issue. But if layers issue collectives themselves (see `Schedule.collective_layers`), the
+        result must be the same on all ranks.
+
+        If a checkpoint around the block recomputes several calls of the block, it does so for all calls in the way that
+        the last result determined. The result must then be the same for all of them.
 
         Args:
             args: the positional arguments of the forward.
@@ -43,13 +44,13 @@ class Recompute:
     def contexts(
         self, args: tuple, kwargs: dict[str, Any], pending: int
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
-        """Return two contexts: for the first run of a forward that backward will recompute, and for the recomputation.
+        """Return two contexts: for a forward that backward will recompute, and for its recomputation.
 
-        Returns None if neither run needs a context. The arguments are those that `recomputes` gets for this forward.
+        Returns None if neither of them needs a context. The arguments are those of `recomputes` for this forward.
         """
 
     def backward_begins(self, recomputed: bool) -> None:
-        """Called when the block's backward starts (`recomputed` is False) and when it starts a recomputation (True)."""
+        """Called when the block's backward starts (`recomputed=False`) and when its recomputation starts (True)."""
 
 
 class _Never(Recompute):
@@ -67,11 +68,11 @@ class Replay(Protocol):
     """Makes a recomputation of a layer's forward compute the same values as the first forward."""
 
     def record(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return the context for the first forward. It yields a snapshot of the layer's state, for `restore`."""
+        """Return the context for the first forward. It yields a snapshot of the layer's state, to pass to `restore`."""
         ...
 
     def restore(self, snapshot: Any) -> AbstractContextManager[Any]:
-        """Return the context for the recomputation, in which the layer has the state of `snapshot`.
+        """Return the context for the recomputation. Inside it, the layer has the state that `snapshot` contains.
 
         The context may suppress an exception that torch's checkpoint raises to end the recomputation early.
         """
@@ -79,13 +80,13 @@ class Replay(Protocol):
 
 
 class InputStore(Protocol):
-    """Stores the inputs of recomputed blocks outside the device's memory, from forward to backward."""
+    """Stores the inputs of blocks outside the device's memory, until the forwards are recomputed in backward."""
 
     def saving(self) -> AbstractContextManager[Any] | None:
         """Return a context in which torch's checkpoint saves the inputs of one forward of a block to this store.
 
-        Returns None inside saved-tensor hooks, such as those of a checkpoint around the block, because these hooks
-        decide where tensors are saved.
+        Returns None if saved-tensor hooks are active already, such as those of a checkpoint around the block, because
+        those hooks then decide where tensors are saved.
         """
         ...
 
@@ -97,16 +98,16 @@ class LayerFeatures(Protocol):
     """
 
     def check(self, use_checkpoint: object) -> None:
-        """Raise ValueError if `use_checkpoint` is not a value that the method `recompute` accepts."""
+        """Raise ValueError unless `use_checkpoint` is one of the values that the method `recompute` accepts."""
 
     def recompute(self, use_checkpoint: Any, block: BlockState) -> Recompute:
-        """Return the recomputation policy of `block` for the user's argument `use_checkpoint`."""
+        """Return the object that decides, for the user's `use_checkpoint`, which forwards of `block` are recomputed."""
         ...
 
     def replay(self, layer: torch.nn.Module) -> Replay:
-        """Return the object that restores the state of `layer` for recomputations of its forward."""
+        """Return the object that makes recomputations of `layer` compute the same values as its first forward."""
         ...
 
     def inputs(self) -> InputStore | None:
-        """Return a store that keeps the inputs of a model's blocks in host memory; None if the model is on the CPU."""
+        """Return a store in host memory for the inputs of a model's blocks, or None if the model is on the CPU."""
         ...

@@ -1,4 +1,4 @@
-"""Schedule, which tracks the unsharded blocks and the pending reductions of the current forward and backward."""
+"""Schedule, which decides during forward and backward when blocks are resharded and when reductions are waited for."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class BackwardParticipant(Protocol):
-    """A block, or a flat buffer of root parameters, that takes part in a backward and is called at its end.
+    """A block, or a flat buffer of root parameters (those outside blocks), that takes part in a backward.
 
-    The schedule calls the participants of a backward in the same order on every rank.
+    At the end of the backward, the schedule calls all its participants, in the same order on every rank.
 
     Attributes:
         buffers: the flat buffers whose gradients the participant reduces.
@@ -40,24 +40,28 @@ class BackwardParticipant(Protocol):
     def buffers(self) -> Sequence[ShardedBuffer]: ...
 
     def finish_backward(self) -> None:
-        """Start the reductions that have not started yet, and reshard. Collective: every rank must call it."""
+        """Start the reductions of gradients that have not started yet, and reshard. Called at the end of a backward.
+
+        Collective: every rank must call it.
+        """
 
     def abandon_backward(self) -> None:
-        """Drop the gradients and reshard, after a backward that raised an exception."""
+        """Drop the gradients of a backward that raised an exception, and reshard."""
 
 
 class ForwardPass:
-    """One forward of the outermost sharded module: the parameters it read and the blocks it called, for its backward.
+    """One forward of the outermost sharded module. It records what the backward of this forward needs.
 
-    While the backward of this forward runs, a call of a block in `blocks` is a recomputation by a checkpoint around the
-    block. A call of any other block is a new forward, which has its own backward.
+    Blocks may be called while the backward runs. If the called block is in `blocks`, the call is a recomputation by a
+    checkpoint around the block. Otherwise it is a new forward, which has its own backward.
 
     Attributes:
-        readers: {OnDemandGather: unwatched} for each buffer of root parameters that the forward read. `unwatched` is
-            whether the buffer must stay unsharded for the whole backward. It is valid after `end`.
-        blocks: the blocks of which an output requires a gradient in this forward.
+        readers: {OnDemandGather: unwatched}, with one entry for each flat buffer of root parameters that the forward
+            read. The OnDemandGather all-gathers the buffer. `unwatched` is whether the buffer must stay unsharded
+            during the whole backward. It is valid after `end`.
+        blocks: the blocks that this forward called and of which an output requires a gradient.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
-        entry: the entry of the collective log that these agreements write.
+        entry: the kind of pass, FORWARD or EVALUATION. Each of these agreements writes it to the collective log.
     """
 
     def __init__(self, enter: Callable[[ForwardPass], None], negotiation: Negotiation | None) -> None:
@@ -80,19 +84,19 @@ class ForwardPass:
         return [reader.version for reader in self.readers]
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if the forward modified a parameter that it read."""
+        """Raise RuntimeError if the forward modified a root parameter that it read."""
         for reader in self.readers:
             reader.check_unwritten()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a root parameter that this forward has read.
 
-        Parameters in buffers that were read only inside `on_demand.watch` (by modules without children) do not count.
+        Parameters that were read only inside `on_demand.watch`, that is, by modules without children, do not count.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
     def reshard(self) -> None:
-        """Reshard the buffers that the forward read. Called if no backward will follow."""
+        """Free the full root parameters that the forward read. Called if no backward will follow."""
         for reader in self.readers:
             reader.reshard()
 
@@ -101,9 +105,9 @@ class ForwardPass:
     def before_backward(self, token: list[int]) -> None:
         """Start the all-gathers of root parameters that backward needs. Collective: every rank must call it.
 
-        Raises RuntimeError if these parameters were written since the forward.
+        Raises RuntimeError if root parameters that the forward read were modified since.
 
-        token: the result of `end`.
+        token: the result of `end`, the version counters of the buffers at the end of the forward.
         """
         if token != [reader.version for reader in self.readers]:
             raise RuntimeError(
@@ -131,14 +135,15 @@ class ForwardDepth:
 
 
 class Schedule:
-    """Decides when blocks are resharded and when to wait for reductions. All models of a world share one schedule.
+    """Decides when blocks are resharded and when reductions are waited for. All models share one schedule.
 
     Attributes:
-        shards: allocates and gathers shards.
+        shards: allocates and all-gathers shards.
         blocks: averages the gradients of blocks over the ranks.
-        outside: averages the gradients of root parameters, which are outside the blocks, over the ranks.
-        inside: the context in which forwards of layers and models run, also when they are recomputed.
-        observers: the observers of this world.
+        outside: averages the gradients of root parameters (those outside blocks) over the ranks.
+        inside: the context in which every forward of a layer or model runs, also a recomputation. It counts how deeply
+            they are nested.
+        observers: the objects to call at events of training, on this rank.
         negotiation: makes the ranks agree on each collective of models in which they may enter different blocks.
         backwards: the number of backwards that have ended.
         collective_layers: whether layers of any model issue collectives in their own forwards. A recomputation repeats
@@ -156,9 +161,9 @@ class Schedule:
         self.backwards = 0
         self._pass: ForwardPass | None = None
         self._calibrates = False
-        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by autograd graph task, one per backward
-        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task: those that its backward has reached
-        self._left_unsharded: weakref.ref[BlockState] | None = None  # a weak reference, so that it keeps no model alive
+        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by graph task, autograd's number of a backward
+        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task: those whose outputs it has reached
+        self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
         self._undecided: list[GradientBuffer] = []
@@ -166,9 +171,10 @@ class Schedule:
     # -- observers ----------------------------------------------------------------------------------------------
 
     def observe(self, observer: Observer, owner: object | None = None) -> ObserverHandle:
-        """Add `observer`, and return a handle for removing it.
+        """Add `observer`, whose methods are then called at events of training. Return a handle for removing it.
 
-        owner: an object to which the observer belongs, such as a model. When it is freed, the observer is removed.
+        owner: an object to which the observer belongs, such as a model. When the owner is freed, the observer is
+            removed. None keeps the observer until it is removed through the handle.
         """
         self.observers.add(observer)
         return ObserverHandle(self.observers, observer, owner)
@@ -178,7 +184,7 @@ class Schedule:
         return next((observer for observer in self.observers if isinstance(observer, kind)), None)
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Call the observers' `before_forward`, except in recomputations and rehearsals (trial forwards)."""
+        """Call the `before_forward` methods of observers, except in recomputations and rehearsals (trial forwards)."""
         if not self.repeats:
             for observer in self.observers.before_forward:
                 observer.before_forward(model, args, kwargs)
@@ -187,24 +193,30 @@ class Schedule:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of shards and received gradients that are allocated outside torch, so torch's statistics omit them."""
+        """Bytes of memory for shards and received gradients that torch's statistics omit.
+
+        The package allocates this memory outside torch's allocator.
+        """
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def explain_shortage(self, error: BaseException) -> None:
-        """If `error` is a torch.OutOfMemoryError, add the texts to it that observers' `out_of_memory` return."""
+        """If `error` is a torch.OutOfMemoryError, add the texts to it that observers return from `out_of_memory`.
+
+        They become notes of the exception. Before Python 3.11, which introduced notes, they are logged.
+        """
         if not isinstance(error, torch.OutOfMemoryError):
             return
         lines = [text for observer in self.observers.out_of_memory if (text := observer.out_of_memory()) is not None]
         if not lines:
             return
-        add_note = getattr(error, "add_note", None)  # new in Python 3.11
+        add_note = getattr(error, "add_note", None)  # only exists in Python 3.11 and later
         if add_note is None:
             _log.error("%s", "\n".join(lines))
         else:
             add_note("\n".join(lines))
 
     def free_dropped(self) -> None:
-        """Free memory outside torch's allocator that belongs to models which every rank has deleted.
+        """Free the memory that was allocated outside torch for models that every rank has deleted.
 
         Collective: every rank must call it.
         """
@@ -213,7 +225,7 @@ class Schedule:
             self.blocks.free()
 
     def wait_for_readers(self) -> None:
-        """Make the current stream wait until all ranks have finished reading shards, so that they may be written.
+        """Make the current stream wait until no rank is reading shards of other ranks, so that shards may be written.
 
         Collective: every rank must call it.
         """
@@ -228,20 +240,20 @@ class Schedule:
 
     @property
     def in_backward(self) -> bool:
-        """True while autograd's engine runs."""
+        """True while autograd's engine runs a backward in this thread."""
         return current_graph_task() != -1
 
     @property
     def repeats(self) -> bool:
-        """True while a forward is repeated: recomputed in backward, or rehearsed before the real forward."""
+        """True during a recomputation of a forward in backward, and during a rehearsal (a trial forward)."""
         return self._calibrates or self.in_backward
 
     @contextmanager
     def forward(self, uneven: bool) -> Iterator[ForwardPass]:
         """Return a context for the outermost forward of a model. It yields the ForwardPass of this forward.
 
-        uneven: whether the ranks may enter different blocks of the model. If so, the context ends on all ranks at the
-            same time, and is collective.
+        uneven: whether the ranks may enter different blocks of the model. If so, the context is collective: at its end,
+            each rank waits for the others.
         """
         self.discard_failed_backward()
         if uneven:
@@ -260,7 +272,7 @@ class Schedule:
     def calibration(self) -> Iterator[None]:
         """Return a context for a rehearsal, that is, a trial forward without a backward, before the real forward.
 
-        At the end of the context, the buffers of root parameters that only the rehearsal has read are resharded.
+        At the end of the context, the root parameters that only the rehearsal has read are resharded.
         """
         outer = {} if self._pass is None else self._pass.readers
         with self.forward(self._pass is not None and self._pass.negotiation is not None) as own:
@@ -273,42 +285,47 @@ class Schedule:
                     reader.reshard()
 
     def add_reader(self, reader: OnDemandGather) -> None:
-        """Register that the running forward pass reads a buffer of root parameters."""
+        """Register in the running forward pass that it reads root parameters, which `reader` all-gathers."""
         if self._pass is not None:
             self._pass.readers[reader] = True
 
     def record(self, block: BackwardParticipant) -> None:
-        """Register that an output of `block` requires a gradient in the running forward pass."""
+        """Register in the running forward pass that it called `block`, and that an output of it requires a gradient."""
         if self._pass is not None:
             self._pass.blocks.add(block)
 
     def gather(self, buffer: ShardedBuffer) -> None:
-        """Start the all-gather of `buffer`, unless it is unsharded. Collective: every rank must call it.
+        """Start the all-gather of `buffer`, unless it is unsharded already. Collective: every rank must call it.
 
-        If the ranks negotiate the collectives of this forward or backward, they may pass different buffers.
+        All ranks must pass the same buffer, unless they agree on each collective of this forward or backward (see
+        `Negotiation`).
         """
         entry = self.negotiated
         if entry is None:
             buffer.gather()
             return
         self.negotiation.before_gather(buffer, entry)
-        # Ranks compare the log entries of all-gathers, which contain the grad mode. It may differ now without an error.
+        # The ranks compare their log entries of all-gathers, which contain the grad mode. Here, ranks may differ in it
+        # without being wrong, so enable gradients on every rank.
         with torch.enable_grad():
             buffer.gather()
 
     @property
     def negotiated(self) -> int | None:
-        """The collective-log entry for agreements, if ranks must now agree before each collective; otherwise None."""
+        """The kind of pass (FORWARD, EVALUATION, BACKWARD) if ranks must now agree on each collective, otherwise None.
+
+        Each agreement writes it to the collective log, the list of operations that the ranks compare.
+        """
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
             return BACKWARD if uneven else None
         return None if self._pass is None or self._pass.negotiation is None else self._pass.entry
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
-        """Reshard the blocks that were left unsharded or prefetched, except `block` and `prefetched`.
+        """Reshard the blocks that were left unsharded or prefetched earlier, except `block` and `prefetched`.
 
         block: the block whose forward or backward starts now, or None.
-        prefetched: the neighbour that is gathered next, or None. A later call reshards it.
+        prefetched: the block that the caller will prefetch, or None. A later call reshards it, unless it runs then.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -317,7 +334,7 @@ class Schedule:
         self._left_unsharded, self._prefetched = None, None if prefetched is None else weakref.ref(prefetched)
 
     def leave_unsharded(self, block: BlockState) -> None:
-        """Leave `block` unsharded until another block starts, because the next block to start may be `block` again."""
+        """Leave `block` unsharded until another block starts, because the next block to run may be `block` again."""
         if self._left_unsharded is not None:
             kept = self._left_unsharded()
             if kept is not None and kept is not block:
@@ -327,10 +344,10 @@ class Schedule:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def join_backward(self, member: BackwardParticipant) -> None:
-        """Add a participant to the running backward, so that it is called at the end of this backward.
+        """Add `member` to the participants of the running backward, which are called at its end.
 
-        Participants are stored by autograd's graph task, because a backward that runs inside another one (for a
-        reentrant checkpoint) ends before the outer one.
+        Each backward has its own participants, because a backward that runs inside another one (in a reentrant
+        checkpoint) ends before the outer one.
         """
         self._members_of(current_graph_task())[member] = None
 
@@ -351,19 +368,19 @@ class Schedule:
     def was_recorded(self, block: BackwardParticipant) -> bool | None:
         """Return whether the running backward has reached the outputs of a forward pass that called `block`.
 
-        Returns None if it has not reached the outputs of any forward pass. This happens if the block was called outside
-        a model, or if backward started from an activation inside the model.
+        Returns None if it has not reached the outputs of any forward pass. This is so if the block was called outside
+        a sharded model, or if backward started from an activation inside the model.
         """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None
 
     def is_member(self, member: BackwardParticipant) -> bool:
-        """Return whether `member` takes part in a running backward, other than one that is just ending."""
+        """Return whether `member` takes part in a running backward. One that is already ending does not count."""
         return any(member in members for members in self._members.values())
 
     @torch.no_grad()
     def _end_backward(self, task: int) -> None:
-        """End the backward of graph task `task`: finish all reductions and set every `.grad`.
+        """Finish all reductions at the end of the backward with the number `task`, and set every `.grad`.
 
         Collective: every rank must call it.
         """
@@ -371,7 +388,7 @@ class Schedule:
         members = self._members.pop(task)
         uneven = any(each.negotiation is not None for each in self._passes.get(task, ()))
         ordered = list(members)
-        if uneven:  # the ranks may have added the participants in different orders
+        if uneven:  # ranks may have added the participants in different orders
             ordered.sort(key=lambda member: self.negotiation.reduction_order(member.buffers))
         try:
             for member in ordered:
@@ -381,7 +398,7 @@ class Schedule:
             self._receive(ahead=0)
             self._decide()
         except BaseException:
-            self._members[task] = members  # for the cleanup in the next forward
+            self._members[task] = members  # so that the next forward cleans up (`discard_failed_backward`)
             raise
         self._passes.pop(task, None)
         self.wait_for_readers()  # so that the optimizer may write the shards
@@ -392,7 +409,8 @@ class Schedule:
     def discard_failed_backward(self) -> None:
         """Clean up after a backward that raised an exception: drop its gradients and pending reductions, and reshard.
 
-        Such a backward is recognized by its participants, which are still registered although no backward runs.
+        Do nothing if there was none. Such a backward is recognized by the fact that its participants are still
+        registered although no backward runs.
         """
         if not self._members or self.in_backward:
             return
@@ -411,31 +429,33 @@ class Schedule:
     # -- pending reductions -------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Wait until the reductions of at most one block are pending (of none, if there is only one rank).
+        """Wait until the reductions of at most one block are pending, to limit the memory for gradients.
 
-        This limits the memory for gradients. Call it before a block's backward creates gradients, and after issuing the
-        all-gathers that should overlap with this backward; otherwise the wait delays them.
+        With only one rank, wait until no reduction is pending. Call this before a block's backward creates gradients,
+        but after issuing the all-gathers that should overlap with that backward, because the wait would delay them.
         """
         self._receive(self.blocks.ahead)
 
     def receive_all(self) -> None:
-        """Wait for all pending reductions, and set the `.grad` of the local parameters."""
+        """Wait for all pending reductions of gradients, and set the `.grad` of the local parameters."""
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
         """Start to average the gradients of one block or one root buffer over the ranks.
 
-        Collective: every rank must call it. First waits for earlier reductions, like `make_room`. The reductions that
-        one call starts are also waited for together. If the ranks must agree on each collective, this rank first takes
-        part in operations of other ranks.
+        Collective: every rank must call it. It first waits for earlier reductions, as `make_room` does. If ranks may
+        enter different blocks, it also first takes part in the operations of other ranks, until the ranks agree that
+        this reduction is next. `_receive` waits for the reductions of one call together.
+
+        gradients: the gradients of all trainable flat buffers of the block, or of the one root buffer.
         """
         if self.negotiated is not None:
             self.negotiation.before_reduction(gradients)
         self._start(gradients)
 
     def _start(self, gradients: list[GradientBuffer]) -> None:
-        # `_receive` calls gradient hooks, which may be collective. If collectives are negotiated, not all ranks call
-        # `make_room` at the same point, so wait for all reductions here.
+        # `_receive` calls gradient hooks, which may be collective. If ranks may enter different blocks, they call
+        # `make_room` at different points. So wait for all reductions here, which all ranks reach together.
         self._receive(self.blocks.ahead if self.negotiated is None else 0)
         for gradient in gradients:
             if gradient.is_pending:
@@ -448,7 +468,7 @@ class Schedule:
             self._pending.append(gradients)
 
     def _receive(self, ahead: int) -> None:
-        """Wait for pending reductions, except those of the last `ahead` calls of `send`, and set `.grad` attributes."""
+        """Wait for all pending reductions except those of the last `ahead` calls of `send`, and set `.grad`s."""
         while len(self._pending) > ahead:
             for gradient in self._pending[0]:
                 if gradient.receive():
@@ -456,7 +476,7 @@ class Schedule:
             self._pending.popleft()
 
     def _decide(self) -> None:
-        """Set the `.grad` of parameters that this rank did not use but another rank did, which `receive` left out."""
+        """Set the `.grad` of parameters that other ranks used but this rank did not. `_receive` has left them out."""
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:
             gradient.decide()

@@ -1,4 +1,4 @@
-"""ShardedModule, the base class of modules with sharded parameters, and functions to extend a module's class."""
+"""ShardedModule, the base class of modules with sharded parameters, and a function that extends a module's class."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..tensors.tensor import barrier_outside
 class RefuseDataParallel:
     """Raises RuntimeError if DistributedDataParallel is applied to a sharded module.
 
-    It is the value of the attribute `_ddp_params_and_buffers_to_ignore`. The constructor of DistributedDataParallel
-    iterates over the value, which raises the error.
+    An instance is the value of the module's attribute `_ddp_params_and_buffers_to_ignore`. The constructor of
+    DistributedDataParallel iterates over this value, and the iteration raises the error.
     """
 
     def __iter__(self) -> Iterator[NoReturn]:
@@ -36,8 +36,8 @@ class RefuseDataParallel:
 class ShardedModule(torch.nn.Module):
     """A module with sharded parameters, whose gradients are reduced without DistributedDataParallel.
 
-    `_is_accelerate_prepared` prevents Accelerate from wrapping the module in DistributedDataParallel. If anything else
-    does, `_ddp_params_and_buffers_to_ignore` makes it raise RuntimeError.
+    The attribute `_is_accelerate_prepared` prevents Accelerate from wrapping the module in DistributedDataParallel. If
+    other code tries to do so, the attribute `_ddp_params_and_buffers_to_ignore` makes it raise RuntimeError.
     """
 
     _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
@@ -55,7 +55,10 @@ class ShardedModule(torch.nn.Module):
         super().register_parameter(name, param)
 
     def _slots(self) -> Sequence[Slot]:
-        """Return the slots (entries of modules' `_parameters`) of the sharded parameters that this module manages."""
+        """Return the slots of the sharded parameters that this module manages.
+
+        A slot is the entry of a parameter in the `_parameters` of a module.
+        """
         raise NotImplementedError
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
@@ -97,7 +100,7 @@ class ShardedModule(torch.nn.Module):
             return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo):
-        """Return a deep copy with full parameters that is not sharded, for example to wrap it again.
+        """Return a deep copy that has full parameters and is not sharded. It can be passed to `auto_wrap` again.
 
         Collective: every rank must call it.
         """
@@ -118,10 +121,10 @@ class ShardedModule(torch.nn.Module):
 
 
 class OnlyWhileSharded(torch.nn.Module):
-    """The base of classes that features give to modules in place, and that only a sharded model needs.
+    """Base class of the classes that features assign to modules in place if only a sharded model needs them.
 
-    Deep copies and pickles of such a module have its original class. `check_parity` computes its plain step with the
-    original class, too.
+    Deep copies and pickles of such a module have its original class. The original class is also used where
+    `check_parity` computes a step with plain torch.
     """
 
     _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
@@ -140,17 +143,22 @@ def moved(name: str, module: torch.nn.Module) -> RuntimeError:
 
 
 def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
-    """Return a subclass of `base` and `cls` with `methods`, and with the name, module and docstring of `cls`.
+    """Return a subclass of `base` and `cls` that looks like `cls`: it has the same name, module and docstring.
 
-    The caller should create one class for each `cls`, not for each module, because torch.compile compiles once per
-    class. In deep copies of a sharded model, modules have their original class if `base` is a subclass of ShardedModule
-    or OnlyWhileSharded. Otherwise they keep the returned class.
+    Call this once for each `cls`, not once for each module, because torch.compile compiles once per class. In a deep
+    copy of a sharded model, a module with the returned class has the class `cls` again if `base` is a subclass of
+    ShardedModule or OnlyWhileSharded, and otherwise keeps the returned class.
+
+    Args:
+        base: the class to add, which comes first in the method resolution order.
+        cls: the user's class.
+        methods: {name: function}, methods of the new class that override those of `base` and `cls`.
     """
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass = type(cls)
     if _begins_without_dict(cls):
-        # Python allows assigning `__class__` only if the object layout comes from `cls`, so `cls` must be the first
-        # base. `mro` is overridden, so that methods are looked up as with the usual bases (base, cls).
+        # Python allows assigning `__class__` only if the new class gets its object layout from `cls`, so `cls` must be
+        # the first base. `mro` is overridden, so that methods are still looked up as with the bases (base, cls).
         order = metaclass(cls.__name__, (base, cls), dict(names)).__mro__[1:]
         ordered: Any = type(metaclass.__name__, (metaclass,), {"mro": lambda extended: [extended, *order]})
         return ordered(cls.__name__, (cls, base), {**names, **methods})
@@ -172,12 +180,12 @@ def _begins_without_dict(cls: Any) -> bool:
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
 STAYS = "stays_in_copies"
-"""Name of an attribute that marks the hooks of this package that deep copies of a module keep.
+"""The name of an attribute that a hook of this package has if deep copies of its module must keep the hook.
 
-Without these hooks, a copy would compute something else.
+Without such a hook, the copy would compute something else.
 """
 _ADDED = ("_schedule", "_bmt", "_bmt_name", "_uneven", "_is_fsdp_managed_module")
-"""Attributes that sharding adds to modules, besides hooks and methods. Deep copies do not have them."""
+"""Attributes (other than hooks and methods) that sharding adds to modules. Deep copies do not have them."""
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
@@ -185,7 +193,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 
     Collective: every rank must call it.
 
-    memo: the argument of `__deepcopy__`, {id(original): copy}.
+    memo: the argument of `__deepcopy__`: {id(original): copy} for the objects that are copied already.
     """
     modules = [each for each in module.modules() if id(each) not in memo and _is_copied_here(each)]
     parameters = dict.fromkeys(p for each in modules for p in each._parameters.values())
@@ -214,14 +222,14 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # A class that a feature gives to a layer also has `_extends`. It is kept, unless it is an OnlyWhileSharded.
+    # Classes that features assign to layers also have `_extends`, but are kept, unless they are OnlyWhileSharded.
     while "_extends" in vars(cls) and issubclass(cls, (ShardedModule, OnlyWhileSharded)):
         cls = cls._extends
     return cls
 
 
 def _is_copied_here(module: torch.nn.Module) -> bool:
-    """Return whether `_plain_copy` must copy `module`, because its original class defines no `__deepcopy__`."""
+    """Return whether `_plain_copy` must copy `module` itself, because its original class has no own `__deepcopy__`."""
     copies = ShardedModule.__deepcopy__
     return getattr(own_class(module), "__deepcopy__", copies) is copies
 
@@ -261,9 +269,9 @@ def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
 
 
 def _replaced_by(method: Any) -> Any:
-    """Return the instance attribute that `method`, which this package set, has replaced.
+    """Return the value that an instance attribute had before this package set it to `method`.
 
-    Returns None if there was no such attribute, because the instance used the method of its class.
+    Returns None if the attribute did not exist, because the instance used the method of its class.
     """
     before = getattr(method, "__wrapped__", None)
     owner = getattr(method, "owner", None)

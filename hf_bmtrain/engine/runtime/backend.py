@@ -1,4 +1,4 @@
-"""Open the communicators between all ranks: with gloo on the CPU; with NCCL, and copies between GPUs, on GPUs."""
+"""Open the communicators between all ranks: gloo on the CPU; NCCL, and copies between GPUs, on GPUs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Import this before a default process group exists, because it stores the present group in default arguments. If an
-# optimizer imported it later, that reference would keep the group's threads running until the interpreter ends, even
-# after the group is destroyed.
+# Import this module before a default process group exists, because default arguments in it refer to the group that
+# exists during the import. If an optimizer imported it later, this reference would keep the threads of the group
+# running until the interpreter ends, even after the group is destroyed.
 import torch.distributed.nn.functional
 
 from ..comm.agreement import agree
@@ -45,29 +45,29 @@ _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer", "two-level")
 SHARD_OVER = ("world", "host", "host+world", "auto")
 SLOW_LINK = 0.5
-"""With `shard_over="auto"`, every host keeps a copy of all weights if the bandwidth between hosts is less than this
+"""With `shard_over="auto"`, every host stores a copy of all weights if the bandwidth between hosts is less than this
 fraction of the bandwidth inside a host."""
 _TRACE_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-MEASURED = 4 << 20  # size in bytes of each rank's shard in the all-gathers that measure a bandwidth
+MEASURED = 4 << 20  # size in bytes of a rank's shard in the all-gathers by which bandwidths are measured
 SMALLEST_PULLED = 16 << 20
 """The smallest size in bytes of a shard that is gathered with peer copies by default. From this size on, they are
 faster than NCCL between H200s. With `gather="peer"`, smaller shards are gathered with peer copies, too."""
 
 
 class Backend(NamedTuple):
-    """The communicators of this rank, and the objects built on them.
+    """The communicators of this rank, and the objects that communicate through them.
 
     Attributes:
         gather: the communicator of all ranks for all-gathers.
-        reduce: the communicator of all ranks for reductions, whose operations do not wait for those of `gather`.
+        reduce: the communicator of all ranks for reductions. Its operations do not wait for those of `gather`.
         shards: allocates and all-gathers shards.
         shard_group: the communicator of the ranks that store different shards, for sums over shards.
         saves_shards: whether this rank writes its shard to checkpoints. If every host stores all shards, only the ranks
-            of the first host do.
+            of the first host write them.
         blocks: averages the gradients of blocks.
         outside: averages the gradients of root parameters, which are outside blocks or shared by several.
-        control: exchanges Python objects.
-        opened: all communicators that have been opened.
+        control: exchanges Python objects between the ranks.
+        opened: all communicators with other ranks that have been opened so far.
         open_group: a collective function `(size, stride=1)` that divides all ranks into groups of `size` ranks at
             distances of `stride`, and returns the communicator of this rank's group. The same arguments give the same
             communicator again.
@@ -86,14 +86,15 @@ class Backend(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """How the shards are divided between ranks.
+    """The ranks between which the shards are divided, and the communicators of these ranks.
 
     Attributes:
         gather: the communicator for all-gathers between the ranks that store different shards.
         reduce: the communicator of the same ranks for reductions of gradients.
         sums: the communicator of the same ranks for sums over shards.
-        members: the numbers of these ranks. If they are on one host, they are in the order of their shards.
-        rail: the communicator of the ranks that store the same shard, or None if each shard is stored once.
+        members: the numbers of these ranks. If all are on one host, they are in the order of their shards.
+        rail: the communicator of the ranks that store the same shard as this rank, or None if each shard is stored by
+            only one rank.
     """
 
     gather: Communicator
@@ -104,7 +105,7 @@ class _Division(NamedTuple):
 
 
 def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
-    """Raise ValueError unless these arguments of `init_distributed` are valid and can be combined."""
+    """Raise ValueError if one of these arguments of `init_distributed` is not valid, or if they cannot be combined."""
     if not isinstance(shard_over, str) or shard_over not in SHARD_OVER:
         raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
     if gather == "two-level" and shard_over == "host":
@@ -142,19 +143,19 @@ def open_backend(
         rank: this process's rank.
         size: the number of ranks.
         device: this rank's device.
-        timeout: the time for which operations wait for other ranks.
+        timeout: the longest time for which an operation waits for other ranks.
         gather: how shards are all-gathered, one of GATHERS.
         shard_over: the ranks over which parameters are sharded, one of SHARD_OVER.
         init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
-        facts: {name: value}, further values that must be equal on all ranks.
+        facts: further values that must be equal on all ranks, by name.
         monitor: watches the other ranks and the communicators. This function starts it.
 
     Returns:
         The communicators, and the objects built on them.
 
     Raises:
-        RuntimeError: a package is missing, not all ranks called this in time, the arguments, versions or `facts` differ
-            between ranks, or `gather` or `shard_over` is not possible on these hosts.
+        RuntimeError: a package is missing, not all ranks called this in time, the arguments, package versions or
+            `facts` differ between ranks, or the value of `gather` or `shard_over` is not possible on these hosts.
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
@@ -164,7 +165,7 @@ def open_backend(
             single, single, shards, single, True, local, local, control, [], lambda group_size, stride=1: single
         )
     if device.type == "cuda":
-        import_nccl()  # so that a missing CuPy is reported before this rank waits for others
+        import_nccl()  # so that a missing CuPy is an error now, before this rank waits for others
     _join(rank, size, device, timeout, init_method, monitor)
     control = ObjectComm(size, timeout)
     own = {"device": device.type, "gather": gather, "shard_over": shard_over, "timeout": timeout.total_seconds()}
@@ -172,14 +173,14 @@ def open_backend(
     opened: list[Communicator] = []
 
     def interrupt() -> None:
-        if device.type == "cuda":  # on the CPU, operations that wait check for problems themselves
+        if device.type == "cuda":  # on the CPU, waiting operations look for problems themselves
             abort_all(opened)
 
     def busy() -> bool:
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
     def open_communicator(name: str, groups: Groups = (range(size),)) -> Communicator:
-        """Open the communicator of this rank's group. All groups must have the same size.
+        """Open a communicator in each of `groups`, which must have equal sizes. Return that of this rank's group.
 
         Collective: every rank must call it.
         """
@@ -225,11 +226,11 @@ def open_backend(
     if smallest is None:
         return found
     members = divided.members
-    # Two objects, each with its own streams, so that gathers and reductions do not wait for each other's copies.
+    # Two objects with separate streams, so that copies for gathers and for reductions do not wait for each other.
     pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device) for _ in range(2))
 
     def exchange(value: Any) -> list[Any]:
-        """Return the values that the ranks `members` pass. Collective: every rank must call it, also the others."""
+        """Return the values that the ranks `members` pass. Collective: all ranks must call it, not only `members`."""
         values = control.gather(value)
         return [values[member] for member in members]
 
@@ -251,7 +252,7 @@ def _divide(
     open_inside: Callable[[str], Communicator],
     open_rail: Callable[[str], Communicator],
 ) -> _Division:
-    """Choose which ranks store which shards, and log the choice if there are several hosts.
+    """Choose the ranks between which the shards are divided, and log the choice if there are several hosts.
 
     Collective: every rank must call it.
 
@@ -340,11 +341,11 @@ def _choose_ranks(
     open_rail: Callable[[str], Communicator],
     exchange: Callable[[Any], list[Any]],
 ) -> str:
-    """Return the value of `shard_over` that "auto" selects, the same on all ranks, and log the reason.
+    """Return the value of `shard_over` that "auto" selects, which is the same on all ranks, and log the reason.
 
-    Collective: every rank must call it. Whether the optimizer states fit on one host is not known yet, because there is
-    no model. "host+world" is therefore preferred to "host": it sends as much between hosts, and needs little more
-    memory than "world".
+    Collective: every rank must call it. If weights should be stored on every host, "host+world" is preferred to "host".
+    It sends the same amount between hosts, and needs little more memory than "world". For "host", the optimizer states
+    must fit on one host, which is not known yet, because there is no model.
 
     Args:
         rank: this process's rank.
@@ -378,13 +379,13 @@ def _choose_ranks(
 
 
 def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
-    """Measure the bytes per second that this rank receives in an all-gather, and return the highest of three results.
+    """Measure how many bytes per second this rank receives in an all-gather, and return the highest of three results.
 
     Collective: every rank must call it.
     """
     shard = torch.zeros(MEASURED, dtype=torch.uint8, device=device)
     full, seconds = shard.new_empty(communicator.size * MEASURED), []
-    for _ in range(4):  # the first all-gather also connects the ranks, so its time is not used
+    for _ in range(4):  # the time of the first one is not used, because it includes connecting the ranks
         finish(device)
         begin = time.perf_counter()
         communicator.all_gather(full, shard).wait()
@@ -394,14 +395,17 @@ def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
 
 
 def _describe(hosts: Groups) -> str:
-    """Return a text such as "2 hosts with 4 ranks each"."""
+    """Return a text such as "2 hosts with 4 ranks each". hosts: the ranks of each host."""
     least, most = (extreme(len(host) for host in hosts) for extreme in (min, max))
     ranks = f"{least} to {most} ranks" if least < most else f"{most} rank{'s' * (most > 1)}"
     return f"{len(hosts)} host{'s' * (len(hosts) > 1)} with {ranks} each"
 
 
 def _hosts(names: Sequence[Any]) -> list[list[int]]:
-    """Return a list of ranks for each host, beginning with the host of rank 0. names: the host of each rank."""
+    """Group the ranks by host: return one list of ranks per host, beginning with the host of rank 0.
+
+    names: for each rank, a value that identifies its host.
+    """
     found: dict[Any, list[int]] = {}
     for rank, name in enumerate(names):
         found.setdefault(name, []).append(rank)
@@ -421,8 +425,8 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     met = monitor.meet(rank, size, timeout, init_method)
     # By default, torch's NCCL backend asks the store every second whether a rank has timed out, to save a trace of its
-    # own operations. After a kill of rank 0, which serves the store, that logs some 60 lines that name no rank, before
-    # `monitor` names it. The backend reads the variable only now.
+    # operations. If rank 0, which serves the store, is killed, these requests log some 60 lines that do not say which
+    # rank failed, before `monitor` does. So switch them off. The backend reads the variable only during this call.
     chosen = _TRACE_ON_TIMEOUT in os.environ
     os.environ.setdefault(_TRACE_ON_TIMEOUT, "0")
     try:
@@ -437,11 +441,11 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     finally:
         if not chosen:
             del os.environ[_TRACE_ON_TIMEOUT]
-    del met  # it kept the store open, in which the ranks find each other, until the process group was connected
+    del met  # until now, it kept the store open through which the ranks connected the process group
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
-    """Check that `facts` are equal on all ranks. If they are not, close `control` and raise.
+    """Raise RuntimeError, after closing `control`, unless `facts` are equal on all ranks.
 
     Collective: every rank must call it.
     """
@@ -469,11 +473,10 @@ def _versions(device: torch.device) -> dict[str, Any]:
 def _smallest_copied(
     rank: int, device: torch.device, gather: str, members: Sequence[int], hosts: Groups, exchange
 ) -> int | None:
-    """Return the smallest size in bytes of a shard that is exchanged with peer copies, or None if none is.
+    """Return the size in bytes from which shards are exchanged with peer copies, or None to use only collectives.
 
-    Collective: every rank must call it. No shard is exchanged with peer copies if the user chose collectives, if the
-    ranks `members`, which store different shards, cannot access each other's memory, or by default on the CPU, where
-    peer copies are slower.
+    Collective: every rank must call it. Only collectives are used if the user chose them, if the ranks `members`, which
+    store different shards, cannot access each other's memory, and by default on the CPU, where peer copies are slower.
     """
     if gather in ("collective", "two-level") or len(members) == 1:
         return None
@@ -502,7 +505,7 @@ def _smallest_copied(
 
 
 def _hindrance(device: torch.device, members: Sequence[int], hosts: Groups, exchange) -> str | None:
-    """Return why the ranks `members` cannot access each other's memory, or None if they can.
+    """Return the reason why the ranks `members` cannot access each other's memory, or None if they can.
 
     Collective: every rank must call it. The result is equal on all ranks.
     """

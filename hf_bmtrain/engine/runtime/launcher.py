@@ -21,7 +21,7 @@ def find_place() -> tuple[int, int, int]:
 
     Raises:
         ValueError: a variable is not an integer.
-        RuntimeError: the variables contradict each other or the process group.
+        RuntimeError: the variables contradict each other, or contradict the process group.
     """
     launched = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     try:
@@ -49,8 +49,9 @@ def find_place() -> tuple[int, int, int]:
 def find_host() -> tuple[str, str]:
     """Return (host name, boot identifier), which together identify the host of this process.
 
-    The Linux kernel's boot identifier distinguishes hosts of the same name. It is "" if it cannot be read. For tests,
-    the environment variable HF_BMTRAIN_HOST replaces both, so that processes on one host can stand for several hosts.
+    The boot identifier of the Linux kernel distinguishes hosts of the same name. It is "" if it cannot be read. In
+    tests, the environment variable HF_BMTRAIN_HOST replaces both, so that processes of one host can act as ranks of
+    several hosts.
     """
     pretended = os.environ.get("HF_BMTRAIN_HOST")
     if pretended:
@@ -63,15 +64,16 @@ def find_host() -> tuple[str, str]:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Make this rank's GPU torch's current device, and return it.
+    """Return the device of this rank. If it is a GPU, make it torch's current device.
 
-    Returns the CPU if there is no GPU, or if the environment variable ACCELERATE_USE_CPU is set to true.
+    The device is the GPU with the number `local_rank`. It is the CPU if there is no GPU, or if the environment variable
+    ACCELERATE_USE_CPU is set to true.
 
     Args:
         local_rank: this rank's number on its host. It is also the number of its GPU.
 
     Raises:
-        RuntimeError: the host has GPUs, but none with this number.
+        RuntimeError: there are GPUs, but none has the number `local_rank`.
     """
     asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if asked_cpu or not torch.cuda.is_available():

@@ -10,17 +10,17 @@ from ..comm.communicator import Communicator
 from ..comm.object_comm import ObjectComm
 
 EXIT = "the end of the program"
-"""The name, in messages, of the barrier at which ranks wait for each other before their processes end."""
+"""The name of the barrier at which ranks wait for each other before their processes end, for messages."""
 
 
 class Monitor:
-    """Watches the other ranks, to find out whether one has failed, is missing, or has issued other collectives.
+    """Watches the other ranks, to find out whether one has failed, is missing, or has issued different collectives.
 
-    If so, it stops this rank, which would otherwise wait for that rank. This base class does nothing, which suits a
-    single process and a simulation.
+    If so, it stops this rank, which would otherwise wait for the other one without end. The methods of this base class
+    do nothing. It is used for a single process and in simulations.
 
     Attributes:
-        names: {number of a flat buffer: its name in messages}.
+        names: {number of a flat buffer: the name by which messages refer to the buffer}.
     """
 
     def __init__(self) -> None:
@@ -28,37 +28,37 @@ class Monitor:
 
     @property
     def problem(self) -> str | None:
-        """The reason for which every rank must stop, such as an error of another rank, or None."""
+        """The reason why every rank must stop, such as an error of another rank; None if there is no reason."""
         return None
 
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
-        """Wait until all ranks have called this. It is called before torch's process group is initialized.
+        """Wait until all ranks have called this. Called before torch's process group is initialized.
 
         Collective: every rank must call it.
 
         Args:
             rank: this process's rank.
             size: the number of ranks.
-            timeout: the time to wait.
+            timeout: the longest time to wait.
             init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
 
         Returns:
-            An object that the caller must keep until the process group is initialized.
+            An object to which the caller must keep a reference until the process group is initialized.
 
         Raises:
             RuntimeError: not all ranks arrived in time. The message names the missing ranks.
         """
 
     def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None], busy: Callable[[], bool]) -> None:
-        """Start watching the other ranks, once this rank can exchange objects with them.
+        """Start watching the other ranks. Called as soon as this rank can exchange objects with them.
 
         Collective: every rank must call it.
 
         Args:
             control: exchanges objects between the ranks.
             rank: this process's rank.
-            interrupt: a function that the monitor calls when it finds a problem. It ends those GPU operations of this
-                rank that wait for other ranks.
+            interrupt: a function to call when the monitor finds a problem. It ends those GPU operations of this rank
+                that wait for other ranks.
             busy: a function that returns whether this rank's device has unfinished work. Any thread may call it.
         """
 
@@ -66,11 +66,11 @@ class Monitor:
         """Watch the collectives of a new communicator. All ranks must add their communicators in the same order."""
 
     def excerpts(self) -> list[Excerpt]:
-        """Return, for each communicator, the last collectives of this rank, for `compare` on another rank."""
+        """Return the last collectives of this rank in each communicator, to pass to `compare` on other ranks."""
         return []
 
     def compare(self, rank: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Find out whether another rank has issued other collectives than this rank.
+        """Find out whether another rank has issued different collectives than this rank.
 
         Args:
             rank: the other rank.
@@ -81,11 +81,11 @@ class Monitor:
         """
 
     def missing(self) -> str:
-        """Describe the ranks for which this rank waits, the lines of code at which they are, and the likely cause."""
+        """Return a text that names the ranks for which this rank waits, their lines of code, and the likely cause."""
         return ""
 
     def end(self, how: str) -> None:
-        """Tell the other ranks how this rank's program ended, in the words of `how`. Later calls have no effect."""
+        """Tell the other ranks that this rank's program ends, and how (the text `how`). Later calls have no effect."""
 
     def stop(self) -> None:
         """Stop watching the other ranks."""

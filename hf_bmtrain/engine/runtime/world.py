@@ -1,4 +1,4 @@
-"""The world: the ranks that train together, as seen from this process. It is the only global state of the package."""
+"""The World: the ranks that train together, seen from this process. It is the only global state of the package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # at run time, these folders import this one, so importing th
 
 
 class BufferCount:
-    """Counts flat buffers as they are made, to number them. A buffer has the same number on every rank.
+    """Counts the flat buffers that have been made, to number new ones. A buffer has the same number on every rank.
 
     Attributes:
         made: the number of flat buffers made so far.
@@ -35,11 +35,11 @@ class BufferCount:
 
 
 class SavedState(NamedTuple):
-    """Two collective functions with which a feature saves its own object in checkpoints and loads it again.
+    """Two collective functions by which a feature saves an object of its own in checkpoints and loads it again.
 
     Attributes:
         save: takes the world and a model, and returns the object to store in the checkpoint.
-        load: takes the world, a model, and the stored object, or None if the checkpoint contains no such object.
+        load: takes the world, a model, and the object from the checkpoint (None if the checkpoint contains none).
     """
 
     save: Callable[[World, torch.nn.Module], Any]
@@ -48,7 +48,7 @@ class SavedState(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """The tensor-parallel groups. All ranks are divided into groups of `size` consecutive ranks.
+    """The division of all ranks into tensor-parallel groups, each of `size` consecutive ranks.
 
     Attributes:
         size: the number of ranks of a group.
@@ -56,7 +56,7 @@ class Grid:
         groups: the number of groups.
         group: the index of this rank's group.
         together: the communicator of this rank's group.
-        across: the communicator of the ranks that have the same index in their group as this rank, one of each group.
+        across: the communicator of the ranks that have the same index in their groups as this rank has in its group.
     """
 
     size: int
@@ -80,30 +80,31 @@ class World:
         reduce: the communicator for reductions of flat tensors.
         shards: allocates and all-gathers shards.
         shard_group: the communicator of the ranks that store different shards, for sums over shards. These are all
-            ranks, or those of one host if every host stores all shards. Its rank numbers are the numbers of the shards,
-            and may differ from those of the world. Its broadcasts reach all ranks of the world.
-        control: exchanges Python objects.
+            ranks, or those of one host if every host stores all shards. A rank's number in it is the number of the
+            rank's shard, which may differ from `rank`. Its broadcasts reach all ranks of the world.
+        control: exchanges Python objects between the ranks.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
         inside: counts how deeply forwards of layers and models are nested at present.
-        schedule: decides in forward and backward when blocks are unsharded and resharded, and gradients reduced.
-        layer_features: creates the objects that decide when and how the forward of a new block is recomputed.
+        schedule: decides in forward and backward when blocks are unsharded and resharded, and when their gradients are
+            reduced.
+        layer_features: creates, for each new block, the objects that decide when and how its forward is recomputed.
         zero_level: the default of the argument `zero_level` of `auto_wrap`.
-        loss_scale_factor: the default of OptimManager's argument with this name.
-        loss_scale_steps: the default of OptimManager's argument with this name.
+        loss_scale_factor: the default of OptimManager's argument of the same name.
+        loss_scale_steps: the default of OptimManager's argument of the same name.
         open_group: a collective function `(size, stride=1)` that divides all ranks into groups of `size` ranks at
             distances of `stride`, and returns the communicator of this rank's group.
         saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, only
             one does.
-        norms: the communicator for norms and for the search for inf and nan, if it has more ranks than `shard_group`.
-            None uses `shard_group`.
+        norms: the communicator for gradient norms and for the search for inf and nan, if more ranks take part in them
+            than those of `shard_group`. None uses `shard_group`.
         grid: the tensor-parallel groups, or None without tensor parallelism.
         split_kind: a function that takes the dimension on which a parameter is split over a tensor-parallel group (-1
             if it is not split), and returns how such parameters are stored. None without tensor parallelism.
-        poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
+        poison: whether to fill memory with NaN while it is not yet written, and when it is freed, for debugging.
         buffers: counts the flat buffers.
         kept: {folder: the object that saves checkpoints to it}.
-        copying: an event for each checkpoint whose values are being copied. Optimizers wait for all these events before
-            they write weights.
+        copying: one event for each checkpoint for which values are being copied. Optimizers wait for all these events
+            before they modify weights.
         saved_states: {key in the checkpoint: the functions with which a feature saves and loads its object}.
         device_memory: memory statistics of the device, or None on the CPU.
     """
@@ -137,17 +138,17 @@ class World:
     device_memory: DeviceMemory | None = None
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
-        """Wait until every rank has called this, and check that all ranks issued the same operations.
+        """Wait until every rank has called this, and check that all ranks have issued the same operations so far.
 
         Collective: every rank must call it.
 
         Args:
-            occasion: the operation that the ranks are about to start, for messages. It must be equal on all ranks.
+            occasion: the operation that the ranks are about to start, for messages. It must be the same on all ranks.
             seconds: the time to wait; None uses the timeout of `init_distributed`.
 
         Raises:
             RuntimeError: a rank did not call this in time, called it with another occasion, or has issued other
-                operations than this rank, so that results are wrong. The message names the rank.
+                operations than this rank (so its results are wrong). The message names that rank.
         """
         try:
             self.control.barrier(occasion, seconds)
@@ -162,7 +163,7 @@ class World:
                 raise RuntimeError(f"rank {self.rank}: '{occasion}' found that {problem}")
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects that all ranks pass, in rank order. Collective: every rank must call it.
+        """Return a list of the objects that the ranks pass, in rank order. Collective: every rank must call it.
 
         Args:
             value: this rank's object, which must be picklable.
@@ -174,8 +175,8 @@ class World:
     ) -> None:
         """Check that all ranks pass the same facts in the same order. Collective: every rank must call it.
 
-        Strings are compared directly, other values by their `repr`. If all facts are equal, each rank sends only one
-        hash.
+        Strings are compared directly, and other values by their `repr`. To save time, the ranks first exchange one hash
+        each, and the facts themselves only if the hashes differ.
 
         Args:
             occasion: the operation that the ranks are about to start, for the message.
@@ -189,10 +190,10 @@ class World:
         agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
-        """Check the argument `comm`, which BMTrain's functions have and this package supports only for all ranks.
+        """Check the argument `comm` of BMTrain's functions. This package supports only communication between all ranks.
 
         Args:
-            comm: None or this world, which both stand for all ranks.
+            comm: None or this World. Both stand for all ranks.
 
         Raises:
             NotImplementedError: `comm` is anything else.
@@ -204,12 +205,12 @@ class World:
             )
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
-        """Raise an error on every rank if any rank has a problem, so that no rank hangs.
+        """Raise an error on every rank if any rank has a problem. Otherwise the other ranks would wait for that rank.
 
         Collective: every rank must call it.
 
         Args:
-            what: the beginning of the message, such as the operation that failed.
+            what: the beginning of the error message, such as the operation that failed.
             problem: a description of this rank's problem, or None if it has none.
 
         Raises:
@@ -236,7 +237,7 @@ def current_world() -> World:
 
 
 def enter_world(world: World) -> None:
-    """Set the world of this process, which `current_world` returns. Raises RuntimeError if it is already set."""
+    """Make `world` the one that `current_world` returns. Raises RuntimeError if this process already has a world."""
     global _world
     check_no_world()
     _world = world
@@ -253,7 +254,7 @@ def check_no_world() -> None:
 
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Make `world` the world of this process within a `with` statement, for a simulation on the meta device."""
+    """Return a context in which `world` is the world of this process, for a simulation on the meta device."""
     global _world
     present, _world = _world, world
     try:
@@ -300,7 +301,7 @@ def synchronize() -> None:
 def wait_loader() -> None:
     """Wait until this rank's device has completed all queued work, so that a data loader does not run ahead of it.
 
-    Not collective. It exists for compatibility with BMTrain; this library does not need it.
+    This is not collective. It exists for compatibility with BMTrain, and this package does not need it.
     """
     world = current_world()
     torch.get_device_module(world.device).synchronize(world.device)
@@ -316,7 +317,7 @@ def check_zero_level(zero_level: int) -> None:
 
 
 def refuse_parallelism(what: str) -> NoReturn:
-    """Raise NotImplementedError for an option of BMTrain that asks for pipeline parallelism.
+    """Raise NotImplementedError, because an option of BMTrain asks for pipeline parallelism.
 
     what: the option, as the user wrote it, for the message.
     """

@@ -86,9 +86,9 @@ def expect_flag(name: str, value: Any) -> None:
 def expect_number(
     name: str, value: Any, wanted: str, holds: Callable[[Any], Any] = lambda number: True, integer: bool = False
 ) -> None:
-    """Raise TypeError unless `value` is a number (or an integer), and ValueError if it is not in the allowed range.
+    """Raise TypeError unless `value` is a real number, and ValueError if it is not in the allowed range.
 
-    A bool does not count as a number.
+    If `integer` is set, also raise TypeError unless the number is an integer. A bool does not count as a number.
 
     Args:
         name: the argument's name, for the error.

@@ -51,7 +51,7 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
         state: the state that was read.
 
     Returns:
-        A text that names up to SHOWN of the values that differ, or None if all are equal.
+        A text that names the values that differ (at most SHOWN of them), or None if all are equal.
     """
     if not isinstance(saved, Mapping):
         return "its checksums cannot be read"
@@ -65,13 +65,13 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
 
 def _crc(value: Any) -> int:
     crc = _Crc()
-    with WithoutTorchFunction():  # reads a sharded tensor as a plain tensor of this rank's elements
+    with WithoutTorchFunction():  # here, a sharded tensor acts as a plain tensor of this rank's elements
         crc.add(value)
     return crc.value
 
 
 class _Crc:
-    """Computes one CRC-32 of all values that `add` gets. Equal values give the same CRC-32 in every process."""
+    """Computes one CRC-32 of all values passed to `add`. Equal values give the same CRC-32 in every process."""
 
     def __init__(self) -> None:
         self.value = 0

@@ -318,7 +318,7 @@ class Kernel:
         self.signature = variant.signature(name)
         self._written = [place for place, argument in enumerate(self.signature) if argument.written]
         self.function = self.cupy.RawModule(path=str(cached_cubin(variant, arch))).get_function(name)
-        self.shared_limit = 48 << 10  # bytes of dynamic shared memory that a launch may use; raised if one needs more
+        self.shared_limit = 48 << 10  # maximum bytes of dynamic shared memory; increased when a launch needs more
 
     def __call__(self, grid: int, block: int, *values: Any, shared_memory: int = 0) -> None:
         """Launch the kernel on torch's current stream, without waiting for the device.

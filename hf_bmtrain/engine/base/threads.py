@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_THREADS = 8  # more than one is useful, because the jobs (zlib, reading and writing files) release the GIL
+_THREADS = 8  # the jobs (zlib, file access) release the GIL, so several threads run them in parallel
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -38,7 +38,7 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
             threads[-1].join()
             threads.pop()
         except BaseException as error:
-            # For example, KeyboardInterrupt. Still wait for the running jobs, because the caller then closes files.
+            # For example, KeyboardInterrupt. Keep waiting for the running jobs, because the caller then closes files.
             problems.append(error)
     if problems:
         raise problems[0]

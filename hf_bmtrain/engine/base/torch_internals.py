@@ -16,7 +16,7 @@ The package also uses these private attributes, which cannot be aliased:
   cannot be listed otherwise;
 * `Module._apply` and `._load_from_state_dict`, which subclasses override, because no public hook can replace what they
   do;
-* `Library._destroy`, by which torch's own tests undo the registrations of a `torch.library.Library`;
+* `Library._destroy`, which undoes the registrations of a `torch.library.Library` (torch's own tests use it);
 * `DistributedDataParallel._active_ddp_module`, the only indication that a forward runs inside DistributedDataParallel.
 """
 
@@ -74,7 +74,7 @@ def has_global_hooks() -> bool:
 
     Torch's public functions can register such hooks, but cannot list them.
     """
-    module: Any = torch.nn.modules.module  # `_has_any_global_hook` of this module does not exist in torch 2.6
+    module: Any = torch.nn.modules.module  # its `_has_any_global_hook` would do this, but is missing in torch 2.6
     return bool(
         module._global_forward_hooks
         or module._global_forward_pre_hooks
@@ -137,7 +137,7 @@ preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 equivalent."""
 
 # -- one operation on many tensors ----------------------------------------------------------------------------------
-# These functions take lists of tensors, and torch's own optimizers use them. The public functions take one tensor.
+# These functions, which torch's own optimizers use, take lists of tensors. Their public equivalents take one tensor.
 
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_

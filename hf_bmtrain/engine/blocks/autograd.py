@@ -66,9 +66,9 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 class Containers:
     """The mutable containers (lists, dicts, objects) among a layer's arguments, for one forward of the layer.
 
-    During the forward, replacements made by `leave_backward` stand in the containers instead of the original tensors.
-    `restore` puts the originals back. The layer may also add tensors to the containers, which are outputs of the layer
-    then. `added` finds them.
+    While the forward runs, the containers contain the replacements that `leave_backward` made, and not the original
+    tensors. `restore` puts the originals back. Tensors that the layer adds to the containers count as outputs of the
+    layer. `added` returns them.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
@@ -188,7 +188,10 @@ def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> 
 def _enter_containers(
     before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None
 ) -> tuple[Any, bool]:
-    """Do the work of `enter_backward`, if the outputs or the layer's arguments include lists, dicts or objects."""
+    """Implement `enter_backward` if the layer's outputs or arguments include lists, dicts or objects.
+
+    Arguments and results are those of `enter_backward`, which makes autograd call `before(token)`.
+    """
     seen: set[int] = set()
     strange: list[Any] = []
     found = [] if filled is None else filled.added(seen, [])
@@ -250,7 +253,10 @@ def leave_backward(
 def _leave_containers(
     after: Callable[[], None], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers]:
-    """Do the work of `leave_backward`, if the layer's arguments include lists, dicts or objects."""
+    """Implement `leave_backward` if the layer's arguments include lists, dicts or objects.
+
+    Arguments and results are those of `leave_backward`, which makes autograd call `after()`.
+    """
     values = (*args, *kwargs.values())
     found = list(dict.fromkeys(tensors_in(values, set(), [])))
     guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if found else ()
@@ -278,7 +284,10 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -
 
 
 def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
-    """Return `value` with the tensors that `_find` finds in it replaced by the next tensors of `guarded`."""
+    """Return `value` with its tensors that require a gradient replaced by the next tensors of `guarded`, in order.
+
+    Tensors in nested plain tuples are replaced too. Other containers are not searched.
+    """
     if isinstance(value, torch.Tensor):
         return next(guarded) if value.requires_grad else value
     if type(value) is tuple:

@@ -28,12 +28,12 @@ class BlockState:
 
     When the forward of the block starts, the parameters of `next` are prefetched, and when its backward starts, those
     of `previous`. After a forward with gradients, the block stays unsharded until another block starts (with
-    `zero_level` 2, until its backward). It also stays unsharded until then after a backward, if the backward of another
-    call of the block is still to come.
+    `zero_level` 2, until its backward). If the block was called several times, it also stays unsharded after each
+    backward but the last, until another block starts.
 
-    When the block's gradients are reduced depends only on `pending`, and on whether the running backward has reached
-    the block. Both are equal on all ranks, unless ranks may enter different blocks (see `Negotiation`). It does not
-    depend on which parameters have gradients, because this may differ between ranks.
+    The moment at which the block's gradients are reduced depends only on `pending`, and on whether the running backward
+    has reached the block. Both are equal on all ranks, unless ranks may enter different blocks (see `Negotiation`). The
+    moment does not depend on which parameters have gradients, because this may differ between ranks.
 
     Attributes:
         schedule: tracks, for all blocks of this rank, which are unsharded and which reductions are pending.
@@ -172,7 +172,7 @@ class BlockState:
             def run_on(*values):
                 return run(*values[:count], **dict(zip(names, values[count:])))
 
-            with saving:  # only positional arguments are saved by torch's checkpoint
+            with saving:  # keyword arguments become positional, because torch's checkpoint saves only those
                 return checkpoint(run_on, *args, *kwargs.values(), use_reentrant=False)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
@@ -282,8 +282,9 @@ class BlockState:
     def finish_backward(self) -> None:
         """Reduce and reshard the block at the end of the whole backward, if `after_backward` has not done so.
 
-        Autograd does not call `after_backward` if no input of the block requires a gradient. If autograd calls it for
-        only some of the block's forwards, `after_backward` waits for the others and does not reduce.
+        Collective: every rank must call it. Autograd does not call `after_backward` if no input of the block requires a
+        gradient. If autograd calls it for only some of the block's forwards, `after_backward` does not reduce either,
+        because the others could still follow.
         """
         if self._open:
             self.show_local()

@@ -27,7 +27,7 @@ _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
 
 
 def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
-    """Return a model's `outputs` with all views of root parameters (those outside blocks) replaced by copies.
+    """Return a model's `outputs` with views of root parameters (those outside blocks) replaced by copies.
 
     Otherwise these outputs would become invalid when the full parameters are freed after the forward.
     """
@@ -67,7 +67,7 @@ class DistributedModule(ShardedModule):
         try:
             value = super().__getattr__(name)
         except AttributeError as error:
-            if name == "no_sync":  # of DistributedDataParallel; Accelerate's LocalSGD calls it
+            if name == "no_sync":  # a method of DistributedDataParallel, which Accelerate's LocalSGD calls
                 raise AttributeError(
                     f"{error}. A sharded model reduces gradients in every backward, also during accumulation, so "
                     "remove the call of no_sync. Accelerate's LocalSGD calls it too, and needs all weights on each "
@@ -129,7 +129,7 @@ class DistributedModule(ShardedModule):
     # -- weights in and out -------------------------------------------------------------------------------------
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        self._schedule.discard_failed_backward()  # after an exception, modules may still have full parameters
+        self._schedule.discard_failed_backward()  # a failed backward may have left full parameters in modules
         return super().named_parameters(*args, **kwargs)
 
     def _slots(self) -> list[Slot]:

@@ -25,8 +25,8 @@ FORWARD, EVALUATION, BACKWARD = (
 Each request for a collective writes the entry of its pass. So the ranks notice if one of them is in a forward and
 another in a backward.
 """
-_UNITS = 1 << 30  # greater than the number of blocks and root buffers of a world
-_STRIDE = 1 << 20  # greater than the number of buffers of a block
+_UNITS = 1 << 30  # more than there are blocks and root buffers (of parameters outside blocks)
+_STRIDE = 1 << 20  # more than there are buffers in one block
 _SPACE = _UNITS * _STRIDE
 _END = 6 * _SPACE
 
@@ -72,12 +72,12 @@ class Negotiation:
 
         Args:
             control: exchanges the requests.
-            reduce: starts the reduction of gradients that belong to one block or one root buffer. It is collective.
+            reduce: a collective function that starts the reduction of the gradients of one block or one root buffer.
         """
         self._control, self._reduce = control, reduce
         self._units = 0
         self._requests: dict[int, _Requests] = {}  # by the number of the buffer
-        self._served: dict[int, Callable[[], None]] = {}  # by number: a function that takes part in the collective
+        self._served: dict[int, Callable[[], None]] = {}  # by number: takes part in that collective
 
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]
@@ -103,7 +103,7 @@ class Negotiation:
     def _add(self, buffer: ShardedBuffer, block: BlockState | None, index: int) -> None:
         """Number the collectives of one buffer, and store the functions to call when only other ranks request them.
 
-        block: the block to which the buffer belongs, or None for a root buffer.
+        block: the block to which the buffer belongs, or None for a root buffer (of parameters outside blocks).
         index: the position of the buffer among the buffers of its block.
         """
         place = self._units * _STRIDE + index
@@ -116,7 +116,7 @@ class Negotiation:
         here, owner = weakref.ref(buffer), None if block is None else weakref.ref(block)
 
         def serve_gather() -> None:
-            with torch.enable_grad():  # the log entry contains the grad mode, so use the same as in `Schedule.gather`
+            with torch.enable_grad():  # as in `Schedule.gather`, because the collective log records the grad mode
                 _alive(here).take_part()
 
         def serve_reduction() -> None:
@@ -127,7 +127,7 @@ class Negotiation:
         self._served[requests.reduction] = serve_reduction
 
     def covers(self, buffer: ShardedBuffer) -> bool:
-        """Return whether collectives of `buffer` are negotiated. If so, one backward may reduce it more than once."""
+        """Return whether collectives of `buffer` are negotiated. If so, a backward may reduce it more than once."""
         return buffer.number in self._requests
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Negotiation:
         Collective: every rank must call this, `before_gather` or `finish`. It does nothing if `gradients` is empty, or
         if their collectives are not negotiated.
 
-        gradients: the gradients of one block or one root buffer, which are reduced together.
+        gradients: the gradients of one block, or of one root buffer (of parameters outside blocks).
         """
         if gradients and (requests := self._requests.get(gradients[0].number)) is not None:
             self._agree(requests.reduction, BACKWARD)
@@ -160,7 +160,7 @@ class Negotiation:
     def reduction_order(self, buffers: Sequence[ShardedBuffer]) -> int:
         """Return the sort key by which all ranks finish their reductions in the same order when a backward ends.
 
-        buffers: the flat buffers of one block, or one root buffer.
+        buffers: the flat buffers of one block, or one root buffer (of parameters outside blocks).
         """
         return min((found.reduction for each in buffers if (found := self._requests.get(each.number))), default=_END)
 

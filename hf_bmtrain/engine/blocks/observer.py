@@ -126,7 +126,7 @@ class ObserverHandle:
     """The handle that `Schedule.observe` returns. Call `remove` to remove the observer."""
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
-        self._observers, self._observer = observers, weakref.ref(observer)  # weak: an observer may own its handle
+        self._observers, self._observer = observers, weakref.ref(observer)  # weak, because it may own its handle
         self._freed = None if owner is None else weakref.finalize(owner, observers.remove, observer)
         if self._freed is not None:
             self._freed.atexit = False

@@ -50,7 +50,10 @@ class Recompute:
         """
 
     def backward_begins(self, recomputed: bool) -> None:
-        """Called when the block's backward starts (`recomputed=False`) and when its recomputation starts (True)."""
+        """Called with recomputed=False when the block's backward starts.
+
+        If the forward is recomputed, this is called again, with recomputed=True, when the recomputation starts.
+        """
 
 
 class _Never(Recompute):

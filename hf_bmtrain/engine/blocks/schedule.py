@@ -79,7 +79,7 @@ class ForwardPass:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def end(self) -> list[int]:
-        """End the forward, and return the version counters of the buffers in `readers`, for `before_backward`."""
+        """End the forward. Return the version counters of the buffers in `readers`, to pass to `before_backward`."""
         self.readers = {reader: reader.unwatched for reader in self.readers}
         return [reader.version for reader in self.readers]
 
@@ -161,8 +161,8 @@ class Schedule:
         self.backwards = 0
         self._pass: ForwardPass | None = None
         self._calibrates = False
-        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by graph task, autograd's number of a backward
-        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task: those whose outputs it has reached
+        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by autograd's number of the backward
+        self._passes: dict[int, list[ForwardPass]] = {}  # by the number of the backward that reached them
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
@@ -202,7 +202,7 @@ class Schedule:
     def explain_shortage(self, error: BaseException) -> None:
         """If `error` is a torch.OutOfMemoryError, add the texts to it that observers return from `out_of_memory`.
 
-        They become notes of the exception. Before Python 3.11, which introduced notes, they are logged.
+        They become notes of the exception. In Python 3.10, where exceptions have no notes, they are logged instead.
         """
         if not isinstance(error, torch.OutOfMemoryError):
             return
@@ -290,7 +290,7 @@ class Schedule:
             self._pass.readers[reader] = True
 
     def record(self, block: BackwardParticipant) -> None:
-        """Register in the running forward pass that it called `block`, and that an output of it requires a gradient."""
+        """Register in the running forward pass that it called `block`, of which an output requires a gradient."""
         if self._pass is not None:
             self._pass.blocks.add(block)
 
@@ -305,8 +305,8 @@ class Schedule:
             buffer.gather()
             return
         self.negotiation.before_gather(buffer, entry)
-        # The ranks compare their log entries of all-gathers, which contain the grad mode. Here, ranks may differ in it
-        # without being wrong, so enable gradients on every rank.
+        # The collective log, which the ranks compare, records the grad mode of each all-gather. Here, ranks may have
+        # different grad modes, which is no error. So let all ranks record the same one.
         with torch.enable_grad():
             buffer.gather()
 
@@ -325,7 +325,8 @@ class Schedule:
         """Reshard the blocks that were left unsharded or prefetched earlier, except `block` and `prefetched`.
 
         block: the block whose forward or backward starts now, or None.
-        prefetched: the block that the caller will prefetch, or None. A later call reshards it, unless it runs then.
+        prefetched: the block that the caller will prefetch, or None. The next call reshards it, unless it is passed
+                again.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -380,9 +381,11 @@ class Schedule:
 
     @torch.no_grad()
     def _end_backward(self, task: int) -> None:
-        """Finish all reductions at the end of the backward with the number `task`, and set every `.grad`.
+        """Finish all reductions at the end of a backward, and set every `.grad`.
 
         Collective: every rank must call it.
+
+        task: autograd's number of the backward (its graph task).
         """
         self.open_block(None, None)
         members = self._members.pop(task)
@@ -447,7 +450,7 @@ class Schedule:
         enter different blocks, it also first takes part in the operations of other ranks, until the ranks agree that
         this reduction is next. `_receive` waits for the reductions of one call together.
 
-        gradients: the gradients of all trainable flat buffers of the block, or of the one root buffer.
+        gradients: the gradients of all trainable flat buffers of the block, or of the root buffer.
         """
         if self.negotiated is not None:
             self.negotiation.before_reduction(gradients)
@@ -468,7 +471,7 @@ class Schedule:
             self._pending.append(gradients)
 
     def _receive(self, ahead: int) -> None:
-        """Wait for all pending reductions except those of the last `ahead` calls of `send`, and set `.grad`s."""
+        """Wait for all pending reductions except those of the last `ahead` calls of `send`, and set `.grad`."""
         while len(self._pending) > ahead:
             for gradient in self._pending[0]:
                 if gradient.receive():

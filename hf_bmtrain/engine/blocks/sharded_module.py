@@ -207,7 +207,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
             parameter.mark(copied)
             memo[id(parameter)] = full
     made = []
-    for each in modules:  # make all copies before filling any, because their attributes refer to each other
+    for each in modules:  # create all copies before filling any, because their attributes refer to each other
         cls = own_class(each)
         made.append(cls.__new__(cls))
         memo[id(each)] = made[-1]

@@ -1,4 +1,7 @@
-"""Open the communicators between all ranks: gloo on the CPU; NCCL, and copies between GPUs, on GPUs."""
+"""Open the communicators between all ranks.
+
+On the CPU, they use gloo. On GPUs, they use NCCL, and copies between the memories of the GPUs.
+"""
 
 from __future__ import annotations
 
@@ -265,8 +268,8 @@ def _divide(
         gathering: the communicator of all ranks for all-gathers.
         reducing: the communicator of all ranks for reductions.
         open_inside: a collective function that takes a name, and returns a communicator between the ranks of this host.
-        open_rail: a collective function that takes a name, and returns a communicator between the ranks that have this
-            rank's index on their hosts, one of each host.
+        open_rail: a collective function that takes a name, and returns a communicator between those ranks, one of each
+            host, that have the same index on their hosts as this rank.
 
     Raises:
         RuntimeError: `gather` or `shard_over` is not possible on these hosts.
@@ -353,8 +356,8 @@ def _choose_ranks(
         gather: how shards are all-gathered, one of GATHERS.
         hosts: the ranks of each host.
         open_inside: a collective function that takes a name, and returns a communicator between the ranks of this host.
-        open_rail: a collective function that takes a name, and returns a communicator between the ranks that have this
-            rank's index on their hosts, one of each host.
+        open_rail: a collective function that takes a name, and returns a communicator between those ranks, one of each
+            host, that have the same index on their hosts as this rank.
         exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
     """
     if len(hosts) == 1:
@@ -385,7 +388,7 @@ def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
     """
     shard = torch.zeros(MEASURED, dtype=torch.uint8, device=device)
     full, seconds = shard.new_empty(communicator.size * MEASURED), []
-    for _ in range(4):  # the time of the first one is not used, because it includes connecting the ranks
+    for _ in range(4):  # the first all-gather also connects the ranks, so its time is not used
         finish(device)
         begin = time.perf_counter()
         communicator.all_gather(full, shard).wait()
@@ -395,7 +398,7 @@ def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
 
 
 def _describe(hosts: Groups) -> str:
-    """Return a text such as "2 hosts with 4 ranks each". hosts: the ranks of each host."""
+    """Return a text such as "2 hosts with 4 ranks each", for messages. hosts: the ranks of each host."""
     least, most = (extreme(len(host) for host in hosts) for extreme in (min, max))
     ranks = f"{least} to {most} ranks" if least < most else f"{most} rank{'s' * (most > 1)}"
     return f"{len(hosts)} host{'s' * (len(hosts) > 1)} with {ranks} each"
@@ -475,8 +478,9 @@ def _smallest_copied(
 ) -> int | None:
     """Return the size in bytes from which shards are exchanged with peer copies, or None to use only collectives.
 
-    Collective: every rank must call it. Only collectives are used if the user chose them, if the ranks `members`, which
-    store different shards, cannot access each other's memory, and by default on the CPU, where peer copies are slower.
+    Peer copies read and write the memory of other ranks directly. Only collectives are used if the user chose them, if
+    the ranks `members`, which store different shards, cannot access each other's memory, and by default on the CPU,
+    where peer copies are slower. Collective: every rank must call it.
     """
     if gather in ("collective", "two-level") or len(members) == 1:
         return None

@@ -93,7 +93,7 @@ class Containers:
         """Return the tensors that the layer has put into the containers, and that require a gradient.
 
         Args:
-            seen: ids of containers to skip. The id of each container that is searched is added.
+            seen: ids of containers to skip. The ids of the containers that are searched are added to it.
             strange: a list to which objects that cannot be searched are appended.
         """
         return [t for t in tensors_in(self._values, seen, strange) if id(t) not in self._inputs]

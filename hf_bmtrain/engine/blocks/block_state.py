@@ -249,7 +249,8 @@ class BlockState:
     def before_backward(self, token: list[int]) -> None:
         """Unshard the block for its backward, and prefetch the previous block. Collective: every rank must call it.
 
-        Raises RuntimeError if the weights were modified since the forward.
+        Autograd calls this when it reaches the block's outputs. Raises RuntimeError if the weights were modified since
+        the forward.
 
         token: the version counters of the block's shards at the end of the forward.
         """

@@ -60,7 +60,7 @@ def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Ite
 
     Args:
         values: the values to search.
-        seen: ids of containers to skip. The id of each container that is searched is added.
+        seen: ids of containers to skip. The ids of the containers that are searched are added to it.
         strange: a list to which objects that cannot be searched are appended.
     """
     for value in values:
@@ -91,7 +91,7 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
     Args:
         value: the value to search.
         table: the replacements, as {id(old tensor): new tensor}.
-        seen: ids of containers to skip. The id of each container that is searched is added.
+        seen: ids of containers to skip. The ids of the containers that are searched are added to it.
     """
     if type(value) in ATOMS:
         return value

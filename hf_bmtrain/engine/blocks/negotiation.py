@@ -135,8 +135,8 @@ class Negotiation:
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
         """Wait until the ranks agree that the all-gather of `buffer` is next. The caller must then issue it.
 
-        Collective: every rank must call this, `before_reduction` or `finish`. It does nothing if the buffer needs no
-        collective now (for example, because it is unsharded), or if its collectives are not negotiated.
+        Collective: every rank must call either this, `before_reduction` or `finish`. It does nothing if the buffer
+        needs no collective now (for example, because it is unsharded), or if its collectives are not negotiated.
 
         Args:
             buffer: the flat buffer to be gathered.
@@ -149,8 +149,8 @@ class Negotiation:
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
         """Wait until the ranks agree that the reduction of `gradients` is next. The caller must then start it.
 
-        Collective: every rank must call this, `before_gather` or `finish`. It does nothing if `gradients` is empty, or
-        if their collectives are not negotiated.
+        Collective: every rank must call either this, `before_gather` or `finish`. It does nothing if `gradients` is
+        empty, or if their collectives are not negotiated.
 
         gradients: the gradients of one block, or of one root buffer (of parameters outside blocks).
         """

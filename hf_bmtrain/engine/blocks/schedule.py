@@ -61,7 +61,8 @@ class ForwardPass:
             during the whole backward. It is valid after `end`.
         blocks: the blocks that this forward called and of which an output requires a gradient.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
-        entry: the kind of pass, FORWARD or EVALUATION. Each of these agreements writes it to the collective log.
+        entry: the kind of pass: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes it to the
+            collective log, the list of operations that the ranks compare.
     """
 
     def __init__(self, enter: Callable[[ForwardPass], None], negotiation: Negotiation | None) -> None:
@@ -84,28 +85,28 @@ class ForwardPass:
         return [reader.version for reader in self.readers]
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if the forward modified a root parameter that it read."""
+        """Raise RuntimeError if the forward modified a root parameter (one outside blocks) that it read."""
         for reader in self.readers:
             reader.check_unwritten()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a root parameter that this forward has read.
+        """Return whether `tensor` is a view of a root parameter (one outside blocks) that this forward has read.
 
         Parameters that were read only inside `on_demand.watch`, that is, by modules without children, do not count.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
     def reshard(self) -> None:
-        """Free the full root parameters that the forward read. Called if no backward will follow."""
+        """Free the full root parameters (those outside blocks) that were read. Called if no backward will follow."""
         for reader in self.readers:
             reader.reshard()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
-        """Start the all-gathers of root parameters that backward needs. Collective: every rank must call it.
+        """Start the all-gathers of the root parameters that backward needs. Collective: every rank must call it.
 
-        Raises RuntimeError if root parameters that the forward read were modified since.
+        Root parameters are those outside blocks. Raises RuntimeError if they were modified since the forward read them.
 
         token: the result of `end`, the version counters of the buffers at the end of the forward.
         """
@@ -235,7 +236,7 @@ class Schedule:
 
     @property
     def in_forward(self) -> bool:
-        """True inside a forward, where reading a root parameter all-gathers it."""
+        """True inside a forward, where reading a root parameter (one outside blocks) all-gathers it."""
         return self.inside.depth > 0
 
     @property
@@ -272,7 +273,7 @@ class Schedule:
     def calibration(self) -> Iterator[None]:
         """Return a context for a rehearsal, that is, a trial forward without a backward, before the real forward.
 
-        At the end of the context, the root parameters that only the rehearsal has read are resharded.
+        At the end of the context, parameters outside blocks that only the rehearsal has read are resharded.
         """
         outer = {} if self._pass is None else self._pass.readers
         with self.forward(self._pass is not None and self._pass.negotiation is not None) as own:
@@ -285,7 +286,7 @@ class Schedule:
                     reader.reshard()
 
     def add_reader(self, reader: OnDemandGather) -> None:
-        """Register in the running forward pass that it reads root parameters, which `reader` all-gathers."""
+        """Register in the running forward pass that it reads root parameters (outside blocks) that `reader` gathers."""
         if self._pass is not None:
             self._pass.readers[reader] = True
 
@@ -295,7 +296,7 @@ class Schedule:
             self._pass.blocks.add(block)
 
     def gather(self, buffer: ShardedBuffer) -> None:
-        """Start the all-gather of `buffer`, unless it is unsharded already. Collective: every rank must call it.
+        """Start the all-gather of a flat buffer, unless it is unsharded already. Collective: every rank must call it.
 
         All ranks must pass the same buffer, unless they agree on each collective of this forward or backward (see
         `Negotiation`).
@@ -326,7 +327,7 @@ class Schedule:
 
         block: the block whose forward or backward starts now, or None.
         prefetched: the block that the caller will prefetch, or None. The next call reshards it, unless it is passed
-                again.
+            again.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -345,7 +346,7 @@ class Schedule:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def join_backward(self, member: BackwardParticipant) -> None:
-        """Add `member` to the participants of the running backward, which are called at its end.
+        """Add a block or root buffer to the participants of the running backward, which are called at its end.
 
         Each backward has its own participants, because a backward that runs inside another one (in a reentrant
         checkpoint) ends before the outer one.
@@ -353,7 +354,7 @@ class Schedule:
         self._members_of(current_graph_task())[member] = None
 
     def _enter_pass(self, forward_pass: ForwardPass) -> None:
-        """Register that the running backward has reached the outputs of `forward_pass`."""
+        """Register that the running backward has reached the outputs of `forward_pass`, for `was_recorded`."""
         task = current_graph_task()
         self._members_of(task)
         self._passes.setdefault(task, []).append(forward_pass)
@@ -376,7 +377,7 @@ class Schedule:
         return any(block in each.blocks for each in passes) if passes else None
 
     def is_member(self, member: BackwardParticipant) -> bool:
-        """Return whether `member` takes part in a running backward. One that is already ending does not count."""
+        """Return whether `member` takes part in a running backward. A backward that is ending does not count."""
         return any(member in members for members in self._members.values())
 
     @torch.no_grad()
@@ -440,7 +441,7 @@ class Schedule:
         self._receive(self.blocks.ahead)
 
     def receive_all(self) -> None:
-        """Wait for all pending reductions of gradients, and set the `.grad` of the local parameters."""
+        """Wait for all pending reductions of gradients, and set the `.grad` of the local (sharded) parameters."""
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:

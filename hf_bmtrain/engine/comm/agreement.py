@@ -16,7 +16,7 @@ _SHOWN = 5
 _VALUES, _LENGTH = 4, 300
 """How much an error shows: the maximum number of different values per fact, and of characters per value."""
 _SAMPLED = 64
-"""`fingerprint` reads this many elements at each of three places of a tensor: beginning, middle and end."""
+"""The number of elements that `fingerprint` reads at each of three places of a tensor: beginning, middle and end."""
 
 
 def agree(
@@ -45,7 +45,7 @@ def agree(
     names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
-    if not count:  # the facts differ only in their order: compare the names at each position, which raises the error
+    if not count:  # only the order of the facts differs: this call compares the names by position, and raises the error
         agree(control, occasion, {f"number {number}": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])
@@ -67,7 +67,10 @@ def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Return a text such as "ranks 0-2 have 5, rank 3 has 6". values: the value of each rank, in rank order."""
+    """Describe in words which ranks have which value, such as "ranks 0-2 have 5, rank 3 has 6".
+
+    values: the value of each rank, in rank order.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -78,7 +81,7 @@ def _by_value(values: Sequence[str]) -> str:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """Return a text such as "rank 3 has" or "ranks 0, 2-5 have"."""
+    """Return a text such as "rank 3 has" or "ranks 0, 2-5 have" for ranks in ascending order."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:
@@ -94,7 +97,9 @@ def _digest(text: str) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Return a hash of a sample of a tensor's elements, which `agree` can compare between ranks. Waits for the device.
+    """Return a text with a hash of some of a tensor's elements, which `agree` can compare between ranks.
+
+    The host waits for the device.
 
     Of a tensor with more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, so
     that little of a memory-mapped file is loaded. Differences in other elements are missed, but weights and optimizer

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""The number of recent entries that can be compared between ranks. Several steps of a large model add fewer."""
+"""The number of recent entries that can be compared between ranks. Several steps of a large model add fewer entries."""
 SENT = 64
 """The number of recent entries of its log that a rank sends to the other ranks."""
 _RING = 2 * KEPT
@@ -47,22 +47,22 @@ _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
 
 
 def code(kind: str, number: int) -> int:
-    """Return the log's entry for an operation, which is a number.
+    """Return the number that stands for an operation in the collective log: its entry.
 
     Args:
-        kind: the kind of the operation, one of `_KINDS`.
-        number: for a collective on a tensor, the number of elements. For an operation on a flat buffer, the number of
-            the buffer. For an exchange of objects, or a decision, the number that stands for its text. For an
-            all-to-all and the kinds `_OF_PASSES`, 0.
+        kind: the kind of the operation, one of `_KINDS`, such as "all-gather".
+        number: for a collective on a tensor, its number of elements. For an operation on a flat buffer, the buffer's
+            number. For an exchange of Python objects or a decision, the number that stands for its description. For an
+            all-to-all, and for kinds that begin with "next operation of", 0.
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
 
 def value_code(kind: str, value: float) -> int:
-    """Return the log's entry for a value that must be equal on all ranks, such as a learning rate.
+    """Return the number that stands in the collective log for a value that must be equal on all ranks: its entry.
 
     Args:
-        kind: what the value is for, one of `_OF_VALUES`, such as "step with learning rate".
+        kind: the use of the value, one of `_OF_VALUES`, such as "step with learning rate".
         value: the value. The entry contains it rounded to float32.
     """
     try:
@@ -73,13 +73,13 @@ def value_code(kind: str, value: float) -> int:
 
 
 def option_kind(option: str) -> str:
-    """Return the `kind` that `value_code` takes for an option of an optimizer, such as "lr"."""
+    """Return the argument `kind` of `value_code` for an optimizer's option: "step with learning rate" for "lr"."""
     kind = "step with learning rate" if option == "lr" else f"step with {option}"
     return kind if kind in _OF_VALUES else "step with another option"
 
 
 def kind_and_number(entry: int) -> tuple[str, int]:
-    """Return the kind and the number of an operation from its entry in the log. This is the inverse of `code`.
+    """Return the `kind` and `number` from which `code` has computed an entry of the collective log.
 
     For an entry from `value_code`, the number is the bit pattern of the float32 value.
     """
@@ -88,12 +88,12 @@ def kind_and_number(entry: int) -> tuple[str, int]:
 
 
 def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str]) -> str:
-    """Return a description of an entry for messages, such as "all-gather of 1024 elements".
+    """Describe an entry of the collective log for messages, such as "all-gather of 1024 elements".
 
     Args:
         entry: the entry, from `code` or `value_code`.
         names: {number of a flat buffer: its name}.
-        occasions: {number: the text that it stands for}, the purposes of exchanges of objects, and the decisions.
+        occasions: {number: the description that it stands for} of exchanges of Python objects and of decisions.
     """
     kind, number = kind_and_number(entry)
     if kind in _OF_ELEMENTS:
@@ -115,9 +115,9 @@ class Excerpt(NamedTuple):
     """The last entries of a collective log, in the form in which a rank sends them to other ranks.
 
     Attributes:
-        count: the number of entries before them.
-        digest: the digest of the entries before them.
-        entries: the entries, oldest first.
+        count: the number of entries in the log before `entries`.
+        digest: the digest of the entries before `entries`.
+        entries: the last entries, oldest first.
     """
 
     count: int
@@ -137,7 +137,7 @@ class Difference(NamedTuple):
         number: the position of the entry in both logs, counted from 1.
         mine: this rank's entry.
         theirs: the other rank's entry.
-        first: whether all earlier entries are known to be equal.
+        first: whether all earlier entries are known to be equal. False if the logs may differ even before this entry.
     """
 
     number: int
@@ -147,7 +147,7 @@ class Difference(NamedTuple):
 
 
 class CollectiveLog:
-    """The operations that this rank has issued to one communicator. Each operation is one entry.
+    """The log of the operations that this rank has issued to one communicator. Each operation is one entry, a number.
 
     Every rank must issue the same operations in the same order, so the logs of all ranks must be equal. Only one thread
     at a time may add entries; any thread may read them.
@@ -156,10 +156,10 @@ class CollectiveLog:
         name: the communicator's name.
         count: the number of entries.
         digest: a hash of all entries, 48 bits.
-        problem: why this rank must stop, such as a difference from another rank, or None.
-        told: whether an error with `problem` has been raised.
-        explain: a function that takes this log, another rank, and the last entries of that rank's log, which differ. It
-            returns a description of the difference, or None if it finds none.
+        problem: the reason why this rank must stop, such as a difference from another rank, or None.
+        told: whether an error with the text of `problem` has been raised.
+        explain: a function that describes a difference between this log and another rank's. It takes this log, the
+            number of the other rank, and the last entries of that rank's log, and returns None if it finds none.
     """
 
     def __init__(self, name: str) -> None:
@@ -168,23 +168,27 @@ class CollectiveLog:
         self.problem: str | None = None
         self.told = False
         self.explain: Callable[[CollectiveLog, int, Excerpt], str | None] = lambda collective_log, rank, theirs: None
-        # Word 0 is the count. The digest after entry number i is at 1 + i % _RING. This is not a list, because
-        # torch.compile may trace `note`: it would trace a list of this size slowly, but skips an array or a memoryview.
+        # Word 0 is the number of entries, and word 1 + i % _RING the digest of entries 1 to i. This is not a list,
+        # because torch.compile may trace `note`: it would trace such a long list slowly, but skips an array or a
+        # memoryview.
         self._memory: Any = array("Q", bytes(8 * WORDS))
         self._others: list[tuple[int, Any]] = []
 
     def publish(self, memory: memoryview, others: Mapping[int, memoryview]) -> None:
-        """Move this log to shared memory, and compare each new entry with other ranks' logs there from now on.
+        """Move this log to shared memory, where `note` then compares each new entry with the logs of other ranks.
 
         Args:
-            memory: WORDS words of 8 bytes, which the other ranks can read.
-            others: the corresponding memory of other ranks of this host, by rank.
+            memory: WORDS words of 8 bytes, which the other ranks of this host can read.
+            others: {rank: memory} of the other ranks of this host, each with that rank's log.
         """
         memory[:] = memoryview(self._memory)
         self._memory, self._others = memory, list(others.items())
 
     def note(self, entry: int) -> None:
-        """Add an entry from `code` or `value_code`. Call this before issuing the operation.
+        """Add an entry for an operation to the log. Call this before issuing the operation.
+
+        Args:
+            entry: the number that stands for the operation, from `code` or `value_code`.
 
         Raises:
             RuntimeError: another rank of this host already has a different entry at this position, or `problem` was
@@ -196,7 +200,7 @@ class CollectiveLog:
         digest = self.digest = (self.digest * _FACTOR + entry) & _MASK
         memory = self._memory
         memory[1 + number % _RING] = digest
-        memory[0] = self.count = number  # written after the digest, which other ranks read once they see this count
+        memory[0] = self.count = number  # written last: ranks that see this count then read the digest
         for rank, theirs in self._others:
             if 0 <= theirs[0] - number < KEPT and theirs[1 + number % _RING] != digest:
                 self.problem = self.problem or self.explain(self, rank, _excerpt(theirs))
@@ -220,9 +224,10 @@ class CollectiveLog:
         return _excerpt(self._memory)
 
     def compare(self, theirs: Excerpt) -> Difference | None:
-        """Return the first difference between this log and another rank's excerpt.
+        """Return the first difference between this log and the last entries of another rank's log.
 
-        Returns None if the entries that both still store are equal.
+        Entries that this log no longer stores, or does not contain yet, are not compared. Returns None if all others
+        are equal.
         """
         digest, before = theirs.digest, self._digest(theirs.count)
         equal = before == digest
@@ -242,9 +247,9 @@ class CollectiveLog:
         return None if None in digests else _entries(digests)[0]  # pyright: ignore[reportArgumentType]
 
     def _digest(self, number: int) -> int | None:
-        """Return the hash of all entries up to number `number`, or None if that is not among the last KEPT entries.
+        """Return the digest of entries 1 to `number`, or None if more than KEPT entries follow or fewer exist.
 
-        The ring buffer has room for twice as many hashes, so that entries which another thread adds during this call do
+        The ring buffer has room for twice as many digests, so that entries added by another thread during this call do
         not overwrite the result.
         """
         count = self._memory[0]
@@ -259,5 +264,5 @@ def _excerpt(memory: Any) -> Excerpt:
 
 
 def _entries(digests: list[int]) -> list[int]:
-    """Compute the entries from successive digests. n + 1 digests give n entries."""
+    """Compute the n entries of a log that lie between n + 1 successive digests."""
     return [(after - before * _FACTOR) & _MASK for before, after in pairwise(digests)]

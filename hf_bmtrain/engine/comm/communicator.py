@@ -1,7 +1,8 @@
-"""Collectives over flat tensors: the interface, and its implementations with gloo and for one process.
+"""Collectives over flat tensors: the interface, an implementation with gloo, and one for a single process.
 
-`nccl` implements the interface for GPUs. The operations of a `Communicator` run in the order in which they were issued,
-asynchronously to the computation. Each returns a `Ticket`. Wait for it before reading the result or freeing an operand.
+The module `nccl` implements the interface for GPUs. The operations of a `Communicator` run in the order in which they
+were issued, asynchronously to the computation. Each returns a `Ticket`. Call its `wait` before reading the result or
+freeing an operand.
 Every rank must issue the operations of all communicators in the same order, from one thread at a time.
 """
 
@@ -24,10 +25,11 @@ from .streams import DONE, Ticket
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
 _CHECK_SECONDS = 1.0  # interval at which a waiting rank checks its collective log for a problem
-_DIAGNOSIS_SECONDS = 5.0  # how long to wait for the monitor's explanation after a failed operation
+# After an operation has failed, wait this long for the monitor (the thread that watches the other ranks) to explain it.
+_DIAGNOSIS_SECONDS = 5.0
 PATIENCE = 5.0
-"""The seconds that an operation waits beyond the timeout, so that the monitor (the thread that watches the other ranks)
-reports the timeout first. It can say why a rank is missing."""
+"""The number of seconds that an operation waits beyond the timeout. The monitor (the thread that watches the other
+ranks) thus reports the timeout first; only it can say why a rank is missing."""
 _LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
 
 Ranges = Sequence[tuple[int, int]]
@@ -43,7 +45,7 @@ class Communicator(Protocol):
     Attributes:
         rank: this rank's number in the communicator.
         size: the number of ranks in the communicator.
-        collective_log: the log of the operations. Callers may add entries that say what the operations are for.
+        collective_log: the log of the operations. Callers may add entries that state the purpose of an operation.
     """
 
     rank: int
@@ -58,21 +60,23 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
-        """Average `full` (size * n,) over ranks, and write this rank's part of the mean to `shard` (n,).
+        """Average `full` (size * n,) over the ranks, and write this rank's part of the mean to `shard` (n,).
 
         Collective: every rank must call it.
         """
         ...
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        """Replace `tensor` on every rank by its sum over ranks, or by the maximum if `maximum`.
+        """Replace `tensor` on every rank by its elementwise sum over the ranks, or by the maximum if `maximum`.
 
         Collective: every rank must call it.
         """
         ...
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
-        """Replace the 1-D `tensor` on every rank by its mean over ranks, which is equal bit for bit on all ranks.
+        """Replace the 1-D `tensor` on every rank by its elementwise mean over the ranks.
+
+        The result is bit-identical on all ranks.
 
         Collective: every rank must call it.
         """
@@ -85,7 +89,7 @@ class Communicator(Protocol):
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Ticket:
-        """Send every rank a part of `sent`, and fill `received` with the parts that the ranks send.
+        """Send each rank a part of `sent`, and fill `received` with the parts that the ranks send to this one.
 
         Collective: every rank must call it.
 
@@ -98,41 +102,42 @@ class Communicator(Protocol):
         ...
 
     def unfinished(self) -> bool:
-        """Return whether any operation that was issued is still running. Any thread may call this."""
+        """Return whether any issued operation is still running. Any thread may call this."""
         ...
 
     def close(self, abort: bool) -> None:
         """Destroy the communicator.
 
         Args:
-            abort: whether to abandon pending operations, which wait for other ranks. With gloo, they get one more
-                second to end. Abort all NCCL communicators of a GPU together, with `nccl.abort_all`.
+            abort: whether to abandon operations that still wait for other ranks. With gloo, they get one more second to
+                end. To abort the NCCL communicators of a GPU, call `nccl.abort_all` with all of them instead.
         """
 
 
 class OpenGroup(Protocol):
     """A collective function that divides all ranks into groups, and returns the communicator of this rank's group.
 
-    A group has `size` ranks, at distances of `stride`.
+    A group has `size` ranks, `stride` apart: with size 2 and stride 4, for example, ranks 1 and 5 form a group.
     """
 
     def __call__(self, size: int, stride: int = 1, /) -> Communicator: ...
 
 
 class Gather(Protocol):
-    """A way to allocate shards and to all-gather them into full buffers: with collectives or with peer copies.
+    """A way to allocate shards, and to all-gather them into full buffers.
 
-    The default methods here suit shards in memory of torch's allocator that are gathered with collectives.
+    Shards are gathered with collectives, or with peer copies: each rank copies them directly from the memory of the
+    other ranks. The default methods suit collectives, and shards in memory of torch's allocator.
 
     Attributes:
-        communicator: the communicator for all-gathers and, with peer copies, for synchronizing them.
+        communicator: the communicator that all-gathers the shards or, with peer copies, synchronizes the copies.
     """
 
     communicator: Communicator
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes of this rank's shards that are outside torch's allocator, not counted in torch's statistics."""
+        """The size in bytes of this rank's shards that torch's allocator has not allocated, and so does not count."""
         return 0
 
     def allocate(
@@ -144,8 +149,8 @@ class Gather(Protocol):
             numel: the number of elements.
             dtype: their dtype.
             device: this rank's device.
-            wait_for_update: a function that makes the current stream wait for any asynchronous update that is still
-                writing to the shard. It is called before other ranks may read new values of the shard.
+            wait_for_update: a function that makes the current stream wait for any asynchronous update (by an
+                optimizer) that is still writing to the shard. It is called before other ranks may read new values.
         """
         ...
 
@@ -165,8 +170,8 @@ class Gather(Protocol):
     def publish(self) -> None:
         """Make the present values of all shards readable by the other ranks.
 
-        Collective: every rank must call it. Until the values change, gathers by peer copies then need no collective.
-        This does nothing by default.
+        Collective: every rank must call it. Afterwards, gathers by peer copies need no collective until the values
+        change. By default, this does nothing, because collectives need no preparation.
         """
 
     def is_collective(self, shard: torch.Tensor) -> bool:
@@ -174,23 +179,23 @@ class Gather(Protocol):
         return True
 
     def wait_for_readers(self) -> None:
-        """Make the current stream wait until all gathers started so far, on any rank, are complete.
+        """Make the current stream wait until all gathers that any rank has started so far are complete.
 
-        Collective: every rank must call it. Work that is queued on the stream afterwards may write to shards.
+        Collective: every rank must call it. Work that is queued on the stream afterwards may overwrite shards.
         """
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        """Make later gathers of `shard` wait until every rank has completed an asynchronous update of its shard.
+        """Make later gathers of a flat buffer wait until every rank has completed an asynchronous update of its shard.
 
         Collective: every rank must call it.
 
         Args:
-            shard: this rank's shard, from `allocate`.
-            update: the ticket of the operation that writes the shard on this rank.
+            shard: this rank's shard of the buffer, from `allocate`.
+            update: the ticket of the operation that writes `shard`.
         """
 
     def free_dropped(self) -> None:
-        """Free the memory of shards that `allocate` has returned and to which no rank refers any longer.
+        """Free the memory of those shards from `allocate` that no rank references any longer.
 
         Collective: every rank must call it.
         """
@@ -199,8 +204,8 @@ class Gather(Protocol):
 class CollectiveGather(Gather):
     """Gathers shards with the communicator's all-gather.
 
-    On each rank, the all-gather ends only after this rank's shard was sent, so later writes to it need no
-    synchronization.
+    On each rank, the all-gather ends only after this rank's shard was sent, so writing to the shard afterwards needs no
+    further synchronization.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -256,7 +261,7 @@ class SingleProcess:
 class _GlooTicket:
     """The ticket of one gloo operation.
 
-    finish: a function that computes the result from the received values, or None. `wait` calls it after the operation.
+    finish: a function that computes the result from the received values, called by `wait` after the operation, or None.
     """
 
     def __init__(
@@ -289,14 +294,14 @@ class _GlooTicket:
 class GlooCommunicator:
     """A communicator for CPU tensors. Operations run asynchronously in gloo's threads.
 
-    Means are computed in float32 (float64 for float64), and values are added in rank order, so the results are
-    reproducible bit by bit.
+    Means are computed in float32 (float64 for float64). `reduce_scatter_mean` adds the values in rank order, so its
+    results are bit-identical in every run.
 
     Args:
         name: the communicator's name, for messages.
         timeout: the time for which operations wait for other ranks.
-        groups: the ranks of each group, in ascending order. Each rank is in one group, and each group has its own
-            operations. None makes one group of all ranks.
+        groups: the groups into which all ranks are divided, each as a list of ranks in ascending order. The
+            communicator connects the ranks of this rank's group. None makes one group of all ranks.
     """
 
     def __init__(self, name: str, timeout: timedelta, groups: Groups | None = None) -> None:
@@ -305,7 +310,7 @@ class GlooCommunicator:
         rank, self._group = dist.get_rank(), None
         for members in [range(dist.get_world_size())] if groups is None else groups:
             group: Any = dist.new_group([*members], timeout + _LATER, backend="gloo")
-            if rank in members:  # keep this rank's group. Every rank creates all groups, because torch requires it
+            if rank in members:  # torch requires every rank to create all groups; keep only this rank's
                 self._group, self._members = group, members
         self.rank, self.size = self._members.index(rank), len(self._members)
 
@@ -375,16 +380,16 @@ class GlooCommunicator:
 
 
 def group_of(rank: int, size: int, stride: int) -> range:
-    """Return the ranks of the group of `rank`. A group has `size` ranks at distances of `stride`.
+    """Return the ranks of the group that contains `rank`. A group has `size` ranks that are `stride` apart.
 
-    For example, with size 2 and stride 4, the group of rank 5 is ranks 1 and 5.
+    For example, with size 2 and stride 4, the group of rank 5 consists of ranks 1 and 5.
     """
     first = rank - rank % (size * stride) + rank % stride
     return range(first, first + size * stride, stride)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as a uint8 tensor (nbytes,), because collectives lack some dtypes.
+    """View the memory of a contiguous tensor as a uint8 tensor (nbytes,), so that a collective can send any dtype.
 
     The result has its own version counter, so autograd does not count writes to it as writes to `tensor`.
     """
@@ -399,8 +404,9 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
 
     Args:
         work: the operation.
-        collective_log: the log of its communicator, in which the monitor notes a problem that it finds.
-        seconds: the longest time to wait.
+        collective_log: the log of its communicator, in which the monitor (the thread that watches the other ranks)
+            notes a problem that it finds.
+        seconds: the maximum time to wait.
 
     Raises:
         RuntimeError: the operation failed or took too long, or the monitor noted a problem in the log meanwhile.
@@ -419,9 +425,12 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
 
 @contextlib.contextmanager
 def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
-    """If gloo or NCCL raises in this context, raise an error with the cause instead if the monitor finds it within 5 s.
+    """Return a context that replaces an error of gloo or NCCL by one that states the cause.
 
-    collective_log: the log in which the monitor notes what it finds.
+    When such an error is raised, the monitor (the thread that watches the other ranks) has 5 s to find the cause. If it
+    finds none, the original error is raised.
+
+    collective_log: the log in which the monitor notes the cause.
     """
     try:
         yield
@@ -431,7 +440,7 @@ def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
 
 
 def comes(work: Any, seconds: float) -> bool:
-    """Wait at most `seconds` for an operation of gloo, and return whether it has succeeded by the end of the wait."""
+    """Wait at most `seconds` for an operation of gloo to end. Return whether it has ended without an error."""
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:
@@ -442,16 +451,16 @@ def comes(work: Any, seconds: float) -> bool:
 def keep_group(group: Any) -> None:
     """Keep a process group alive until the process ends, by never releasing a reference to it.
 
-    Call this if threads of the group still wait for another rank: the group's destructor would wait for them.
+    Call this if threads of the group still wait for another rank. The group's destructor would wait for these threads.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def end_group(group: Any) -> None:
-    """Destroy a process group. Its threads end when the caller also drops its own reference to the group.
+    """Destroy a process group. The caller must also drop its own reference to the group, so that its threads end.
 
-    The threads must end before the interpreter shuts down. Otherwise a gloo thread may free the tensors of its last
-    operation during the shutdown, and the process aborts ("terminate called without an active exception").
+    They must end before the interpreter shuts down. Otherwise a gloo thread may free the tensors of its last operation
+    during the shutdown, and the process aborts ("terminate called without an active exception").
     """
     with contextlib.suppress(ValueError):  # the group was already destroyed together with the default group
         dist.destroy_process_group(group)

@@ -18,10 +18,10 @@ from .streams import Immediate, Ticket, WorkStream, work_stream
 
 
 class ShardGroup:
-    """The communicator of the ranks that store different shards, if every host stores all shards.
+    """The communicator of the ranks that store different shards, for `shard_over="host"`: each host stores all shards.
 
-    This is so with `shard_over="host"`. Collectives are between the ranks of this host, except broadcasts, which go
-    from a rank of the first host to all ranks of all hosts.
+    Collectives take place between the ranks of this host. Only a broadcast goes from a rank of the first host to all
+    ranks of all hosts.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -63,8 +63,8 @@ class ShardGroup:
 class EqualSums(ShardGroup):
     """A `ShardGroup` whose sums are equal bit for bit on all hosts: every host gets the sums of the first host.
 
-    Otherwise, hosts might add in different orders. Gradient norms could then differ in the last bit, each host would
-    clip its gradients differently, and the hosts' copies of the weights would drift apart.
+    Otherwise, hosts might add the values in different orders. Gradient norms could then differ in the last bit, each
+    host would clip its gradients differently, and the hosts' copies of the weights would drift apart.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -125,8 +125,8 @@ class TwoLevels:
         Collective: every rank must call it.
 
         Args:
-            part: (hosts * n,), written.
-            full: (size * n,), written.
+            part: (hosts * n,), written with the shards of the ranks that have this rank's index on their hosts.
+            full: (size * n,), written with the shards of all ranks.
             shard: (n,), this rank's shard.
         """
         arrived = self.rail.all_gather(part, shard)
@@ -170,14 +170,14 @@ class TwoLevels:
 
 
 class HostGather(CollectiveGather):
-    """All-gathers shards first between hosts, then inside each host, and keeps the result between hosts.
+    """All-gathers shards first between hosts and then inside each host, and keeps what was received from other hosts.
 
-    This is used with `shard_over="host+world"`. Each rank keeps the shards of all ranks with its index on their hosts,
-    so that the ranks of a host together have the full buffer. After a change of the weights, only the first all-gather
-    sends shards between hosts; the following ones stay inside the host.
+    This is used with `shard_over="host+world"`. Each rank keeps the shards of the ranks that have its index on their
+    hosts, so that the ranks of a host together keep the full buffer. After a change of the weights, only the first
+    all-gather sends shards between hosts; the following ones stay inside the host.
 
-    A shard's version counter tells whether it has changed. Weights must change on all ranks between the same two
-    all-gathers, because otherwise only some ranks would take part in the all-gather between hosts.
+    A shard's version counter shows whether the shard has changed. All ranks must change their weights between the same
+    two all-gathers. Otherwise, only some ranks would take part in the all-gather between hosts.
 
     Args:
         levels: the communicator of all ranks.
@@ -190,20 +190,20 @@ class HostGather(CollectiveGather):
     def gather(self, full: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
         noted: Any = shard
         if not hasattr(shard, "host_part"):
-            with torch.inference_mode(False):  # outside inference mode, gathers cannot write to an inference tensor
+            with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
                 noted.host_part, noted.host_version = shard.new_empty(shard.numel() * self._levels.rail.size), -1
         if noted.host_version == shard._version:
             return self._levels.inside.all_gather(full, noted.host_part)
         ticket = self._levels.all_gather_through(noted.host_part, full, shard)
-        noted.host_version = shard._version  # only now: a gather that fails leaves old or no weights in `host_part`
+        noted.host_version = shard._version  # set last: if the gather raises, `host_part` is not up to date
         return ticket
 
 
 class ReplicatedReduction(Reduction):
-    """Averages gradients inside each host with another reduction, and then averages each shard between the hosts.
+    """Averages gradients first inside each host, with the reduction `inside`, and then each shard between the hosts.
 
     Args:
-        inside: the reduction that averages over the ranks of this host. It must not be used for anything else.
+        inside: the reduction that averages over the ranks of this host. It belongs to this object alone.
         rail: the communicator of the ranks that store the same shard, one of each host.
         device: this rank's device.
     """
@@ -233,8 +233,8 @@ class _ReplicatedReducer:
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        # The reduction inside the host gets no running sum, because the mean over all hosts is added to that later. Its
-        # sums of squares are not passed on, because they belong to the mean over one host.
+        # The reduction inside the host gets no running sum, because only the mean over all hosts must be added to the
+        # sum. Its sums of squares are not passed on, because they are those of the mean over one host.
         mean = shard if total is None else torch.empty_like(shard)
         pending, owner = self._inside.send(gradients, mean, None), self._owner
         arrived = _then(owner.stream, pending.arrived, lambda: owner.rail.all_reduce_mean(mean))
@@ -246,7 +246,7 @@ class _ReplicatedReducer:
 
 
 class _After:
-    """A ticket whose `wait` also calls the function `finish`, once, after the operation."""
+    """A ticket whose first `wait` also calls the function `finish`, after the operation is complete."""
 
     def __init__(self, ticket: Ticket, finish: Callable[[], None]) -> None:
         self._ticket, self._finish = ticket, finish
@@ -260,8 +260,8 @@ class _After:
 def _then(stream: WorkStream | Immediate, first: Ticket, second: Callable[[], Ticket]) -> Ticket:
     """Issue a second operation that begins when the first is complete, and return the ticket of the second.
 
-    The second operation also waits for the work that is already queued on the current stream, because the first may not
-    have done so (with one rank it does nothing). On the CPU, which has no streams, the host waits for the first.
+    The second operation also waits for the work that is already queued on the current stream: the first operation may
+    not have waited for it, because with a single rank it does nothing. On the CPU, the host waits for the first.
 
     Args:
         stream: the stream that puts the two operations in order.

@@ -13,10 +13,9 @@ least 16."""
 
 @dataclass(frozen=True)
 class Range:
-    """The range of elements of one tensor that one shard stores, possibly empty.
+    """The elements of one tensor that one shard stores, possibly none.
 
-    Elements tensor_start:tensor_stop of the flattened tensor are stored in elements shard_start:shard_stop of the
-    shard.
+    Elements tensor_start:tensor_stop of the flattened tensor are elements shard_start:shard_stop of the shard.
     """
 
     tensor_start: int
@@ -51,11 +50,11 @@ class Layout:
 
     @classmethod
     def build(cls, numels: Sequence[int], world_size: int, grain: int, spread: tuple[int, int] = (0, 1)) -> Layout:
-        """Lay out tensors one after another.
+        """Return a layout with the tensors one after another.
 
         Without `spread`, there are fewer than `grain` elements of padding after each tensor, and fewer than
-        (world_size + 1) * grain at the end of the buffer. The last ranks may therefore store fewer elements of tensors
-        than others, or none.
+        (world_size + 1) * grain at the end of the buffer. The shards of the last ranks may therefore contain more
+        padding than others, or nothing else.
 
         Args:
             numels: the number of elements of each tensor.
@@ -64,9 +63,9 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times). The first n tensors together get `times` as many elements as they need, all in the first
-                shard. The rest is padding after them. A buffer that is sent with one byte per element thus has room
-                for n tensors of `times` bytes per element.
+            spread: (n, times): reserve `times` as many elements as the first n tensors together have, all in the first
+                shard. The elements that they do not need are padding after them. If the buffer is sent with one byte
+                per element, there is thus room for `times` bytes per element of these tensors.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0
@@ -85,7 +84,7 @@ class Layout:
 
     @property
     def extent(self) -> int:
-        """The number of elements up to the end of the last tensor. It does not depend on the number of shards."""
+        """The number of elements of the flat buffer up to the end of the last tensor, for any number of shards."""
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
     def range_of(self, index: int, rank: int) -> Range:
@@ -98,7 +97,7 @@ class Layout:
         return Range(start - begin, stop - begin, shard_start, shard_start + stop - start)
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (start, stop) ranges of `rank`'s shard that belong to tensors split between ranks."""
+        """Return the (start, stop) ranges of elements of `rank`'s shard that belong to tensors split between ranks."""
         local_ranges = [(numel, self.range_of(index, rank)) for index, numel in enumerate(self.numels)]
         return [
             (local_range.shard_start, local_range.shard_stop)
@@ -108,11 +107,14 @@ class Layout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The sizes of gap, tensor, gap, …, tensor, gap in the flat buffer. A gap is padding, often of size 0."""
+        """The sizes of the flat buffer's parts: gap, tensor, gap, …, tensor, gap. A gap is padding, or empty."""
         return _alternating([(o, o + n) for o, n in zip(self.offsets, self.numels)], self.numel)
 
     def shard_sizes(self, rank: int) -> list[int]:
-        """Return the sizes of gap, range, gap, …, range, gap in `rank`'s shard, with a range (maybe 0) per tensor."""
+        """Return the sizes of the parts of `rank`'s shard in elements: gap, range, gap, …, range, gap.
+
+        There is one range for each tensor: its elements that the shard stores. A gap is padding. Both may be empty.
+        """
         local_ranges = [self.range_of(index, rank) for index in range(len(self.numels))]
         return _alternating(
             [(local_range.shard_start, local_range.shard_stop) for local_range in local_ranges], self.shard_numel

@@ -3,9 +3,9 @@
 Each communicator runs its operations on its own stream. With these rules, no other synchronization is needed:
 * The caller allocates operands on the compute stream. It issues operations with the compute stream as the current
   stream, or with a stream that has waited for it (such as the stream that packs gradients; see reduce.py).
-* The communicator's stream first waits for all work queued so far on the current stream. This includes the kernels that
-  write the operands, and those that used their memory before.
-* `Ticket.wait` makes the current stream wait for this operation only. The caller frees operands afterwards. The
+* Before each operation, the communicator's stream waits for all work queued so far on the current stream. This includes
+  the kernels that write the operands, and those that used their memory before.
+* `Ticket.wait` makes the current stream wait for this operation only. The caller frees operands after `wait`. The
   allocator reuses memory in the order of the compute stream, so it never reuses memory of a pending operation.
 """
 
@@ -32,13 +32,13 @@ _ABORT_SECONDS = 10.0
 
 
 def _moved(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL dtype) for sending `tensor`. A dtype that NCCL lacks, such as bool, is sent as bytes."""
+    """Return the (count, NCCL dtype) to send `tensor`. A dtype that NCCL lacks, such as bool, is sent as bytes."""
     known = _NCCL_TYPES.get(tensor.dtype)
     return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL dtype) for reducing `tensor`. A complex tensor is reduced as real and imaginary parts.
+    """Return the (count, NCCL dtype) to reduce `tensor`. A complex tensor is reduced as its real and imaginary parts.
 
     Raises ValueError if NCCL cannot compute in the tensor's dtype.
     """
@@ -60,15 +60,15 @@ class _CudaTicket:
 
 
 class NcclCommunicator:
-    """A communicator for CUDA tensors, with a CuPy NCCL communicator and its own stream.
+    """A communicator for CUDA tensors. It uses NCCL through CuPy, and has its own CUDA stream.
 
-    Creating one is collective: every rank of the communicator must do it.
+    Creating it is collective: every rank of the communicator must do so.
 
     Args:
         name: the communicator's name, for messages.
         rank: this rank's number in the communicator.
         size: the number of its ranks.
-        unique_id: NCCL's identifier of the communicator, which one rank creates and sends to the others.
+        unique_id: the communicator's identifier for NCCL, which one rank creates and sends to the others.
         device: this rank's device.
     """
 
@@ -112,7 +112,10 @@ class NcclCommunicator:
         self, sent: int, received: int, itemsize: int, send_counts: Sequence[int], receive_counts: Sequence[int],
         stream: int,
     ) -> None:  # fmt: skip
-        """Send and receive the parts of an all-to-all as one operation. sent, received: the tensors' addresses."""
+        """Queue all sends and receives of an all-to-all on `stream`, as one NCCL group.
+
+        sent, received: the addresses of the tensors.
+        """
         nccl, kind = import_nccl(), _NCCL_TYPES[torch.uint8]
         nccl.groupStart()
         for other, (outgoing, incoming) in enumerate(zip(send_counts, receive_counts)):
@@ -139,7 +142,8 @@ class NcclCommunicator:
     def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
         assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with explained_by(self.collective_log):  # if another rank ended, NCCL may fail before the monitor reports it
+        # If another rank has ended, NCCL may fail before the monitor (the thread that watches the ranks) reports it.
+        with explained_by(self.collective_log):
             try:
                 call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
             except Exception as error:
@@ -156,12 +160,12 @@ class NcclCommunicator:
 def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SECONDS) -> bool:
     """Abort all communicators of a device at the same time, each in a thread.
 
-    Aborting them one after another would deadlock: to free memory, each abort waits until the device is idle, but the
-    pending operations of the other communicators keep the device busy until these are aborted, too.
+    Aborting them one after another would deadlock: to free memory, each abort waits until the device is idle, but
+    pending operations of the communicators that are not yet aborted keep the device busy.
 
     Args:
         communicators: the communicators to abort.
-        seconds: the time to wait for the threads.
+        seconds: the maximum time to wait for the threads.
 
     Returns:
         Whether all communicators were aborted within `seconds`.
@@ -176,7 +180,7 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
     try:
         for thread in threads:
             thread.start()
-    except RuntimeError:  # raised in an exit handler, in which some versions of Python 3.12 cannot start threads
+    except RuntimeError:  # in an exit handler, some versions of Python 3.12 cannot start threads
         return False
     end = time.monotonic() + seconds
     for thread in threads:
@@ -185,7 +189,7 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
 
 
 def import_nccl() -> Any:
-    """Import and return `cupy.cuda.nccl`, which uses the NCCL library that torch has loaded.
+    """Import and return the module `cupy.cuda.nccl`, which uses the NCCL library that torch has loaded.
 
     Raises RuntimeError if it cannot be imported (the message gives the pip command), or if several NCCL libraries are
     loaded.

@@ -1,4 +1,4 @@
-"""Exchange Python objects between the ranks, with collectives of a separate gloo group, and texts in torch's store."""
+"""Exchange Python objects between the ranks with collectives of a separate gloo group, and texts in torch's store."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class ObjectComm:
     """Collectives over picklable Python objects, and texts in a key-value store that all ranks can read.
 
     `gather`, `broadcast_object`, `barrier`, `any` and `smallest` are collective; the other methods are not. With one
-    rank, all of them return at once.
+    rank, every method returns at once.
 
     Attributes:
         size: the number of ranks.
         timeout: the number of seconds that a collective waits for the other ranks.
         collective_log: the log of the collectives, which is compared with other ranks' logs.
-        occasions: {number: text}. The log contains only numbers; this has the text of each, for messages: the purpose
-            of a collective, or the decision that was noted.
+        occasions: {number: text}, for messages. The log contains only numbers. Each stands for a text: the purpose of a
+            collective, or a decision from `note_decision`.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
@@ -42,7 +42,7 @@ class ObjectComm:
         self.occasions: dict[int, str] = {}
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER) if size > 1 else None
         self._store: Any = default_store() if size > 1 else None
-        self._last: Any = None  # the last operation of `any` or `smallest`
+        self._last: Any = None  # the last operation of `any` or `smallest`, for `close`
 
     def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
         """Return the values that all ranks pass, in rank order. Collective: every rank must call it.
@@ -85,7 +85,7 @@ class ObjectComm:
         self.any(False, occasion, seconds)
 
     def any(self, flag: bool, occasion: str, seconds: float | None = None) -> bool:
-        """Return whether any rank passes True. This takes one all-reduce, and so less time than `gather`.
+        """Return whether any rank passes True. This is faster than `gather`, because it takes only one all-reduce.
 
         Collective: every rank must call it.
 
@@ -121,10 +121,10 @@ class ObjectComm:
         return int(least.item())
 
     def note_decision(self, text: str) -> None:
-        """Add a decision of this rank to the collective log, so that it is compared with the other ranks' decisions.
+        """Add a decision of this rank to the collective log, which is compared with the other ranks' logs.
 
-        This is for choices that all ranks must make alike, such as whether to save at this step. Every rank must call
-        it at the same point, but it does not wait for the others. It takes about a microsecond.
+        Call this for decisions that must be the same on all ranks, such as whether to save at this step. Every rank
+        must call it at the same point, but it does not wait for the others. It takes about a microsecond.
 
         Args:
             text: a description of the decision, which messages show. There should be few different texts.
@@ -137,7 +137,7 @@ class ObjectComm:
             self.collective_log.note(code("decision for", self._number(text)))
 
     def _number(self, text: str) -> int:
-        """Return the number that stands for `text` in the log."""
+        """Return the number that stands for `text` in the collective log, and store the text in `occasions`."""
         number = zlib.crc32(text.encode())
         self.occasions[number] = text
         return number
@@ -145,12 +145,12 @@ class ObjectComm:
     # -- posts, which are not collective ------------------------------------------------------------------------
 
     def post(self, key: str, text: str) -> None:
-        """Add `text`, which must not contain ";", to the list of texts that ranks have posted under `key`."""
+        """Append `text`, which must not contain ";", to the list of texts that ranks have posted under `key`."""
         if self._store is not None:
             self._store.append(key, f"{text};")
 
     def read_posts(self, key: str) -> list[str]:
-        """Wait until a text is posted under `key`, and return the list of those posted. With one rank, return []."""
+        """Wait until a text is posted under `key`, and return all texts posted so far. With one rank, return []."""
         return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
 
     def delete_posts(self, key: str) -> None:
@@ -159,20 +159,20 @@ class ObjectComm:
             self._store.delete_key(key)
 
     def show(self, key: str, text: str) -> None:
-        """Set the text that `look` returns for `key` on every rank, replacing the previous one."""
+        """Set the text that `look` returns for `key`, on every rank. It replaces the previous one."""
         if self._store is not None:
             self._store.set(key, text)
 
     def look(self, key: str) -> str | None:
-        """Return the text that `show` has set under `key`, or None if there is none. Does not wait."""
+        """Return the text that any rank has set for `key` with `show`, or None if there is none. Does not wait."""
         if self._store is None or not self._store.check([key]):
             return None
         return self._store.get(key).decode()
 
     def close(self) -> None:
-        """Destroy the gloo group. If its threads still wait for other ranks after a timeout, keep it instead."""
+        """Destroy the gloo group, or keep it if its last operation timed out and still waits for other ranks."""
         given_up = self._last is not None and not self._last.is_completed()
-        self._last = None  # the operation refers to the group, whose threads end only when nothing refers to it
+        self._last = None  # the operation refers to the group, whose threads end only when nothing does
         if given_up:
             keep_group(self._group)
         elif self._group is not None:

@@ -27,10 +27,10 @@ class _Shared:
         alive: a function that returns None once nothing refers to the memory of this rank's shard.
         wait_for_update: a function that makes the current stream wait for any asynchronous update that is still writing
             the shard.
-        published: the version counter of this rank's shard when its values were last made readable for other ranks, or
-            -1.
-        meeting: the ticket of the all-reduce after which every rank has made the last announced update of its shard.
-            None if no update was announced since the last gather.
+        published: the version counter of this rank's shard when its values were last made readable for other ranks; -1
+            if they never were.
+        meeting: the ticket of an all-reduce, which completes when every rank has completed the last update of its shard
+            that was passed to `announce`. None if there was no such update since the last gather.
         read: whether this rank has gathered the shards since the last `wait_for_readers`.
     """
 
@@ -57,10 +57,10 @@ class PeerGather(Gather):
     * The first gather after a change of the weights *publishes* the new values with a meeting. Each rank enters the
       meeting after its own writes, and its later copies wait for the meeting, so they read the new values.
     * Asynchronous updates by an optimizer are not published in this way, because the first gather would then wait for
-      the last update. Instead, the optimizer's step calls `announce` for each updated shard. This starts a meeting of
-      its own, on a separate communicator and stream, which waits only for that update. Gathers of that shard wait for
-      this meeting. All ranks announce the same shards in the same order. Updates do not wait for gathers, so the
-      meeting completes even if a rank gathers nothing.
+      the last update. Instead, the optimizer's step calls `announce` for each updated shard. This starts a separate
+      meeting for each shard, on another communicator and stream, which waits only for the update of that shard. Gathers
+      of the shard wait for this meeting. All ranks announce the same shards in the same order. Updates do not wait for
+      gathers, so the meeting completes even if a rank gathers nothing.
     * `wait_for_readers` is a meeting that each rank enters after the copies that it has started. Weights may be written
       after it. It is called at the end of every backward, and by functions such as `synchronize`.
     * If weights are written although they were gathered since the last `wait_for_readers`, a slower rank may have read
@@ -87,14 +87,14 @@ class PeerGather(Gather):
 
         Args:
             communicator: the communicator whose all-reduces synchronize the copies with writes to the weights.
-            collective: gathers the shards that are too small to be copied.
+            collective: the gather for shards that are too small for peer copies.
             memory: allocates, maps and copies the shards.
             exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
-            smallest: the smallest size in bytes of a shard that is copied.
+            smallest: the minimum size in bytes of a shard that is gathered with peer copies.
             device: this rank's device.
             open_meetings: a collective function that opens a separate communicator, with which the ranks announce
-                asynchronous updates of weights. It is called for the first such update.
-            members: for each rank of `communicator`, its index in the result of `exchange`. None if both are equal.
+                asynchronous updates of weights. It is called before the first such update.
+            members: for each rank of `communicator`, its index in the result of `exchange`. None if that is the rank.
         """
         self.communicator, self.collective = communicator, collective
         self._memory, self._exchange, self._smallest = memory, exchange, smallest
@@ -104,7 +104,7 @@ class PeerGather(Gather):
         self._made = 0
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._update_stream.follow()  # because the current stream initializes the token that the update stream uses
+        self._update_stream.follow()  # the current stream initializes the token, which this stream uses
         self._meetings = functools.cache(open_meetings)
         self._members = range(self._size) if members is None else members
 
@@ -200,7 +200,7 @@ class PeerGather(Gather):
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return  # this shard is gathered with a collective, which each rank enters only after its own update
+            return  # gathers of this shard are collective: each rank takes part only after its own update
         self._check_unread([shared])
         meetings = self._meetings()
 

@@ -16,14 +16,14 @@ from .communicator import DONE, Ticket
 
 
 class PeerMemory(Protocol):
-    """Allocates memory that other processes of this host can map, maps their memory, and copies between them."""
+    """Allocates memory that processes of one host share, maps that of other processes, and copies between them."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
         """Allocate zeroed memory that other processes of this host can map.
 
         Returns:
             The memory as a tensor (numel,), a handle that other processes pass to `map`, and a function that returns
-            None once nothing refers to the memory.
+            None as soon as no tensor of this process refers to the memory.
         """
         ...
 
@@ -33,41 +33,44 @@ class PeerMemory(Protocol):
         Args:
             handle: the handle that `allocate` returned in the other process.
             nbytes: the size of the memory.
+
+        Returns:
+            The mapped memory, for `copy`, `part` and `unmap`.
         """
         ...
 
     def part(self, source: Any, start: int, stop: int) -> Any:
-        """Return bytes start:stop of mapped memory, as a source or target for `copy`."""
+        """Return bytes start:stop of memory from `map`, as a source or target for `copy`."""
         ...
 
     def unlink(self, handle: Any) -> None:
-        """Delete the file through which the memory is shared, if there is one, after every process has mapped it.
+        """Delete the file through which the memory is shared, if any. Every process must have mapped it before.
 
-        The memory itself is freed when no process maps it any longer.
+        The memory itself stays until no process maps it any longer.
         """
 
     def unmap(self, source: Any) -> None:
-        """Unmap memory of another process. source: the value that `map` returned."""
+        """Unmap memory of another process from this one. source: the mapped memory that `map` returned."""
 
     def free(self, handle: Any) -> None:
         """Free memory that this process allocated. Every other process must have unmapped it before."""
 
     def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
-        """Start to copy each source to its target, after the work queued on the current stream so far.
+        """Start to copy sources to targets. The copies wait for the work queued on the current stream so far.
 
         Args:
             pairs: sequences of (target, source) pairs. The pairs of one sequence are copied one after another, and the
-                sequences in parallel. A target or source is a contiguous tensor (n,) of this process, or mapped memory.
-                Both have the same size in bytes, and at least one of the two must be a tensor.
+                sequences in parallel. A target or source is a contiguous tensor (n,) of this process, or memory from
+                `map` or `part`. Both have the same size in bytes, and at least one of them must be a tensor.
         """
         ...
 
     def order(self) -> None:
-        """Make the current stream wait for all copies started so far."""
+        """Make the current stream wait for all copies that this process has started so far."""
 
 
 class HostMemory:
-    """Shared memory between processes that train on the CPU, through files in /dev/shm. Copies are synchronous."""
+    """Memory that processes on the CPU share through files in /dev/shm. Copies are synchronous."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
         nbytes = numel * dtype.itemsize
@@ -127,7 +130,8 @@ class _EventsTicket:
 class CudaMemory:
     """Memory from cudaMalloc, shared through CUDA IPC and copied by the GPU's copy engines.
 
-    Memory of torch's allocator is not used, because an IPC handle shares a whole segment of it, with other tensors.
+    Memory of torch's allocator is not used, because an IPC handle would share a whole segment of the allocator, which
+    also contains other tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +141,7 @@ class CudaMemory:
 
     @contextmanager
     def _chosen(self) -> Iterator[None]:
-        """Make the device current for torch and for CuPy, which has its own current device in every thread."""
+        """Return a context in which the device is current for torch and, in this thread, for CuPy."""
         with torch.cuda.device(self._device):
             if self._runtime.getDevice() != self._device.index:
                 self._runtime.setDevice(self._device.index)
@@ -154,7 +158,7 @@ class CudaMemory:
             handle = bytes(self._runtime.ipcGetMemHandle(address))
         slab = _Slab(address, nbytes)  # the tensor below and its views keep it alive
         memory = torch.as_tensor(slab, device=self._device).zero_()
-        torch.cuda.current_stream(self._device).synchronize()  # zeros must not overwrite what others write later
+        torch.cuda.current_stream(self._device).synchronize()  # other processes must write only after the zeros
         return memory.view(dtype), (handle, address), weakref.ref(slab)
 
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:
@@ -199,7 +203,7 @@ class CudaMemory:
             current.wait_stream(stream)
 
 
-_DEFAULT = 4  # cudaMemcpyDefault: CUDA finds the device from the address
+_DEFAULT = 4  # cudaMemcpyDefault: CUDA infers the devices from the addresses
 
 
 def _address(memory: torch.Tensor | int) -> int:

@@ -18,8 +18,8 @@ from .reduce import CollectingReducer, CollectiveReduction, PendingReduce, Reduc
 from .streams import DONE, Ticket, work_stream
 
 MAILBOXES = 2
-"""The number of mailboxes (memory that receives gradients) per rank. The other ranks fill one while this rank reads the
-other."""
+"""The number of mailboxes (memory into which other ranks copy gradients) per rank. The other ranks can fill one while
+this rank reads the other."""
 
 
 @dataclass(eq=False)
@@ -28,9 +28,9 @@ class Mailbox:
 
     Attributes:
         memory: (nbytes,) uint8.
-        number: its index among this rank's mailboxes. All ranks use mailboxes with the same index for a reduction.
-        free: a ticket that completes when no rank reads its mailbox with this index any longer. The next copies into
-            these mailboxes wait for it.
+        number: the index of this mailbox. All ranks use their mailboxes with the same index for a reduction.
+        free: a ticket that completes when all ranks have finished reading their mailboxes with this index. The next
+            copies into these mailboxes wait for it.
     """
 
     memory: torch.Tensor
@@ -59,7 +59,7 @@ class Mailboxes:
         self.nbytes = 0
 
     def free(self) -> None:
-        """Free the mailboxes. This rank's copies into other ranks' mailboxes, and its reads of its own, must be over.
+        """Free the mailboxes. This rank's copies into other mailboxes, and its reads of its own, must be complete.
 
         Collective: every rank must call it.
         """
@@ -86,12 +86,12 @@ class Mailboxes:
         self._taken, self.nbytes = 0, nbytes
 
     def take(self) -> Mailbox:
-        """Return this rank's next mailbox. The mailboxes are used in turn."""
+        """Return this rank's mailbox for the next reduction. The mailboxes are used in turn."""
         self._taken += 1
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return this rank's mailbox that is used just before `box`, that is, by the previous reduction."""
+        """Return this rank's mailbox for the reduction that precedes the one that uses `box`."""
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
@@ -109,8 +109,8 @@ class PeerReduction(Reduction):
     tensors, into that rank's mailbox, where they are laid out as in the shard. Then each rank sums the values in its
     mailbox and its own values. A *meeting* is an all-reduce of one element. It completes on no rank before the streams
     of all ranks have reached it. All ranks reduce the same flat buffers in the same order. Each rank has S mailboxes,
-    with S >= 2, and reduction k uses mailbox k mod S. The copies run on separate streams. Besides, a rank uses two
-    streams:
+    with S >= 2, and reduction k uses mailbox k mod S. The copies run on separate streams. In addition, each rank uses
+    two streams:
 
     * `pushing` starts the copies of reduction k. It first waits for the work that was queued on the current stream when
       `send` was called, which computes the gradients. It also waits for meeting k-S+1, after which the mailboxes are
@@ -141,11 +141,11 @@ class PeerReduction(Reduction):
         """Create a reduction with peer copies.
 
         Args:
-            collective: reduces small shards and unsupported dtypes. Its communicator also serves to wait until all
-                ranks have made their copies.
+            collective: the reduction for small shards and unsupported dtypes. Its communicator is also used to wait
+                until all ranks have made their copies.
             memory: allocates and maps the memory that receives gradients, and copies into it.
             exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
-            smallest: the smallest size in bytes of a shard whose gradients are reduced with peer copies.
+            smallest: the minimum size in bytes of a shard whose gradients are reduced with peer copies.
             device: this rank's device.
         """
         self.collective, self._communicator, self._smallest = collective, collective.communicator, smallest
@@ -165,9 +165,10 @@ class PeerReduction(Reduction):
         return _PeerReducer(self, layout, like.dtype, poison)
 
     def take(self, nbytes: int) -> Mailbox:
-        """Return this rank's next mailbox, of at least `nbytes` bytes. Collective: every rank must call it.
+        """Return this rank's mailbox for the next reduction, with at least `nbytes` bytes.
 
-        If the mailboxes are too small, the host waits until all reductions are complete, and allocates larger ones.
+        Collective: every rank must call it. If the mailboxes are too small, the host waits until all reductions are
+        complete, and allocates larger mailboxes.
         """
         if nbytes > self.boxes.nbytes:
             self.free()
@@ -179,12 +180,12 @@ class PeerReduction(Reduction):
         self.boxes.free()
 
     def carry(self, box: Mailbox, pushed: Sequence[tuple[Any, torch.Tensor]], add: Callable[[], object]) -> Ticket:
-        """Queue the copies into other ranks' mailboxes, a wait for all ranks' copies, and the sum of what was received.
+        """Queue a reduction: copy to other ranks' mailboxes, wait until all ranks have done so, and sum the values.
 
         Args:
             box: the mailbox that `take` returned last.
             pushed: (part of another rank's mailbox, tensor to copy there) pairs, copied one after another.
-            add: a function that queues the sum, which reads `box`.
+            add: a function that queues the summation, which reads `box`.
 
         Returns:
             A ticket that completes with the work queued by `add`.
@@ -201,7 +202,7 @@ class PeerReduction(Reduction):
 
 
 class _PeerReducer(CollectingReducer):
-    """Averages the gradients of one flat buffer through the mailboxes.
+    """Averages the gradients of one flat buffer, which the ranks copy into each other's mailboxes (see `Mailbox`).
 
     Attributes:
         _local_ranges: for each other rank, in the order of copying: (rank, list of (index of a tensor, the range of the
@@ -246,7 +247,10 @@ class _PeerReducer(CollectingReducer):
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
     def _target(self, box: Mailbox, other: int, local_range: Range) -> Any:
-        """Return the part of rank `other`'s mailbox for this rank's gradients of a range that rank `other` stores."""
+        """Return the part of rank `other`'s mailbox that receives this rank's gradients of one range.
+
+        box: this rank's mailbox with the same index. local_range: a range of a tensor that rank `other` stores.
+        """
         row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # a mailbox has no row for its owner
         start = (row * self._layout.shard_numel + local_range.shard_start) * itemsize
         return self._peers.boxes.part(box, other, start, start + local_range.length * itemsize)
@@ -254,7 +258,8 @@ class _PeerReducer(CollectingReducer):
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
         """Write this rank's part of the mean to `shard`, or add it to `total` and write the sum to `shard`.
 
-        Also write the sums of squares to `squares`, and zero the padding of `shard` and `total`.
+        Also zero the padding of `shard` and `total`, and write to `squares`, for each tensor, the sum of squares of its
+        new elements in `shard`.
 
         rows: (ranks - 1, n), the gradients that the other ranks have copied here. sources: this rank's gradients.
         """

@@ -5,8 +5,8 @@ into one flat tensor on a separate stream, while the next block computes its bac
 
 * The packing stream first waits for the work that was queued on the current stream when `send` was called, which
   includes the computation of the gradients.
-* The collective waits for the packing, and `PendingReduce.wait` makes the current stream wait for the collective. After
-  `send`, `wait` or `cancel` must be called before the gradients of the same flat buffer are sent again.
+* The collective waits for the packing, and `PendingReduce.wait` makes the current stream wait for the collective.
+  Between two calls of `send` for the same flat buffer, `wait` or `cancel` must be called.
 * The gradients are referenced until `wait` or `cancel`. Otherwise the allocator, which reuses memory in the order of
   the current stream, would reuse their memory while the packing stream still reads it.
 
@@ -37,7 +37,7 @@ class PendingReduce:
     Attributes:
         arrived: a ticket that completes when the result has arrived.
         gradients: the gradients that are being reduced, referenced until `wait` so that they are not freed.
-        memory: the memory into which they are packed, which `wait` frees, or None if they are not packed.
+        memory: the memory into which the gradients are packed, which `wait` frees. None if they are not packed.
         added: (mean, running sum, shard) if gradients are accumulated over several backwards: `wait` adds the mean to
             the running sum and writes the sum to the shard. None if `wait` has nothing to add.
         squares: (k,) float64, for gradient norms. For each of the k gradients, the sum of squares of the elements that
@@ -51,7 +51,7 @@ class PendingReduce:
     squares: torch.Tensor | None = None
 
     def wait(self) -> None:
-        """Make the current stream wait until the shard, and the running sum if there is one, contain the result.
+        """Make the current stream wait until the result is in the shard, and in the running sum if there is one.
 
         Also drop the references to autograd's gradients, and free the packed gradients.
         """
@@ -68,8 +68,8 @@ class PendingReduce:
     def cancel(self) -> None:
         """Make the current stream wait until the reduction has ended, and discard its result.
 
-        Without a running sum, the contents of the shard are then undefined. A running sum and its shard are unchanged
-        with collectives or one rank, and undefined with peer copies.
+        If there is no running sum, the contents of the shard are undefined afterwards. If there is one, it and the
+        shard are undefined after a reduction with peer copies, and unchanged after any other reduction.
         """
         self.added = None
         self.wait()
@@ -81,15 +81,18 @@ first call in a backward allocates them."""
 
 
 class Reducer(Protocol):
-    """Averages the gradients of one flat buffer over the ranks, once per backward."""
+    """Averages the gradients of one flat buffer over the ranks, once per backward.
+
+    In each backward, call `collect` for gradients that are ready early, and then `send` once.
+    """
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
-        """Accept the full gradient of one tensor before `send`. Several gradients of one tensor are added up.
+        """Accept the full gradient of one tensor before `send`. If one was accepted before, their sum is used.
 
         Args:
             index: the index of the tensor in the layout.
             gradient: the gradient, in the tensor's full shape. The reducer may keep a reference and write to it.
-            destination: returns the shard and the running sum that will be passed to `send`.
+            destination: a function that returns the `shard` and `total` that will be passed to `send`.
         """
 
     def send(
@@ -122,7 +125,7 @@ class Reduction(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes that this reduction has allocated outside torch's allocator, not counted in torch's statistics."""
+        """The size in bytes of the memory that this reduction uses and torch's allocator does not count."""
         return 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
@@ -132,16 +135,22 @@ class Reduction(Protocol):
             layout: the layout of the flat buffer.
             shapes: the full shapes of its tensors.
             like: a tensor of the gradients' dtype, on their device.
-            poison: whether to fill memory that is not yet written with NaN, for debugging.
+            poison: whether to fill memory with NaN before results are written to it, for debugging.
         """
         ...
 
     def free(self) -> None:
-        """Free memory that is kept from one reduction to the next, if any. Collective: every rank must call it."""
+        """Free the memory that is kept from one reduction to the next, if any. Collective: every rank must call it."""
 
 
 class Packing:
-    """Copies gradients to their places in the flat tensor `flat`. Padding and missing gradients become zero."""
+    """Copies gradients to their places in a flat tensor. Padding and missing gradients become zero.
+
+    Args:
+        flat: (layout.numel,), written.
+        layout: the layout of the flat buffer.
+        shapes: the full shapes of its tensors.
+    """
 
     def __init__(self, flat: torch.Tensor, layout: Layout, shapes: Sequence[torch.Size]) -> None:
         self.flat = flat
@@ -150,7 +159,7 @@ class Packing:
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
         zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
-        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # so that one kernel copies gradients and zeros
+        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # one kernel then copies gradients and zeros
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
@@ -164,7 +173,8 @@ class Packing:
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Copy the remaining gradients, zero the padding and missing gradients, and return `flat`.
 
-        gradients: for each tensor, its gradient or None. Where `add` has already copied a gradient, this one is added.
+        gradients: for each tensor, its gradient or None. If `add` has copied a gradient of the tensor before, this one
+            is added to it.
         """
         views, sources, missing = self._views, [gradient for gradient in gradients if gradient is not None], []
         if self._packed or len(sources) < len(views):
@@ -184,7 +194,7 @@ class Packing:
 
 
 class CollectingReducer:
-    """Keeps references to the gradients that are collected before `send`, without copying or packing them.
+    """A base class of reducers whose `collect` keeps a reference to the gradient, without copying or packing it.
 
     A second gradient of the same tensor is added to the first in place.
     """
@@ -199,12 +209,12 @@ class CollectingReducer:
             self._collected[index] = gradient
 
     def with_collected(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return `gradients` merged with the collected ones, and clear the collected ones."""
+        """Return the gradients passed to `send`, together with those from `collect`, which are then dropped."""
         if not self._collected:
             return gradients
         complete = list(gradients)
         for index, gradient in self._collected.items():
-            other = complete[index]  # not None if a block's parameter was also read outside the block
+            other = complete[index]  # not None if code outside the block has also read the parameter
             complete[index] = gradient if other is None else other + gradient
         self._collected.clear()
         return complete
@@ -217,11 +227,11 @@ class CollectiveReduction(Reduction):
     """Reduces gradients with reduce-scatter. Packed gradients stay in memory until `PendingReduce.wait`.
 
     Args:
-        communicator: the communicator of the ranks.
+        communicator: the communicator of the ranks over which gradients are averaged.
         device: this rank's device.
         summed: a factor by which the mean over all ranks is multiplied. If groups of ranks compute one loss together
             (tensor parallelism), pass the size of a group: gradients are then summed in each group, and averaged over
-            the groups. The mean is multiplied, because the gradients themselves could overflow in half precision.
+            the groups. The factor is applied to the mean, because sums could overflow in half precision.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device, summed: int = 1) -> None:
@@ -232,7 +242,7 @@ class CollectiveReduction(Reduction):
 
 
 class _CollectiveReducer(CollectingReducer):
-    """Packs the gradients of a flat buffer and reduces them. A gradient that fills the buffer alone is not packed."""
+    """Packs the gradients of a flat buffer and reduces them. If one gradient fills the buffer, it is not packed."""
 
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
@@ -241,7 +251,7 @@ class _CollectiveReducer(CollectingReducer):
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
-        """(memory for the packed gradients, the Packing that fills it). The memory is freed between reductions."""
+        """The memory for the packed gradients, which is freed between reductions, and the Packing that fills it."""
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
@@ -266,7 +276,8 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        # With one rank per host, the communicator only copies, on this stream. The mean over hosts waits for the copy.
+        # DONE: the communicator has one rank, and has only queued a copy on this stream. A mean over hosts that follows
+        # must wait for the copy.
         arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
         if self._owner.summed != 1:
             arrived = _Multiplied(arrived, arriving, self._owner.summed)
@@ -282,7 +293,7 @@ class _CollectiveReducer(CollectingReducer):
 
 
 class _Multiplied:
-    """A ticket whose `wait` also multiplies the operation's result by `factor`, on the current stream."""
+    """A ticket whose `wait` also multiplies the operation's result in place by `factor`, on the current stream."""
 
     def __init__(self, ticket: Ticket, result: torch.Tensor, factor: int) -> None:
         self._ticket, self._result, self._factor = ticket, result, factor
@@ -304,8 +315,8 @@ class LocalReduction(Reduction):
 class _LocalReducer:
     """Packs gradients into the shard itself or, under gradient accumulation, into new memory to be added to the sum.
 
-    `send` concatenates the gradients if it gets all of them at once, as from a block. `collect` packs a gradient at
-    once, so that its memory can be freed before the backward ends.
+    If `send` gets all gradients, as from a block, it concatenates them. `collect` packs its gradient immediately, so
+    that the gradient's memory can be freed before the backward ends.
     """
 
     def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
@@ -335,7 +346,7 @@ class _LocalReducer:
         self._open = None
 
     def _packing(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
-        """Return the Packing of the current backward. The first call in a backward creates it."""
+        """Return the Packing that copies the current backward's gradients. The first call in a backward creates it."""
         if self._open is None:
             self._open = Packing(self._memory(shard, total), self._layout, self._shapes)
         return self._open

@@ -34,7 +34,7 @@ class ResizableStorage:
         self.allocated = True
 
     def allocate(self) -> torch.Tensor:
-        """Allocate the memory unless it is allocated, and return `tensor`. New contents are undefined."""
+        """Allocate the memory if it is not allocated, and return `tensor`. New contents are undefined."""
         if not self.allocated:
             self._storage.resize_(self._nbytes)
             self.allocated = True
@@ -43,7 +43,7 @@ class ResizableStorage:
         return self.tensor
 
     def free(self) -> None:
-        """Free the memory. Work queued on the current stream later may reuse it. Views are usable after `allocate`."""
+        """Free the memory, which later work on the current stream may reuse. Views are unusable until `allocate`."""
         if self.allocated and self._nbytes:
             if self._poison is not None:
                 self.tensor.fill_(self._poison)
@@ -51,14 +51,14 @@ class ResizableStorage:
             self.allocated = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is in this memory."""
+        """Return whether `tensor` is a view of this memory."""
         return shares_storage(tensor, self.tensor)
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
         """Return a view of `shape` that starts at element `start` and has its own version counter.
 
         With a shared counter, autograd would take each later write to the memory for an in-place write to the views
-        that it has saved, and backward would raise an error. A view of `.data` has its own.
+        that it has saved, and backward would raise an error.
         """
         assert self.allocated
         return self.tensor.data[start : start + shape.numel()].view(shape)

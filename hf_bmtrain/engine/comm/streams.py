@@ -1,4 +1,4 @@
-"""Run work concurrently with the computation, on separate CUDA streams. On the CPU, the work runs at once instead."""
+"""Queues for work that runs concurrently with the computation on separate CUDA streams, or at once on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Ticket(Protocol):
 
 
 class Event(Ticket, Protocol):
-    """A point in a queue of work, like a CUDA event. `wait` makes the current stream wait for the work before it."""
+    """A point in a queue of work, like a CUDA event. `wait` makes the current stream wait for all work before it."""
 
     def synchronize(self) -> None:
         """Make the host wait until the work before this point is complete."""
@@ -35,18 +35,18 @@ DONE: Event = _Done()
 
 
 class WorkStream:
-    """A queue of work with its own CUDA stream. The caller must not free memory that queued work uses.
+    """A queue of work with its own CUDA stream. The caller must keep memory that queued work uses.
 
     Args:
         device: the CUDA device.
-        priority: the stream's priority: -1 to run before the computation when both are ready, 0 for equal priority.
+        priority: the stream's priority: 0 for that of the computation, -1 to run before it when both are ready.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device, priority=priority)
 
     def run(self, function: Callable[[], object]) -> None:
-        """Call `function` with this queue's CUDA stream as the current stream, on which it queues its kernels."""
+        """Call `function` with this queue's CUDA stream as the current stream, so that its kernels run there."""
         with torch.cuda.stream(self._stream):
             function()
 
@@ -66,7 +66,7 @@ class WorkStream:
 
 
 class Immediate:
-    """A queue for the CPU, which has no streams: `run` calls its function at once, so that nothing has to wait."""
+    """The counterpart of `WorkStream` for the CPU: `run` calls its function at once, so that nothing has to wait."""
 
     def run(self, function: Callable[[], object]) -> None:
         function()
@@ -88,13 +88,19 @@ def finish(device: torch.device) -> None:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether `device` has memory separate from the host's. True for the meta device, which stands for a GPU."""
+    """Return whether `device` has its own memory, separate from the host's.
+
+    The meta device stands for a GPU here, so the result is True for it.
+    """
     return device.type != "cpu"
 
 
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
-    """Return a new queue for work that runs concurrently with the computation, if `device` is a CUDA device.
+    """Return a new queue for work on `device`.
 
-    On another device, work runs at once. priority: the CUDA stream's priority; -1 is higher than the computation's.
+    On a CUDA device, the work runs on a separate stream, concurrently with the computation. On another device, it runs
+    at once.
+
+    priority: the CUDA stream's priority; -1 is higher than the computation's.
     """
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()

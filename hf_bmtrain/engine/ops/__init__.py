@@ -1,6 +1,6 @@
 """Arithmetic on the tensors of one device.
 
-Each operation has a public function, whose docstring is its contract (shapes, dtypes, aliasing), a CUDA kernel, and a
-reference implementation in torch. The public function launches the kernel for CUDA tensors, and otherwise computes the
-same with the reference. Nothing here depends on ranks, parameters, modules or optimizers.
+Each operation has a public function, a CUDA kernel, and a reference implementation in torch. The function launches the
+kernel for CUDA tensors, and computes the same with the reference for others. Its docstring specifies shapes, dtypes and
+aliasing. Nothing here depends on ranks, parameters, modules or optimizers.
 """

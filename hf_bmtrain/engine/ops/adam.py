@@ -1,8 +1,8 @@
 """AdamW on a range of adjacent elements, in one kernel launch.
 
-Hyper-parameters, step counts, the clip factor and the skip flag are tensors on the device, so the host does not wait
-for the device. An optimizer step calls `adam_prepare` once, and then `adam_update` once per range. For CUDA tensors
-both launch a kernel; otherwise they compute the same in torch.
+Hyper-parameters, step counts, the clip factor and the flag that skips a step are tensors on the device, so the host
+does not wait for the device. An optimizer step calls `adam_prepare` once, and then `adam_update` once per range. For
+CUDA tensors both launch a kernel; otherwise they compute the same in torch.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from .residual import join, split
 
 THREADS = 256
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "hold_steps", "l2")
-RECORD = (  # the fields of struct Record in kernels/adam.cu
+RECORD = (  # the fields of struct Record in kernels/adam.cuh
     "skip", "grad_scale", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inverse_root",
     "eps", "seed", "l2",
 )  # fmt: skip
@@ -31,15 +31,15 @@ def variant(
     master: torch.dtype = torch.float32,
     coupled: bool = False,
 ) -> Variant:
-    """Return the CUDA source and its macros for a combination of dtypes.
+    """Return the CUDA source of AdamW with the macros for a combination of dtypes.
 
     Args:
         grad: the dtype of the gradients.
         exp_avg: the dtype of the first moment, float32 or bfloat16.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
         master: the dtype of the masters: float32, or int16 for residuals.
-        coupled: whether the kernel adds l2 times the weight to the gradient. False leaves the term out at compile time,
-            so that it cannot affect how the compiler fuses, and so rounds, the other operations.
+        coupled: whether the kernel adds l2 times the weight to the gradient. False omits this term at compile time, so
+            that it cannot affect how the compiler fuses other operations, and thereby their rounding.
 
     Raises:
         ValueError: the combination is not supported.
@@ -75,7 +75,7 @@ def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all combinations of this module's CUDA source and macros, for any GPU architecture `arch`."""
+    """Return all variants (combinations of macros) of this module's CUDA source. They do not depend on `arch`."""
     moments = (torch.float32, torch.bfloat16)
     return [
         variant(grad, exp_avg, weight, master, coupled)
@@ -86,15 +86,15 @@ def variants(arch: int) -> list[Variant]:
 
 
 def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Tensor, records: Tensor) -> None:
-    """Compute the record of each run, which contains the factors that `adam_update` needs in this step.
+    """Compute a record for each run: the factors that `adam_update` needs in this step.
 
     A run is a range of elements with the same hyper-parameters and step count. The host does not wait for the device.
 
     Args:
-        grad_scale: (1,) float32, by which gradients are divided: the loss scale divided by the clip factor.
+        grad_scale: (1,) float32, the divisor of the gradients: the loss scale divided by the clip factor.
         found_inf: (1,) float32, nonzero if the step must be skipped.
-        hyper: (runs, 7) float64, with the columns of HYPER. The column hold_steps is the number of steps, at the start,
-            in which the learning rate is 0.
+        hyper: (runs, 7) float64, with the columns of HYPER. The column hold_steps is the number of steps at the
+            beginning in which the learning rate is 0.
         steps: (runs,) float32, the number of steps that each run has taken. It is incremented in place unless the step
             is skipped.
         records: (runs, 12) float32, written, with the columns of RECORD.
@@ -108,7 +108,7 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
     if runs == 0:
         return
     if records.is_cuda:
-        chosen = variant(torch.float32, torch.float32, None)  # any variant: this kernel does not depend on the dtypes
+        chosen = variant(torch.float32, torch.float32, None)  # any dtypes, because this kernel does not depend on them
         launch = kernel(chosen, "adam_prepare", records.device)
         return launch(-(-runs // 32), 32, grad_scale, found_inf, hyper, runs, steps, records)
     skip = found_inf != 0
@@ -138,23 +138,24 @@ def adam_update(
 ) -> None:
     """Make one AdamW step on n adjacent elements, in place, unless the record says that the step is skipped.
 
-    weight_decay is decoupled, and eps is added outside the square root (Loshchilov and Hutter 2019). l2 is the factor
-    of L2 regularization: l2 times the weight is added to the gradient (Kingma and Ba 2015). All tensors are contiguous,
-    are on one device, and do not overlap. The update is faster if the addresses of all tensors, counted in elements,
-    have the same remainder modulo 4, as equal ranges of equally laid out buffers have.
+    The record has the hyper-parameters. weight_decay is decoupled, and eps is added outside the square root (Loshchilov
+    and Hutter 2019). l2 is the factor of L2 regularization: l2 times the weight is added to the gradient (Kingma and Ba
+    2015). All tensors are contiguous, are on one device, and do not overlap. The update is faster if the addresses of
+    all tensors, counted in elements, have the same remainder modulo 4. This is so for the same range of several buffers
+    with the same layout.
 
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
         master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
             the differences between float32 masters and bfloat16 weights (see residual.py). Then `weight` is read too,
-            and the signs of exp_avg_sq belong to the residuals.
+            and the signs of exp_avg_sq are the tie flags of the residuals.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
         record: (12,) float32, this run's row of the records from `adam_prepare`.
-        index_base: the position of element 0 among all elements of the model, which does not depend on the number of
-            ranks. Together with the step it determines the random bits of stochastic rounding. So training gives the
-            same results when it continues on another number of ranks.
+        index_base: the position of element 0 among all elements of the model. An element's position and the number of
+            the step determine the random bits of stochastic rounding. Neither depends on the number of ranks, so
+            rounding does not change when training continues on another number of ranks.
         coupled: whether to add l2 times the weight to the gradient. If False, l2 in the record must be 0.
     """
     n, device = master.numel(), master.device
@@ -179,9 +180,10 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Return (head, quads): elements head : head + 4 * quads can be accessed in aligned groups of 4 elements.
+    """Return the range of elements that a kernel can access in aligned groups of 4 in all tensors, as (head, quads).
 
-    This holds for all `tensors`, of n elements each. Returns (0, 0) if there is no such range.
+    The range begins at element `head` and has `quads` groups. (0, 0) means that there is none. n: the number of
+    elements of each tensor.
     """
     heads = {(-tensor.data_ptr() // tensor.element_size()) % 4 for tensor in tensors}
     head = heads.pop()
@@ -197,7 +199,10 @@ def update_reference(
     record: Tensor,
     index_base: int = 0,
 ) -> None:
-    """Compute `adam_update` with torch on any device, with the kernel's random bits. The host waits for the device."""
+    """Compute the same as `adam_update` with torch, on any device and with the kernel's random bits.
+
+    The host waits for the device.
+    """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])
     if r["skip"]:
@@ -226,10 +231,13 @@ def update_reference(
 
 
 def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
-    """Round float32 to bfloat16 stochastically. The probability of rounding away from zero is the cut-off fraction.
+    """Round float32 to bfloat16 stochastically.
+
+    A value is rounded away from zero with a probability equal to the fraction of the bfloat16 spacing that truncation
+    would cut off.
 
     Args:
-        x: (n,) float32. inf and NaN are converted unchanged.
+        x: (n,) float32. inf and NaN are not changed.
         index_base: the position of element 0 among all elements of the model.
         seed: the number of the step. Together with an element's position it determines the element's random bits.
     """
@@ -245,7 +253,7 @@ def random_bits(index_base: int, numel: int, seed: int, device: torch.device) ->
     Args:
         index_base: the position of the first element among all elements of the model.
         numel: the number of elements.
-        seed: the number of the step. The bits depend only on it and on each element's position.
+        seed: the number of the step. The bits of an element depend only on this number and the element's position.
         device: the device of the result.
     """
     element = torch.arange(index_base, index_base + numel, device=device)

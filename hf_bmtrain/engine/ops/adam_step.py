@@ -1,4 +1,4 @@
-"""AdamW steps over many runs (ranges of elements with equal hyper-parameters), by kernels or by torch's functions."""
+"""AdamW steps over many runs (ranges of elements that are updated together), by kernels or by torch's functions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Hyper = Sequence[float | torch.Tensor]
 
 @dataclass(frozen=True)
 class Elements:
-    """Adjacent elements that one launch of `adam_update` updates in place: a whole run or a part of one.
+    """The tensors of n adjacent elements that one launch of `adam_update` updates in place.
 
     Attributes:
         grad: (n,), the gradients, only read.
-        master: (n,), the masters, together with the weights and the second moment.
+        master: the float32 masters, together with the weights and the second moment.
         exp_avg: (n,), the first moment. Or both moments in 8 bits; then `master` has no second moment.
         index_base: the position of element 0 among all elements of the model.
     """
@@ -45,12 +45,15 @@ class Elements:
 class KernelSteps:
     """AdamW with `adam_prepare` and `adam_update`, which launch kernels on CUDA and compute with torch on the CPU.
 
+    In each step, call `begin`, then `advance`, then `update` for each range of elements.
+
     Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so the host does not wait for
     it. A hyper-parameter that is a tensor on the device is read there in every step. Hyper-parameters that are numbers
     are copied to the device only when one of them has changed.
 
     Args:
-        groups: the number of runs in each parameter group. Runs are numbered from 0, group by group.
+        groups: for each parameter group, its number of runs: ranges of elements that are updated together. Runs are
+            numbered from 0, group by group.
         device: the device on which the runs are updated.
 
     Attributes:
@@ -73,14 +76,14 @@ class KernelSteps:
         Args:
             hyper: the hyper-parameters of each parameter group.
             grad_scale: a float32 scalar by which gradients are divided, or None for 1.
-            found_inf: a float32 scalar; the step is skipped if it is nonzero. None for a step that is not skipped.
+            found_inf: a float32 scalar; the step is skipped if it is nonzero. None if the step must not be skipped.
         """
         rows = [[0.0 if self._on_device(value) else float(value) for value in group] for group in hyper]
         if rows != self._sent:
             expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
             if expanded:
-                # Allocate pinned memory anew, because the copy from the last one may still be running. Torch's
-                # allocator reuses the last one only after its copy.
+                # Allocate new pinned memory each time, because the previous copy to the device may still be running.
+                # Torch's allocator reuses the previous memory only after that copy.
                 host = torch.tensor(expanded, dtype=torch.float64, device="cpu", pin_memory=self._hyper.is_cuda)
                 self._hyper.copy_(host, non_blocking=True)
             self._sent = rows
@@ -96,10 +99,11 @@ class KernelSteps:
         self._flag = self._zero if found_inf is None else found_inf.reshape(1)
 
     def advance(self, runs: Sequence[int]) -> None:
-        """Increment the step counts of these runs, unless the step is skipped, and compute the factors for `update`.
+        """Increment the step counts of runs, unless the step is skipped, and compute the factors that `update` needs.
 
         Args:
-            runs: the numbers of the runs, in ascending order. Each range of consecutive numbers takes one launch.
+            runs: the numbers of the runs, in ascending order. A kernel is launched for each sequence of consecutive
+                numbers.
         """
         for _, group in itertools.groupby(enumerate(runs), lambda pair: pair[1] - pair[0]):
             numbers = [run for _, run in group]
@@ -107,7 +111,7 @@ class KernelSteps:
             adam_prepare(self._scale, self._flag, self._hyper[rows], self.counts[rows], self._records[rows])
 
     def update(self, run: int, elements: Elements) -> None:
-        """Update `elements`, which belong to run number `run`, in place."""
+        """Update `elements` in place. They are run number `run`, or a part of it."""
         e, (master, weight) = elements, elements.master_and_weight
         record, coupled = self._records[run], self._coupled[run]
         if isinstance(e.exp_avg, Moments):
@@ -120,9 +124,9 @@ class KernelSteps:
 
 
 class TorchSteps:
-    """AdamW on the CPU, with the same methods as KernelSteps. All optimizer state is float32.
+    """AdamW on the CPU, with the same arguments and methods as KernelSteps. All optimizer state is float32.
 
-    It calls the same functions of torch as torch.optim.Adam and AdamW on the CPU, so the results are bit-identical.
+    It calls the same torch functions as torch.optim.Adam and AdamW on the CPU, so its results are identical to theirs.
     """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
@@ -153,7 +157,7 @@ class TorchSteps:
         steps = self._taken[run]
         wide = e.grad.float()
         if self._grad_scale is not None:
-            wide = wide / self._grad_scale  # not in place, because the gradient must not be written
+            wide = wide / self._grad_scale  # not in place, because `wide` may be the gradient itself
         if l2:
             wide = wide.add(master, alpha=l2)
         if steps <= hold_steps:
@@ -172,12 +176,15 @@ class TorchSteps:
 
 
 def kernels_serve(device: torch.device) -> bool:
-    """Return whether updates on `device` use kernels. True for CUDA and for the meta device, which stands for CUDA."""
+    """Return whether updates on `device` use CUDA kernels.
+
+    The meta device stands for a GPU here, so the result is True for it.
+    """
     return device.type != "cpu"
 
 
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which float32 masters are stored for weights that are updated on `device`.
+    """Return the dtype in which the float32 masters of weights are stored.
 
     If kernels update the weights, the masters of bfloat16 weights are stored as int16 residuals: their differences from
     the weights (see residual.py). These represent the same float32 numbers in 2 bytes less per element.
@@ -195,10 +202,10 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
-    """Return the implementation of AdamW for `device`.
+    """Return an object that makes AdamW steps on `device`.
 
-    KernelSteps is used on CUDA, and for a bfloat16 or 8-bit first moment, which torch's AdamW does not have. Otherwise
-    TorchSteps is used.
+    It is a KernelSteps on CUDA, and for a bfloat16 or 8-bit first moment, which torch's AdamW does not support.
+    Otherwise it is a TorchSteps.
 
     Args:
         groups: for each parameter group, its number of runs. A run is a range of adjacent elements that are updated

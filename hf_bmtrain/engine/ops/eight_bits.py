@@ -1,9 +1,9 @@
 """AdamW whose moments take 8 bits: a code for each element, and an exponent for each block of 32 elements.
 
-m and √v are stored in small floating-point formats, relative to a power of two, 2ᴱ, that each block has. The numbers of
-a format are 0 and magnitudes below 2ᴱ⁺¹. From one power of two to the next, there are 2ᵏ evenly spaced numbers (k is
-the number of fraction bits); below the lowest of these powers, the numbers are evenly spaced down to 0. A code is the
-index of a number in ascending order.
+The first moment m and the square root √v of the second are stored in small floating-point formats, relative to a power
+of two, 2ᴱ, of each block. The numbers of a format are 0 and magnitudes below 2ᴱ⁺¹. From one power of two to the next,
+there are 2ᵏ evenly spaced numbers (k is the number of fraction bits); below the lowest of these powers, the numbers are
+evenly spaced down to 0. The code of a magnitude is its index in ascending order; m has a sign bit in addition.
 
 2ᴱ is the largest power of two that does not exceed the largest magnitude of the block. If this magnitude exceeds the
 second largest number of the format, 2ᴱ is the next power of two. Otherwise values above the largest number would be
@@ -14,9 +14,9 @@ clamped to it, and an average there could not grow.
          because a v of 0 beside an m that is not 0 would make the update m/eps
 
 An update rounds stochastically, with the random bits of adam.py. Otherwise an average that changes by less than the
-distance between two numbers would stand still. Blocks begin at a parameter's start, and parameters are divided between
-ranks at multiples of 32 elements, so neither codes nor random bits depend on the number of ranks. `decode` returns
-exact numbers, and `encode` returns the same codes for them again.
+distance between two numbers would not change at all. Blocks begin at a parameter's start, and parameters are divided
+between ranks at multiples of 32 elements, so neither codes nor random bits depend on the number of ranks. `decode` is
+exact: for its results, `encode` returns the same codes again.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _COUNT = 8  # the number of elements that one thread updates, as in adam8.cu
 THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
-"""A code, shifted left to the place of float32's exponent and fraction, and read as float32, times this factor is the
-code's number in units of 2ᴱ."""
+"""Decodes a code: shift it to the exponent and fraction bits of a float32, and multiply this float32 by the factor, to
+get the code's number in units of 2ᴱ."""
 
 
 class Moments(NamedTuple):
     """The moments of n elements: for each moment, codes (n,), and the exponents of blocks of 32 (⌈n/32⌉,), all uint8.
 
-    The codes of the second moment, v, represent √v. An exponent E is stored as 127 + E, as in float32. If that is 0,
-    all codes of the block are 0.
+    The codes of the second moment, v, represent √v. An exponent E is stored as 127 + E, as in float32. If the stored
+    exponent is 0, `read` returns 0 for the whole block.
     """
 
     exp_avg: Tensor
@@ -56,7 +56,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def zeros(cls, numel: int, device: torch.device) -> Moments:
-        """Return moments of zero for `numel` elements."""
+        """Return the moments of `numel` elements, set to zero."""
         sizes = numel, -(-numel // BLOCK)
         return cls(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes * 2))
 
@@ -70,7 +70,7 @@ class Moments(NamedTuple):
         return Moments(self[0][start:stop], self[1][blocks], self[2][start:stop], self[3][blocks])
 
     def read(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """Return the first and the second moment, (n,) float32 each.
+        """Decode the moments: return the first and the second, (n,) float32 each.
 
         device: the device of the computation and the results; None uses the device of the codes.
         """
@@ -80,7 +80,7 @@ class Moments(NamedTuple):
         return torch.where(codes > 127, -exp_avg, exp_avg), root.square_()
 
     def write(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Store moments, (n,) float32, rounded to nearest."""
+        """Encode the first and the second moment, (n,) float32 each, into these tensors, rounded to nearest."""
         self._store(exp_avg.to(self.exp_avg.device), exp_avg_sq.to(self.exp_avg.device).sqrt(), None)
 
     def _store(self, exp_avg: Tensor, root: Tensor, random: Tensor | None) -> None:
@@ -93,17 +93,17 @@ class Moments(NamedTuple):
         self.exp_avg_sq_exponents.copy_(exponents)
 
     def chunks(self) -> Iterator[tuple[slice, Moments]]:
-        """Yield consecutive ranges of elements and their moments, so that temporary tensors take little memory."""
+        """Yield (range, moments) for consecutive ranges of elements, which limits the memory of temporary tensors."""
         for start in range(0, len(self.exp_avg), _CHUNK):
             stop = min(start + _CHUNK, len(self.exp_avg))
             yield slice(start, stop), self.part(start, stop)
 
 
 def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Round magnitudes to codes, with an exponent for each block of 32 elements.
+    """Round magnitudes to 8-bit codes, with a common exponent for each block of 32 elements.
 
     Args:
-        magnitudes: (n,) float32, at least 0.
+        magnitudes: (n,) float32, none negative.
         fraction: the number of fraction bits of the format.
         random: (n,), 16 random bits for each element, for stochastic rounding. None rounds to nearest.
 
@@ -121,7 +121,7 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
 
 
 def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
-    """Return the magnitudes that codes represent, (n,) float32.
+    """Return the magnitudes, (n,) float32, that 8-bit codes represent.
 
     Args:
         codes: (n,), from `encode`.
@@ -135,7 +135,9 @@ def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
 
 
 def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool = False) -> Variant:
-    """Return the CUDA source and its macros for a combination of dtypes. The arguments are those of `adam.variant`.
+    """Return the CUDA source of 8-bit AdamW with the macros for a combination of dtypes.
+
+    The arguments are those of `adam.variant`.
 
     Raises:
         ValueError: the combination is not supported.
@@ -144,7 +146,7 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all combinations of this module's CUDA source and macros, for any GPU architecture `arch`."""
+    """Return all variants (combinations of macros) of this module's CUDA source. They do not depend on `arch`."""
     return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 
 
@@ -159,7 +161,7 @@ def adam8_update(
 ) -> None:
     """Make one AdamW step on n adjacent elements, in place, like `adam_update` but with moments in 8 bits.
 
-    The weights are updated with the new moments before the moments are rounded.
+    The weights are updated with the new moments in float32. These are rounded to 8 bits afterwards.
 
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
@@ -195,7 +197,10 @@ def adam8_update(
 def update_reference(
     grad: Tensor, master: Tensor, moments: Moments, weight: Tensor | None, record: Tensor, index_base: int = 0
 ) -> None:
-    """Compute `adam8_update` with torch on any device, with the kernel's random bits. The host waits for the device."""
+    """Compute the same as `adam8_update` with torch, on any device and with the kernel's random bits.
+
+    The host waits for the device.
+    """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])
     if r["skip"]:

@@ -1,8 +1,8 @@
 """Squared norms of flat gradients, computed deterministically in one pass. Results are on the device, in float64.
 
 A result is inf or NaN if and only if an element is, because float64 can represent the square of any float32. The
-kernels add the squares of up to 32 elements in float32 if that sum is finite, so a square below 1e-38 may count as
-zero.
+kernels first add the squares of up to 32 elements in float32, and repeat this in float64 if the sum is not finite. So a
+square below 1e-38 may count as zero.
 """
 
 import itertools
@@ -15,10 +15,10 @@ from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
-BLOCKS = 528  # the number of thread blocks, the same on all devices, so that the order of additions is the same
+BLOCKS = 528  # thread blocks at most, on all devices alike, so that the order of additions is the same
 TILE_BYTES = THREADS * 64
 PIECE = 1 << 16  # the maximum number of elements whose squares one thread block sums
-CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time
+CHUNK = 1 << 18  # elements that the CPU converts to float64 at a time
 
 
 @cache
@@ -27,7 +27,7 @@ def variant(dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all combinations of this module's CUDA source and macros, for any GPU architecture `arch`."""
+    """Return all variants (combinations of macros) of this module's CUDA source. They do not depend on `arch`."""
     return [variant(dtype) for dtype in C_NAMES]
 
 
@@ -59,14 +59,14 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor (n,) as a view (2n,) of alternating real and imaginary parts, or a real tensor itself."""
+    """View a complex tensor (n,) as alternating real and imaginary parts (2n,). Return a real tensor unchanged."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 class Segments:
     """The boundaries of the segments of a flat tensor, for `segmented_squared_norm`.
 
-    Create it once for each layout and reuse it, because its first use copies tables to the device.
+    Create one object for each layout and reuse it, because its first use copies tables to the device.
 
     Args:
         offsets: k + 1 non-decreasing integers. Segment s is flat[offsets[s]:offsets[s + 1]], and may be empty.
@@ -83,8 +83,8 @@ class Segments:
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Three tables for the kernels, which process every segment in chunks of at most PIECE elements.
 
-        They contain: the index of each chunk's first element (int64); each chunk's length (int32); and the index of
-        each segment's first chunk, followed by the number of all chunks (int64).
+        The first contains the index of each chunk's first element (int64), and the second each chunk's length (int32).
+        The third contains the index of each segment's first chunk, followed by the total number of chunks (int64).
         """
         begins, lengths, firsts = [], [], [0]
         for start, end in itertools.pairwise(self.offsets):
@@ -133,9 +133,9 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
 
 
 def add_squares(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of the elements of parts[i] to out[i], for each i. The host does not wait for the device.
+    """Add up sums of squares: write the sum of all elements of parts[i] to out[i], for each i.
 
-    The same parts give bit-identical results.
+    The host does not wait for the device. The same parts give bit-identical results.
 
     Args:
         parts: float64 tensors (k_i,), which may be empty.
@@ -168,7 +168,7 @@ def _segmented_on_cpu(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 
 def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares in float64, computed in chunks to limit the memory of float64 copies."""
+    """Return the sum of squares of `flat` in float64. Chunks limit the memory that float64 copies take."""
     if flat.numel() <= CHUNK:
         wide = flat.detach().double()
         return torch.dot(wide, wide)

@@ -1,4 +1,4 @@
-"""Average a part of a gradient over the ranks, after the other ranks have copied their values to this device."""
+"""Average a part of a gradient over the ranks. The other ranks have already copied their values to this device."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ def variant(dtype: torch.dtype, summed: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all combinations of this module's CUDA source and macros, for any GPU architecture `arch`."""
+    """Return all variants (combinations of macros) of this module's CUDA source. They do not depend on `arch`."""
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 
 
@@ -27,7 +27,7 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor | None = None) -> Tensor:
-    """Average the ranks' values: write the mean to `out`, or add it to `total` and write the sum to `out`.
+    """Average the values of all ranks: write the mean to `out`, or add it to `total` and write the sum to `out`.
 
     Values are added in rank order, in float32 (float64 for float64), and the sum is divided once, so results are
     bit-identical in every run. The host does not wait for the device. All tensors are on one device, and `out` and
@@ -36,9 +36,9 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
 
     Args:
         rows: (ranks - 1, n) float32, float16 or bfloat16 (on the CPU also float64), the other ranks' values in rank
-            order. Each row is contiguous; the rows may be any distance apart.
+            order. Each row must be contiguous, but consecutive rows may be any distance apart.
         mine: (n,) of the same dtype, this rank's values.
-        own: this rank's position in rank order, from 0.
+        own: this rank's number, from 0 to ranks - 1: the position of `mine` in rank order.
         out: (n,) of the same dtype, written with the mean, or with the new `total`, rounded to nearest even.
         total: (n,) float32 (float64 for float64), a running sum to which the mean is added in place, or None. It may be
             `out` itself.

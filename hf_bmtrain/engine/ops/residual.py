@@ -1,15 +1,16 @@
 """Float32 masters of half-precision weights, and their 16-bit form: the difference between a master and its weight.
 
 The bits of adjacent float32 numbers of one sign, read as integers, are adjacent integers. The bits of a bfloat16 number
-are the upper half of its float32 bits. If a bfloat16 weight is its master rounded to nearest even, their difference is
+are the upper half of its float32 bits. If a bfloat16 weight is its master rounded to nearest even, the difference
+between the two, called the residual, is
 
     residual = bits(master) - 65536 · bits(weight),    -32768 ≤ residual ≤ 32768
 
-It is positive if the master is larger in magnitude. This also holds for subnormals, for zeros, and for masters that
-round to inf. The range has one value more than int16, and all its values occur: if the weight's last bit is 0, the
-midpoints on both sides round to the weight. So a residual of 32768 is stored as -32768 and marked by a tie flag: a
-negative sign of exp_avg_sq. (As an average of squares, exp_avg_sq does not need its sign.) The residual of NaN is
-stored as 0.
+It is positive if the master is larger in magnitude than the weight. The formula also holds for subnormals, for zeros,
+and for masters that round to inf. The range has one value more than int16, and all its values occur: if the weight's
+last bit is 0, the midpoints on both sides round to the weight. So a residual of 32768 is stored as -32768 and marked by
+a tie flag: a negative sign of Adam's second moment exp_avg_sq, which as an average of squares does not need its sign.
+The residual of NaN is stored as 0.
 
     residual     (n,) int16
     exp_avg_sq   (n,) float32, with the tie flags in the signs
@@ -17,9 +18,9 @@ stored as 0.
 Without an exp_avg_sq there is no tie flag. Then a residual of 32768 is stored as 32767, which moves the master by its
 last bit towards the weight.
 
-`join` returns masters that round to the given weights. If a weight was written after `split`, its master is the number
+`join` returns masters that round to the given weights. If a weight was changed after `split`, its master is the number
 at the same distance from the new weight, or the new weight itself if that number does not round to the weight. The
-kernels compute the same as `split` and `join`; see kernels/adam.cu. Optimizers use the class `Master`.
+kernels compute the same as `split` and `join`; see kernels/adam.cuh. Optimizers use the class `Master`.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from dataclasses import dataclass
 import torch
 
 _TIE = 1 << 15
-_CHUNK = 1 << 20  # number of elements that are converted at a time, which limits the memory of temporary tensors
+_CHUNK = 1 << 20  # elements that are converted at a time, which limits the memory of temporary tensors
 
 
 @dataclass(frozen=True)
 class Master:
-    """The float32 masters of n weights, in their stored form. All tensors are (n,).
+    """The float32 masters (copies of full precision that the optimizer updates) of n weights, as they are stored.
+
+    All tensors are (n,).
 
     Attributes:
         weight: the weights.
         stored: the float32 masters of half-precision weights, the int16 residuals of bfloat16 weights, or None for
             float32 weights, which are their own masters.
-        exp_avg_sq: Adam's second moment, float32. If `stored` contains residuals, a negative sign is the tie flag of a
-            residual (see the module). None if the optimizer has no second moment in float32; then there are no tie
-            flags.
+        exp_avg_sq: Adam's second moment, float32. If `stored` contains residuals, its signs are their tie flags (see
+            the module). None if the optimizer has no second moment in float32; then there are no tie flags.
     """
 
     weight: torch.Tensor
@@ -55,17 +57,17 @@ class Master:
         return self.stored is not None and self.stored.dtype == torch.int16
 
     def part(self, part: slice, device: torch.device) -> Master:
-        """Return the masters of the elements in `part`, on `device`. Tensors that are on it already are views."""
+        """Return the masters of the elements in `part` on `device`. Tensors that are already there are not copied."""
         stored = None if self.stored is None else self.stored[part].to(device)
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[part].to(device)
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
 
     def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (the masters, exp_avg_sq), both float32, the latter without tie flags. Do not write to the results.
+        """Return the masters, and exp_avg_sq without tie flags, both float32. Do not write to the results.
 
         Args:
-            device: if residuals are stored, the device on which the masters are computed; None uses the residuals'
-                device. Without residuals, `device` is ignored, and the stored tensors themselves are returned.
+            device: the device of the results if they must be computed from residuals; None uses the residuals' device.
+                Without residuals, the stored tensors themselves are returned, and `device` is ignored.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -98,10 +100,10 @@ class Master:
     def follow_weight(self) -> None:
         """Update float32 masters after something other than the optimizer has written the weights.
 
-        A master that still rounds to its weight does not change. Otherwise the master of a bfloat16 weight moves along
-        with the weight: it keeps its previous distance from its own rounding, if the result rounds to the new weight.
-        The master of a float16 weight becomes equal to the weight. Residuals need no update, because they store only
-        that distance.
+        A master that still rounds to its weight does not change. Otherwise, the master of a bfloat16 weight moves with
+        the weight: it keeps its distance from the old weight, unless the result would not round to the new weight; then
+        it becomes equal to the new weight. The master of a float16 weight then becomes equal to the weight. Masters
+        that are stored as residuals need no update, because a residual is this distance.
         """
         if self.stored is None or self.is_residual:
             return
@@ -119,8 +121,8 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
         master: the masters, only read.
         weight: written with the masters rounded to nearest even.
         residual: written with the residuals, int16.
-        exp_avg_sq: its signs are set to the tie flags (see the module); its magnitudes do not change. None uses no tie
-            flags, which may change a master in its last bit.
+        exp_avg_sq: Adam's second moment, float32. Its signs are set to the tie flags (see the module); its magnitudes
+            do not change. With None there are no tie flags, and a master may change in its last bit.
     """
     if exp_avg_sq is None:
         for p, w, r in _in_chunks(master, weight, residual):
@@ -138,7 +140,7 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
 def join(
     weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor | None, device: torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Undo `split`: return the masters, and exp_avg_sq without tie flags. All tensors are (n,).
+    """Reverse `split`: return the masters, and exp_avg_sq without tie flags. All tensors are (n,).
 
     Args:
         weight: the bfloat16 weights.
@@ -147,7 +149,7 @@ def join(
         device: the device of the results; None uses the device of the arguments.
 
     Returns:
-        New float32 tensors (n,). The second one is None without an exp_avg_sq.
+        Two new float32 tensors (n,): the masters, and exp_avg_sq. The second is None if exp_avg_sq is None.
     """
     if exp_avg_sq is None:
         master = torch.empty(weight.shape, device=device or weight.device)
@@ -167,12 +169,12 @@ def _in_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
 
 
 def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the residuals of masters that round to `weight`, as int32."""
+    """Return the residuals of float32 masters from the bfloat16 weights to which they round, as int32."""
     return torch.where(master.isnan(), 0, master.view(torch.int32) - _bits(weight))
 
 
 def _at(weight: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return the float32 numbers with these residuals, or the weight itself if a number rounds to another weight."""
+    """Return the float32 masters with these residuals, or the weight where a master would not round to it."""
     master = (_bits(weight) + distance).view(torch.float32)
     rounds = master.bfloat16().view(torch.int16) == weight.view(torch.int16)
     return torch.where(rounds, master, weight.float())

@@ -1,29 +1,30 @@
 // AdamW over a flat range. All numbers that change from step to step are read from device memory.
 //
-//     g = grad * grad_scale + l2 master          unscale and clip; coupled decay
-//     w = master * (1 - lr wd)                   decoupled decay
+//     g = grad / grad_scale + l2 master          unscale and clip; L2 regularization
+//     w = master * (1 - lr wd)                   decoupled weight decay
 //     m = b1 m + (1 - b1) g
 //     v = b2 v + (1 - b2) g g
 //     master = w - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 //     weight = master rounded to 16 bits
 //
-// (Loshchilov and Hutter 2019, algorithm 2; eps outside the root.)
+// (Loshchilov and Hutter 2019, algorithm 2; eps is added outside the square root.)
 //
 // Macros:
 //   GRAD: float, fp16 or bf16.
 //   EXP_AVG: float or bf16.
 //   WEIGHT: fp16 or bf16; none if the master is the parameter itself.
-//   COUPLED: 1 to add the weight decay to the gradient (L2), 0 to decay the weight.
-//   MASTER: float; or short, with a bf16 weight, for the residual of engine/ops/residual.py: the number of float32
-//     values from the weight up to the master.
+//   COUPLED: true to add l2 times the master to the gradient; false to omit this term.
+//   MASTER: float; or short, with a bf16 weight, if the master is stored as a residual: the number of float32 values
+//     from the weight to the master (see engine/ops/residual.py).
 //
-// Bytes per element, with a 16-bit gradient and weight: 14 read and 14 written with a float master; 14 read (the
-// weight too) and 12 written with a residual. A bf16 exp_avg takes 2 less each way.
+// Memory traffic per element, with a 16-bit gradient and weight: with a float master, 14 bytes are read and 14 written;
+// with a residual, 14 are read (including the weight) and 12 written. With a bf16 exp_avg, 2 less are read and written.
 #include "adam.cuh"
 
-// Write the Record of each run, one thread per run. hyper: for each run [lr, beta1, beta2, eps, weight_decay,
-// hold_steps, l2]. Gradients will be divided by grad_scale[0]. If found_inf[0] != 0, the step is skipped and not
-// counted. The first hold_steps steps have learning rate 0: they update the moments but not the master.
+// Write a Record for each run (a range of elements with the same hyper-parameters), one thread per run. hyper: for each
+// run [lr, beta1, beta2, eps, weight_decay, hold_steps, l2]. Gradients will be divided by grad_scale[0]. If
+// found_inf[0] != 0, the step is skipped and not counted. In the first hold_steps steps the learning rate is 0: they
+// update the moments but not the master.
 extern "C" __global__ void adam_prepare(const float* grad_scale, const float* found_inf, const double* hyper,
                                         int runs, float* steps, float* records) {
     int run = blockIdx.x * blockDim.x + threadIdx.x;
@@ -47,7 +48,8 @@ extern "C" __global__ void adam_prepare(const float* grad_scale, const float* fo
     ((Record*)records)[run] = r;
 }
 
-// Round to bf16 stochastically: up with a probability equal to the fraction that is cut off. inf and NaN stay.
+// Round to bf16 stochastically: away from zero with a probability equal to the fraction of the bf16 spacing that
+// truncation would cut off. inf and NaN do not change.
 __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16& y) {
     unsigned u = __float_as_uint(x);
     if ((u & 0x7f800000u) != 0x7f800000u)
@@ -78,9 +80,9 @@ __device__ __forceinline__ void store_exp_avg(bf16* p, float m, long long elemen
     round_stochastic(m, random_bits(element, seed), *p);
 }
 
-// Update n elements. Elements head .. head + 4 * quads, which are aligned to four elements in every array, are updated
-// four per thread; the elements before and after them one at a time, by all threads of the grid. index_base: the number
-// of element 0 in the whole model, for the random bits.
+// Make one step on n elements. Elements head .. head + 4 * quads, which are aligned to four elements in every array,
+// are updated four per thread; the elements before and after them are distributed over all threads of the grid.
+// index_base: the position of element 0 among all elements of the model, for the random bits.
 extern "C" __global__ __launch_bounds__(256) void adam_update(
     const GRAD* __restrict__ grad, MASTER* __restrict__ master, EXP_AVG* __restrict__ exp_avg,
     float* __restrict__ exp_avg_sq, WEIGHT* __restrict__ weight, long long n, long long head, long long quads,

@@ -1,15 +1,15 @@
-// What the AdamW kernels share: the numbers of a step, random bits, the formula, masters and their residuals.
+// Device functions that the AdamW kernels share: the factors of a step, random bits, moments, masters and residuals.
 #pragma once
 #include "device.cuh"
 
-struct alignas(16) Record {  // the numbers of one run for this step, in the order of RECORD in engine/ops/adam.py
+struct alignas(16) Record {  // the factors of one run in this step, in the order of RECORD in engine/ops/adam.py
     float skip, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root,
         eps;
     unsigned seed;
     float l2;
 };
 
-// 32 pseudo-random bits that depend only on the element and the step: the finalizer of MurmurHash3 (Appleby), twice.
+// Return 32 pseudo-random bits that depend only on the element and the step: MurmurHash3's finalizer (Appleby), twice.
 __device__ __forceinline__ unsigned mix(unsigned h) {
     h ^= h >> 16, h *= 0x85ebca6bu, h ^= h >> 13, h *= 0xc2b2ae35u;
     return h ^ h >> 16;
@@ -18,17 +18,18 @@ __device__ __forceinline__ unsigned random_bits(long long element, unsigned seed
     return mix(mix((unsigned)element ^ seed * 0x9e3779b9u) + (unsigned)(element >> 32));
 }
 
-// Add the gradient g of one element to its moments. p: its master, for the coupled decay.
+// Add the gradient g of one element to its moments m and v. p: its master, for L2 regularization.
 __device__ __forceinline__ void average(const Record& r, float g, float p, float& m, float& v) {
-    if (COUPLED) g = fmaf(r.l2, p, g);  // before the scaling: r.l2 is premultiplied by 1 / r.grad_scale
+    if (COUPLED) g = fmaf(r.l2, p, g);  // r.l2 contains a factor 1 / r.grad_scale, which the next line cancels
     g *= r.grad_scale;
     m = fmaf(r.one_minus_beta1, g - m, m);
     v = fmaf(r.beta2, v, r.one_minus_beta2 * g * g);
 }
 
-// Restore a master from a weight, its 16-bit residual and v; and the reverse. There are 65537 possible residuals,
-// -32768 to 32768: the last one (a tie that was rounded down) is stored as the first, with the sign bit of v set.
-// If the master does not round to the weight, the weight was written by someone else since: it is the new master.
+// `join` restores a master from its weight, its 16-bit residual and v; `split` does the reverse. There are 65537
+// possible residuals, -32768 to 32768. The last one (of a tie that was rounded down) is stored as -32768, with the sign
+// bit of v set. If the restored master does not round to the weight, the weight was changed after `split`, and becomes
+// the new master.
 __device__ __forceinline__ float join(bf16 weight, short residual, float& v) {
     unsigned bits = __float_as_uint(v), tie = bits >> 31;
     v = __uint_as_float(bits & 0x7fffffffu);
@@ -45,8 +46,8 @@ __device__ __forceinline__ void split(float p, bf16& weight, short& residual, fl
 }
 __device__ __forceinline__ bf16 as_bf16(unsigned bits) { return bf16{(unsigned short)bits}; }
 
-// Load or store four masters and their weights, elements 4i .. 4i+3 of arrays that are aligned to four elements.
-// load_master and store_master do it for a single element.
+// Load or store four masters and their weights: elements 4i .. 4i+3 of arrays that are aligned to four elements.
+// load_master and store_master do the same for a single element.
 template <typename W>
 __device__ __forceinline__ void load_master4(const float* p, const W*, long long i, float* y, float*) {
     load4(p, i, y);

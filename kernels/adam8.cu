@@ -1,13 +1,15 @@
 // AdamW over a flat range by the formula in adam.cu, with moments in 8 bits. The formats are those of
-// engine/ops/eight_bits.py: a byte for each m and each square root of v, and for each block of 32 elements an exponent. An update rounds both stochastically.
+// engine/ops/eight_bits.py: a byte (the code) for each m and each square root of v, and for each of the two an exponent
+// per block of 32 elements. An update rounds both stochastically.
 //
-// Macros: as in adam.cu, without EXP_AVG. Masters that are residuals have no tie flags.
+// Macros: as in adam.cu, without EXP_AVG. Masters that are stored as residuals have no tie flags.
 //
-// Bytes per element, with a bf16 gradient, weight and residual: 8.06 read and 6.06 written. While these move, a GPU
-// issues about a hundred instructions an element, of which integer ones count twice, so instructions are what limits
-// this kernel. Hence eight elements a thread, of which four share a block; codes are unpacked and packed in pairs; what
-// is rare (ties, NaN, foreign weights, huge moments) is looked for in all eight at once; and root, reciprocal and
-// quotient are approximate, with errors of 2^-22, far below those of the formats. A v below 2^-126 counts as 0.
+// Memory traffic per element, with a bf16 gradient, weight and residual: 8.06 bytes read and 6.06 written. In the time
+// that this takes, a GPU issues about a hundred instructions per element, where an integer instruction counts twice. So
+// instructions limit this kernel, and it saves them: each thread updates eight elements, and four threads share a block
+// of 32; codes are unpacked and packed in pairs; one test for all eight elements finds rare cases (ties, NaN, weights
+// that others have changed, huge moments); square root, reciprocal and quotient are approximate, with errors of 2^-22,
+// far below those of the formats. A v below 2^-126 counts as 0.
 #include "adam.cuh"
 
 constexpr int M_FRACTION = 4, ROOT_FRACTION = 5, COUNT = 8;
@@ -17,7 +19,7 @@ constexpr int M_FRACTION = 4, ROOT_FRACTION = 5, COUNT = 8;
 template <typename T> __device__ __forceinline__ void load8(const T* p, long long i, float* y) {
     constexpr int count = Wide<T>::count, loads = COUNT / count;
 #pragma unroll
-    for (int k = 0; k < loads; k++) {  // two loads read each half of the same sectors: the first may not evict them
+    for (int k = 0; k < loads; k++) {  // two loads read the same sectors, so the first must not mark them for eviction
         const uint4* from = (const uint4*)p + loads * i + k;
         Wide<T>::unpack(loads == 1 ? load_once(from) : load_cached(from), y + count * k);
     }
@@ -44,7 +46,7 @@ __device__ __forceinline__ void load_master8(const short* p, const bf16* weight,
     uint4 rounded = Wide<bf16>::pack(y);
     if ((rounded.x ^ w.x) | (rounded.y ^ w.y) | (rounded.z ^ w.z) | (rounded.w ^ w.w)) {
 #pragma unroll
-        for (int k = 0; k < COUNT; k++) {  // as `join` in adam.cuh: a weight that someone else wrote is the new master
+        for (int k = 0; k < COUNT; k++) {  // as in `join` (adam.cuh): a weight that was changed since is the new master
             bf16 own = as_bf16(words[k / 2] >> 16 * (k % 2)), found;
             from_float(y[k], found);
             y[k] = found.bits == own.bits ? y[k] : to_float(own);
@@ -52,7 +54,8 @@ __device__ __forceinline__ void load_master8(const short* p, const bf16* weight,
     }
 }
 
-// A residual without a tie flag must not be that of a tie that is rounded down: move it by the last bit.
+// The residual 32768 of a master halfway between two weights (a tie) that is rounded down needs a tie flag, which does
+// not exist here. Move such masters by their last bit.
 __device__ __forceinline__ void off_ties(float*, const float*) {}
 __device__ __forceinline__ void off_ties(float* p, const short*) {
     unsigned nearest = 1;
@@ -73,7 +76,7 @@ __device__ __forceinline__ void store_master8(float* p, W* weight, long long i, 
     store8(weight, i, x);
 }
 __device__ __forceinline__ void store_master8(short* p, bf16* weight, long long i, const float* x) {
-    unsigned r[4];  // without ties a residual is the lower half of its master
+    unsigned r[4];  // after off_ties, the lower 16 bits of a master are its residual
     bool numbers = true;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -91,8 +94,8 @@ __device__ __forceinline__ void store_master8(short* p, bf16* weight, long long 
 
 // ---- codes -----------------------------------------------------------------------------------------------
 
-// The numbers of four codes, in units of 2^(E-8). A code moved to the upper bits of fp16's fraction and the lower ones
-// of its exponent is this number. SIGNED: whether the first bit of a code is a sign.
+// Decode four codes to numbers in units of 2^(E+8). Such a number is the fp16 number that has the code in the lower
+// bits of its exponent and the upper bits of its fraction. SIGNED: whether the first bit of a code is a sign.
 template <int FRACTION, bool SIGNED> __device__ __forceinline__ void decode4(unsigned codes, float* y) {
     constexpr int shift = FRACTION - 2;
     constexpr unsigned half = (SIGNED ? 0x7f00u : 0xff00u) >> shift, mask = half << 16 | half;
@@ -104,19 +107,20 @@ template <int FRACTION, bool SIGNED> __device__ __forceinline__ void decode4(uns
         y[2 * pair + 1] = to_float(fp16{(unsigned short)(h >> 16)});
     }
 }
-__device__ __forceinline__ float scale_of(unsigned exponent) {  // 2^(E+8); blocks beyond 2^119 count as infinite
+__device__ __forceinline__ float scale_of(unsigned exponent) {  // 2^(E+8), or inf from E = 120
     return __uint_as_float(min(exponent + 8, 255u) << 23);
 }
 
-// The exponent of magnitudes up to `largest`: that of it, or the next one if it is above the last number but one of its
-// power of two.
+// Return the exponent of a block whose largest magnitude is `largest`: that of `largest` itself, or the next one if
+// `largest` exceeds the second largest number that the format has with this exponent.
 template <int FRACTION> __device__ __forceinline__ unsigned exponent_of(float largest) {
     return min((__float_as_uint(largest) + (2u << (23 - FRACTION)) - 1) >> 23, 255u);
 }
 
-// Multiply eight values by 2^(-E-120), after which the bits of a float begin with the code.
+// Multiply eight values by 2^(-E-120). The code of a value then begins at bit 25 of the float: the last 3 bits of
+// its exponent and the first ones of its fraction.
 __device__ __forceinline__ void shift_to_codes(float* x, unsigned exponent) {
-    if (exponent > 133) {  // the factor is no normal number
+    if (exponent > 133) {  // the factor would be subnormal: multiply in two steps
 #pragma unroll
         for (int k = 0; k < COUNT; k++) x[k] *= 0x1p-127f;
         exponent -= 127;
@@ -126,22 +130,22 @@ __device__ __forceinline__ void shift_to_codes(float* x, unsigned exponent) {
     for (int k = 0; k < COUNT; k++) x[k] *= factor;
 }
 
-// Four codes from the bits of four floats, of which 30 .. 26 are 0.
+// Take the codes from the bits of four floats, bits 30 to 26 of which are 0, and pack them into a word.
 template <int FRACTION, bool SIGNED> __device__ __forceinline__ unsigned codes_of4(const unsigned* bits) {
     unsigned one = __byte_perm(bits[0], bits[1], 0x7632), two = __byte_perm(bits[2], bits[3], 0x7632);
     unsigned codes = __byte_perm(one >> (7 - FRACTION), two >> (7 - FRACTION), 0x6420);
     return SIGNED ? (codes & 0x7f7f7f7fu) | (__byte_perm(one, two, 0x7531) & 0x80808080u) : codes;
 }
 
-// Update n elements. aligned: whether all arrays of n elements are aligned to eight, or to 16 bytes. index_base: the
-// number of element 0 in the whole model, for the random bits.
+// Make one step on n elements. aligned: whether each array of n elements is aligned to 16 bytes, or to 8 elements if
+// these take less. index_base: the position of element 0 among all elements of the model, for the random bits.
 extern "C" __global__ __launch_bounds__(256) void adam8_update(
     const GRAD* __restrict__ grad, MASTER* __restrict__ master, unsigned char* __restrict__ exp_avg,
     unsigned char* __restrict__ exp_avg_exponents, unsigned char* __restrict__ exp_avg_sq,
     unsigned char* __restrict__ exp_avg_sq_exponents, WEIGHT* __restrict__ weight, long long n, int aligned,
     long long index_base, const float* __restrict__ record) {
     long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x, first = COUNT * thread, block = first / 32;
-    int inside = (int)max(0ll, min((long long)COUNT, n - first));  // how many of this thread's elements there are
+    int inside = (int)max(0ll, min((long long)COUNT, n - first));  // the number of this thread's elements that exist
     bool wide = aligned && inside == COUNT;
     float g[COUNT] = {}, p[COUNT] = {};
     unsigned m_codes[2] = {}, root_codes[2] = {}, m_exponent = 0, root_exponent = 0;
@@ -159,7 +163,7 @@ extern "C" __global__ __launch_bounds__(256) void adam8_update(
         }
     }
     if (inside > 0) m_exponent = exp_avg_exponents[block], root_exponent = exp_avg_sq_exponents[block];
-    const Record r = *(const Record*)record;  // after the other loads, which do not wait for it
+    const Record r = *(const Record*)record;  // loaded last, so that the other loads do not wait for it
     if (r.skip != 0.0f) return;
 
     float m[COUNT], root[COUNT], m_largest = 0, m_scale = scale_of(m_exponent), root_scale = scale_of(root_exponent);

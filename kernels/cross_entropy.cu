@@ -1,23 +1,23 @@
-// Cross-entropy over rows of logits: the losses, and optionally, in the same launch, the gradient, which replaces the
+// Cross-entropy over rows of logits: the losses and, optionally in the same launch, the gradient, which overwrites the
 // logits.
 //
 // One block, or one cluster of blocks, processes a row. Each thread copies its vectors into shared memory and, as they
-// arrive, sums exp(z) with a running maximum. When the sums of all threads are combined, it computes the gradient from
+// arrive, sums exp(z) with a running maximum. After the sums of all threads are combined, it computes the gradient from
 // the copy in shared memory. So each logit is read once and written once. Shared memory has room for `stage` vectors
-// per block; the others are read from global memory a second time.
+// per block; further vectors are read from global memory a second time.
 //
 // Macros: those of cross_entropy.cuh, and CLUSTER, the blocks per row: 1, 2, 4 or 8 (more than 1 needs sm_90).
 #include "cross_entropy.cuh"
 
 constexpr int DEPTH = 4;     // pending groups of copies per thread
-constexpr int SCRATCH = 40;  // vectors of shared memory before the staged ones: 4 floats for each of 32 warps, 8 blocks
+constexpr int SCRATCH = 40;  // 16-byte vectors before the copied ones: 4 floats for each of 32 warps and 8 blocks
 constexpr float FLOOR =
     -2.0e38f;  // initial value of the running maximum: finite, so that logits of -inf never give inf - inf
 #define INFINITE __uint_as_float(0x7f800000u)
 
 struct Statistics {
     float top, sum, logits;
-};  // maximum, sum of exp(z - top), sum of w z
+};  // maximum of z, sum of exp(z - top), and sum of w z for label smoothing
 
 __device__ __forceinline__ Statistics combine(const Statistics& a, const Statistics& b) {
     float top = fmaxf(a.top, b.top);
@@ -68,8 +68,8 @@ __device__ __forceinline__ Statistics warp_combine(Statistics s) {
     return s;
 }
 
-// Return the statistics of the full row in every thread of the cluster. The caller must have called cluster_arrive
-// once, so that no block writes into the shared memory of a block that has not started yet.
+// Combine the statistics of all threads, and return those of the full row in every thread of the cluster. The caller
+// must have called cluster_arrive once, so that no block writes to the shared memory of a block that has not started.
 __device__ __forceinline__ Statistics row_combine(Statistics s, int rank) {
     float* of_warps = (float*)shared_memory();
     float* of_blocks = of_warps + 128;
@@ -96,7 +96,8 @@ __device__ __forceinline__ Statistics row_combine(Statistics s, int rank) {
     return s;
 }
 
-// Return this thread's statistics of vectors begin .. end of the row. The first `staged` are copied to shared memory.
+// Return the statistics of this thread's vectors among vectors begin .. end of the row. The threads together also copy
+// the first `staged` of these vectors to shared memory.
 __device__ __forceinline__ Statistics read_row(const Formula& f, const Row& row, int begin, int staged,
                                                int end) {
     uint4* stage = shared_memory() + SCRATCH;
@@ -152,7 +153,7 @@ __device__ __forceinline__ void cross_entropy_row(const Formula& f, ELEMENT* log
     int begin = min(rank * share, row.count), end = min(begin + share, row.count),
         staged = min(stage, end - begin);
     bool writer = rank == 0 && threadIdx.x == 0;
-    if (target < 0 || target >= f.classes || target == ignore_index) {  // true in all blocks of the cluster or in none
+    if (target < 0 || target >= f.classes || target == ignore_index) {  // the same in all blocks of the cluster
         if (GRADIENT) write_zeros(row, begin, end, f.classes);
         if (writer) losses[i] = target == ignore_index ? 0.0f : __uint_as_float(0x7fc00000u), lses[i] = 0.0f;
         return;
@@ -180,8 +181,8 @@ __device__ __forceinline__ void cross_entropy_row(const Formula& f, ELEMENT* log
 #define CLUSTERED
 #endif
 
-// Write losses[i] and lses[i] of each row i: 0 and 0 if its target is ignored, NaN and 0 if it is out of range.
-// CLUSTER blocks per row.
+// Write the loss and the log-sum-exp of each row i to losses[i] and lses[i]. If the row's target is ignored, both are
+// 0; if it is out of range, they are NaN and 0. CLUSTER blocks process each row.
 extern "C" __global__ CLUSTERED void cross_entropy_losses(const ELEMENT* logits, long long row_stride,
                                                           int classes, const long long* targets,
                                                           long long ignore_index, float smoothing,
@@ -193,8 +194,8 @@ extern "C" __global__ CLUSTERED void cross_entropy_losses(const ELEMENT* logits,
                              losses, lses);
 }
 
-// Do the same, and write the gradient of scale[i * scale_stride] * losses[i] over the logits; 0 for rows whose target
-// is ignored or out of range.
+// Do the same as cross_entropy_losses, and overwrite the logits with the gradient of scale[i * scale_stride] *
+// losses[i]. It is 0 for rows whose target is ignored or out of range.
 extern "C" __global__ CLUSTERED void cross_entropy_fused(ELEMENT* logits, long long row_stride, int classes,
                                                          const long long* targets, long long ignore_index,
                                                          float smoothing, float z_loss, float cap,

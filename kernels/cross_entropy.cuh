@@ -10,13 +10,13 @@
 // A row may start at any address. It is covered by aligned 16-byte vectors; the first and the last may contain elements
 // of the neighbouring rows, so these two are written element by element.
 //
-// ELEMENT: float, fp16 or bf16. GENERAL: 1 with label smoothing, class weights or a cap, else 0. WEIGHT: float; none
-// without class weights.
+// Macros: ELEMENT: float, fp16 or bf16. GENERAL: 1 with label smoothing, class weights or a cap, else 0. WEIGHT: float;
+// none without class weights.
 #pragma once
 #include "device.cuh"
 
 constexpr int COUNT = Wide<ELEMENT>::count;
-constexpr int GROUP = 4;  // vectors that a thread loads together
+constexpr int GROUP = 4;  // vectors that a thread loads at a time
 constexpr float LOG2E = 1.44269504088896341f;
 
 __device__ __forceinline__ float class_weight_of(const float* weight, int j) { return weight[j]; }
@@ -24,7 +24,7 @@ __device__ __forceinline__ float class_weight_of(const none*, int) { return 1.0f
 __device__ __forceinline__ float class_weight_sum(const float* sum, int) { return *sum; }
 __device__ __forceinline__ float class_weight_sum(const none*, int classes) { return classes; }
 
-struct Formula {  // the options of the loss, and the terms of its formula
+struct Formula {  // the options of the loss, and terms of the formula above
     float smoothing, z_loss, cap;
     int classes;
     const WEIGHT* weight;
@@ -40,7 +40,7 @@ struct Formula {  // the options of the loss, and the terms of its formula
     __device__ __forceinline__ float hit(int target) const {
         return GENERAL ? (1.0f - smoothing) * class_weight_of(weight, target) : 1.0f;
     }
-    __device__ __forceinline__ float all(int target, float lse) const {  // A above
+    __device__ __forceinline__ float all(int target, float lse) const {  // A in the formula above
         return hit(target) + smooth() * class_weight_sum(weight_sum, classes) + 2.0f * z_loss * lse;
     }
 };
@@ -70,11 +70,11 @@ struct Row {  // one row, covered by aligned 16-byte vectors
     }
 };
 
-struct Slope {  // gradient of z_j: exp2(z_j * LOG2E + offset) * all - smooth * w_j, minus hit at the target
+struct Slope {  // dloss/dz_j = exp2(z_j * LOG2E + offset) * all - smooth * w_j, minus hit if j is the target
     float offset, all, smooth, hit;
 };
 
-// Write the gradient of vector v, whose logits are `raw`, to vector v of `row`.
+// Compute the gradient of the logits `raw`, which are vector v of a row, and write it to vector v of `row`.
 __device__ __forceinline__ void write_vector(const Slope& s, const Formula& f, const Row& row, int v,
                                              uint4 raw, int target) {
     float g[COUNT], slope[COUNT];

@@ -1,9 +1,10 @@
-// The gradient of the cross-entropy from the lse of each row, which an earlier pass stored, and the rescaling of a
-// gradient that is written already. `parts` blocks work on a row; each vector is read once and written once.
+// Two kernels. The first computes the gradient of the cross-entropy from the lse (log-sum-exp) of each row, which an
+// earlier pass has stored. The second rescales a gradient. `parts` blocks process each row. Each vector is read and
+// written once.
 #include "cross_entropy.cuh"
 
-// Write the gradient, given the lses from cross_entropy_losses. `gradient` is `logits` itself, or an array with the
-// same row stride and the same alignment to 16 bytes.
+// Write the gradient of scale[i * scale_stride] times the loss of each row i. lses: from cross_entropy_losses.
+// gradient: `logits` itself, or an array with the same row stride and the same alignment to 16 bytes.
 extern "C" __global__ __launch_bounds__(256) void cross_entropy_gradient(
     const ELEMENT* logits, long long row_stride, int classes, const long long* targets, long long ignore_index,
     float smoothing, float z_loss, float cap, const WEIGHT* weight, const WEIGHT* weight_sum, int parts,
@@ -29,7 +30,8 @@ extern "C" __global__ __launch_bounds__(256) void cross_entropy_gradient(
     }
 }
 
-// Multiply row i by wanted / used. If the two are equal, as usual, the row is neither read nor written.
+// Multiply each row i of a gradient by wanted[i * wanted_stride] / used[i * used_stride]: replace the factor `used`
+// that it contains by `wanted`. If the two are equal (the usual case) or `used` is 0, the row is not accessed.
 extern "C" __global__ __launch_bounds__(256) void rescale(ELEMENT* x, long long row_stride, int classes,
                                                           int parts, const float* wanted, int wanted_stride,
                                                           const float* used, int used_stride) {

@@ -1,6 +1,6 @@
-// Device functions shared by all kernels, without CUDA headers: 16-bit formats, 16-byte accesses, a fast 2^x,
-// asynchronous copies into shared memory, thread-block clusters. Functions for newer architectures have a fallback
-// for older ones, or are called only where they exist.
+// Device functions shared by all kernels, without CUDA headers: 16-bit formats, 16-byte accesses, approximate 2^x, root
+// and reciprocal, asynchronous copies into shared memory, thread-block clusters. Functions that need a newer
+// architecture have a fallback for older ones, or are called only on newer ones.
 #pragma once
 
 struct fp16 {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void unpack2(unsigned pair, float* y, fp16) {
 
 // ---- 16 bytes, and 4 elements, at a time -----------------------------------------------------------------
 
-template <typename T> struct Wide {  // 16 bytes of a 16-bit type
+template <typename T> struct Wide {  // the conversion between 16 bytes of a 16-bit type and floats
     static constexpr int count = 8;
     static __device__ __forceinline__ void unpack(uint4 v, float* y) {
         unpack2(v.x, y, T()), unpack2(v.y, y + 2, T()), unpack2(v.z, y + 4, T()), unpack2(v.w, y + 6, T());
@@ -91,14 +91,14 @@ template <> struct Wide<float> {
     }
 };
 
-// Cache hint `.cs` (evict first), for data that is used once per step.
+// Access memory with the cache hint `.cs` (evict first), for data that is used once per step.
 __device__ __forceinline__ uint4 load_once(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ uint2 load_once(const uint2* p) { return __ldcs(p); }
 __device__ __forceinline__ unsigned load_once(const unsigned* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(uint2* p, uint2 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(unsigned* p, unsigned v) { __stcs(p, v); }
-// Without a cache hint, for data that is used again soon.
+// Access memory without a cache hint, for data that is used again soon.
 template <typename V> __device__ __forceinline__ V load_cached(const V* p) { return *p; }
 template <typename V> __device__ __forceinline__ void store_cached(V* p, V v) { *p = v; }
 
@@ -124,12 +124,12 @@ __device__ __forceinline__ float exp2_approx(float x) {  // 2^x with an error of
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float sqrt_approx(float x) {  // to 2^-23; 0 below 2^-126
+__device__ __forceinline__ float sqrt_approx(float x) {  // to 2^-23; 0 for x below 2^-126
     float y;
     asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float reciprocal_approx(float x) {  // to 1 ulp; inf below 2^-126, 0 above 2^126
+__device__ __forceinline__ float reciprocal_approx(float x) {  // to 1 ulp; inf for x below 2^-126, 0 above 2^126
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -163,8 +163,8 @@ template <int PENDING> __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
-// Barrier of the blocks of a cluster. What a block wrote before `cluster_arrive` is visible to the other blocks after
-// their `cluster_wait`. Between the two a block may do other work.
+// A barrier of the blocks of a cluster, in two parts. The writes of a block before `cluster_arrive` are visible to the
+// other blocks after their `cluster_wait`. Between the two calls a block may do other work.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -175,7 +175,8 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
-// Store `value` in the shared memory of block `rank` of this cluster, at the address that `local` has in this block.
+// Store `value` in the shared memory of block `rank` of this cluster, at the place that `local` is in this block's own
+// shared memory.
 __device__ __forceinline__ void store_remote(float* local, int rank, float value) {
 #if __CUDA_ARCH__ >= 900
     unsigned address = (unsigned)__cvta_generic_to_shared(local), remote;

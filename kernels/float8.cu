@@ -8,21 +8,22 @@
 //     absmax_whole, round_whole or round_transposed       2 reads, 1 byte written
 //     absmax_pieces, round_pieces                         the same, for ranges (pieces) of several matrices
 //     transpose_codes                                     1 byte read, 1 byte written
-// quantize_rows keeps a row in the registers of a block; what does not fit is read a second time, from the caches.
-// Where there are two passes, the second starts where the first ended, so that it finds those elements in L2.
+// quantize_rows keeps a row in the registers of a block; elements that do not fit are read a second time, from the
+// caches. A second kernel over the same matrix starts where the first ended, because it finds those elements in L2.
 //
-// ELEMENT: float, fp16 or bf16. ALIGNED: 1 if x is aligned to 16 bytes and rows of x and of the results are multiples
-// of 16 elements; else 0, and elements are accessed one by one.
+// Macros: ELEMENT: float, fp16 or bf16. ALIGNED: 1 if x is aligned to 16 bytes and rows of x and of the results are
+// multiples of 16 elements; else 0, and elements are accessed one by one.
 #include "device.cuh"
 
-constexpr int COUNT = Wide<ELEMENT>::count, WORDS = COUNT / 4;  // a part: 16 bytes of x, and the words of its codes
-constexpr int KEPT = 4;                                         // parts that a thread keeps in registers
-constexpr int THREADS = 256, SIDE = 64;                         // SIDE: rows of a tile
+// A part is 16 bytes of x. COUNT: its elements. WORDS: the 4-byte words that its codes take.
+constexpr int COUNT = Wide<ELEMENT>::count, WORDS = COUNT / 4;
+constexpr int KEPT = 4;                  // parts that a thread keeps in registers
+constexpr int THREADS = 256, SIDE = 64;  // SIDE: rows of a tile
 constexpr float MOST = 448.0f, LEAST = 1e-30f;
 
 // ---- elements --------------------------------------------------------------------------------------------
 
-// Load elements p[0 .. COUNT) into y. Only the first `left` exist; the others are set to 0.
+// Load elements p[0 .. COUNT) into y. Only the first `left` of them exist; the rest of y is set to 0.
 __device__ __forceinline__ void load_part(const ELEMENT* p, long long left, float* y) {
     if constexpr (ALIGNED) {
         Wide<ELEMENT>::unpack(left > 0 ? load_cached((const uint4*)p) : make_uint4(0, 0, 0, 0), y);
@@ -32,7 +33,7 @@ __device__ __forceinline__ void load_part(const ELEMENT* p, long long left, floa
     }
 }
 
-// Store codes p[0 .. 4 N), four per word of `codes`. Only the first `left` exist; the others are not written.
+// Store 4 N codes, four per word of `codes`, to p. At most `left` codes are written, because p ends there.
 template <int N> __device__ __forceinline__ void store_codes(e4m3* p, long long left, const unsigned* codes) {
     if constexpr (!ALIGNED) {
 #pragma unroll
@@ -47,7 +48,7 @@ template <int N> __device__ __forceinline__ void store_codes(e4m3* p, long long 
 
 // ---- rounding --------------------------------------------------------------------------------------------
 
-// Magnitudes are compared as integers, by their bits. This puts NaN above inf.
+// Return the bits of |x|. Magnitudes are compared as these integers, so that NaN counts as larger than inf.
 __device__ __forceinline__ int magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 __device__ __forceinline__ int warp_max(int x) {
     for (int offset = 16; offset > 0; offset >>= 1) x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
@@ -67,12 +68,12 @@ struct Scale {
     float scale, factor;
     __device__ __forceinline__ explicit Scale(int most) {
         float absmax = __uint_as_float((unsigned)most);
-        if (absmax < LEAST) absmax = LEAST;  // false for NaN, which stays
+        if (absmax < LEAST) absmax = LEAST;  // false for NaN, which is kept
         scale = absmax / MOST, factor = MOST / absmax;
     }
 };
 
-// Return the e4m3 code of x, rounded to nearest even. |x| must round to at most 448, or x is NaN.
+// Return the e4m3 code of x, rounded to nearest even. x must be NaN, or round to a magnitude of at most 448.
 __device__ __forceinline__ unsigned code(float x) {
     unsigned u = __float_as_uint(x), sign = u >> 24 & 0x80u, bits = u & 0x7fffffffu;
     if (bits > 0x7f800000u) return 0x7fu;
@@ -107,7 +108,7 @@ __device__ __forceinline__ int part_max(const float* y, int most) {
     return most;
 }
 
-// Round each row of x under its own scale, one block per row.
+// Round each row of x with its own scale, one block per row.
 extern "C" __global__ __launch_bounds__(256) void quantize_rows(const ELEMENT* x, int width, e4m3* values,
                                                                 float* scales) {
     x += (long long)blockIdx.x * width, values += (long long)blockIdx.x * width;
@@ -139,7 +140,7 @@ extern "C" __global__ __launch_bounds__(256) void quantize_rows(const ELEMENT* x
 // ---- in two passes: columns, or one scale ------------------------------------------------------------------
 
 // A block processes KEPT * THREADS * COUNT elements of a flat x. A thread has KEPT parts of COUNT elements: the first
-// begins at `first`, the others follow at distances of THREADS * COUNT. None extends beyond `stop`.
+// part begins at `first`, and the others follow at distances of THREADS * COUNT. Elements from `stop` on do not exist.
 __device__ __forceinline__ void load_span(const ELEMENT* x, long long first, long long stop, float (&y)[KEPT][COUNT]) {
 #pragma unroll
     for (int u = 0; u < KEPT; u++) load_part(x + first + u * THREADS * COUNT, stop - first - u * THREADS * COUNT, y[u]);
@@ -159,8 +160,9 @@ extern "C" __global__ __launch_bounds__(256) void absmax_whole(const ELEMENT* x,
     find_most(x, ((long long)blockIdx.x * KEPT * THREADS + threadIdx.x) * COUNT, n, most);
 }
 
-// Piece p of x begins at pieces[p] and ends at pieces[count + p]. Its first block of threads is pieces[2 * count + p],
-// and its last the one before the first of piece p + 1; an empty piece has none.
+// The piece of x that this block of threads processes. Piece p consists of elements pieces[p] .. pieces[count + p]. Its
+// first block is number pieces[2 * count + p], and its last one precedes the first block of piece p + 1. An empty piece
+// has no blocks.
 struct Piece {
     int number;
     long long first, stop;  // the first of this thread's elements, and the end of the piece
@@ -184,7 +186,7 @@ extern "C" __global__ __launch_bounds__(256) void absmax_pieces(const ELEMENT* x
     find_most(x, piece.first, piece.stop, most + piece.number);
 }
 
-// Round the elements of each piece p under the scale of most[p].
+// Round the elements of each piece p with the scale that follows from most[p], the bits of its largest magnitude.
 extern "C" __global__ __launch_bounds__(256) void round_pieces(const ELEMENT* x, const long long* pieces, int count,
                                                                const int* most, e4m3* values) {
     Piece piece(pieces, count);
@@ -197,7 +199,7 @@ extern "C" __global__ __launch_bounds__(256) void round_pieces(const ELEMENT* x,
 }
 
 // Set rows and columns, which must be 0 before, to the bits of the largest magnitude of each row and of each column.
-// A block processes a tile of SIDE rows and 32 * COUNT columns, of which each warp reads full rows.
+// A block processes a tile of SIDE rows and 32 * COUNT columns; each warp reads full rows of the tile.
 extern "C" __global__ __launch_bounds__(256) void absmax_both(const ELEMENT* x, int height, int width, int* rows,
                                                               int* columns) {
     constexpr int ACROSS = 32 * COUNT, WARPS = THREADS / 32, STRIDE = 36;  // STRIDE avoids bank conflicts
@@ -230,8 +232,8 @@ extern "C" __global__ __launch_bounds__(256) void absmax_both(const ELEMENT* x, 
     }
 }
 
-// Set factors[i], i < N, for row or column number first + i; with STEP 0 all have the factor of most[0]. Write the
-// scales to global memory too, unless `scales` is null.
+// Set factors[i], i < N, to the factor with which row (or column) number first + i is multiplied before it is rounded.
+// With STEP 0, all have the factor of most[0]. Write the scales to global memory too, unless `scales` is null.
 template <int N, int STEP>
 __device__ __forceinline__ void find_factors(const int* most, int first, int count, float* factors, float* scales) {
     int i = threadIdx.x, at = first + i;
@@ -241,9 +243,9 @@ __device__ __forceinline__ void find_factors(const int* most, int first, int cou
     if (scales) scales[at] = found.scale;
 }
 
-// Second pass: round a tile of SIDE rows and 16 * COUNT columns; block 0 has the last tile. A thread has one part of
-// each of four rows, so that it can write full words of four codes both of `rows` and of the transpose, `columns`. A
-// row of the transpose has `stride` codes; those beyond `height` are zeros.
+// The second pass: round a tile of SIDE rows and 16 * COUNT columns. Block 0 has the last tile, which the first pass
+// has read last. A thread has one part of each of four rows, so that it can write words of four codes both to `rows`
+// and to the transpose `columns`. A row of the transpose has `stride` codes; those beyond `height` are zeros.
 template <bool ROWS, bool COLUMNS, int STEP>
 __device__ __forceinline__ void round_tile(const ELEMENT* x, int height, int width, const int* row_most, e4m3* rows,
                                            float* row_scales, const int* column_most, e4m3* columns,
@@ -305,7 +307,7 @@ extern "C" __global__ __launch_bounds__(256) void round_transposed(const ELEMENT
 // ---- codes -----------------------------------------------------------------------------------------------
 
 // Write the transpose y (width, height) of the codes x (height, width); both sizes are multiples of 16. A block
-// processes SIDE rows and 256 columns, a thread 16 columns of four rows, so that it can write words of four codes of y.
+// processes SIDE rows and 256 columns. A thread reads 16 columns of four rows, so that it has words of four codes of y.
 // This kernel does not depend on ELEMENT.
 extern "C" __global__ __launch_bounds__(256) void transpose_codes(const e4m3* x, int height, int width, e4m3* y) {
     constexpr int ACROSS = 256, STRIDE = SIDE / 4 + 1;

@@ -1,13 +1,13 @@
 // Sum of squares of a flat gradient, or of each of its segments. The result is bitwise reproducible: each element
 // belongs to a fixed thread, and partial sums are added in a fixed order.
 //
-// Every element is read once. ELEMENT: float, fp16 or bf16.
+// Every element is read once. Macro ELEMENT: float, fp16 or bf16.
 #include "squares.cuh"
 
 constexpr int UNROLL = 4;  // pending 16-byte loads per thread
 
-// Return this thread's part of the sum over x[0..n), which is divided among `step` blocks. This is block number `first`
-// of them.
+// Return this thread's part of the sum of squares of x[0 .. n). The work is divided among `step` blocks, of which this
+// is number `first`.
 __device__ double thread_squares(const ELEMENT* x, long long n, long long first, long long step) {
     const int count = Wide<ELEMENT>::count;
     long long head =
@@ -44,7 +44,7 @@ extern "C" __global__ __launch_bounds__(256) void squared_norm_partials(const EL
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// Add the sum of the partials to out[0], and set out[1] to 1 if that sum is not finite. One block.
+// Add the sum of the partials to out[0], and set out[1] to 1 if the sum is not finite. Launch a single block.
 extern "C" __global__ __launch_bounds__(256) void add_squared_norm(const double* partials, int count,
                                                                    double* out) {
     double sum = 0.0;
@@ -64,7 +64,7 @@ extern "C" __global__ __launch_bounds__(256) void piece_squares(const ELEMENT* x
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// Write out[s] = the sum of partials[firsts[s] .. firsts[s + 1]), one warp per segment.
+// Write the sum of partials[firsts[s] .. firsts[s + 1]) to out[s] for each segment s, one warp per segment.
 extern "C" __global__ __launch_bounds__(256) void segment_squares(const double* partials,
                                                                   const long long* firsts, int segments,
                                                                   double* out) {

@@ -3,9 +3,9 @@
 // ranks, divided once and rounded once, so the result has the same bits in every run.
 //
 // Every row is read once and the mean is written once. A running sum of accumulated gradients is read and written too.
-// The kernel also returns the sum of squares of what it writes, from which the norm, and whether all is finite, follow.
+// The kernel also returns the sum of squares of the written elements, for the gradient norm and to find inf and NaN.
 //
-// ELEMENT: float, fp16 or bf16. TOTAL: float; none if there is no running sum.
+// Macros: ELEMENT: float, fp16 or bf16. TOTAL: float; none if there is no running sum.
 #include "squares.cuh"
 
 constexpr int COUNT = Wide<ELEMENT>::count;
@@ -21,14 +21,14 @@ __device__ __forceinline__ void add_total4(none*, long long, float*) {}
 __device__ __forceinline__ float add_total(float* total, long long i, float mean) { return total[i] += mean; }
 __device__ __forceinline__ float add_total(none*, long long, float mean) { return mean; }
 
-// Return the values of rank r: `mine` if r is `own`, else one of the `rows`, which are `stride` elements apart and in
-// the order of ranks, leaving out `own`.
+// Return the values of rank r: `mine` if r is this rank's number, `own`; otherwise one of the `rows`. They contain the
+// values of the other ranks in rank order, `stride` elements apart.
 __device__ __forceinline__ const ELEMENT* values(const ELEMENT* rows, long long stride, const ELEMENT* mine, int own,
                                                  int r) {
     return r == own ? mine : rows + (r - (r > own)) * stride;
 }
 
-// Write the mean to `out`. If there is a running sum `total`, add the mean to it and write the new sum to `out` too.
+// Write the mean to `out`. If there is a running sum `total`, instead add the mean to it and write the new sum to `out`.
 // The first `vectors` 16-byte vectors, aligned in every array, are processed one per thread, the remaining elements one
 // by one. squares: for each block of threads, the sum of squares of what it has written. `total` and `out` may be the
 // same array if both are float.

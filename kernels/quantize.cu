@@ -1,17 +1,17 @@
 // Unpack quantized weights into the full parameters that a block computes with.
-// hf_bmtrain/features/packed/arithmetic.py defines the bytes of a cell. The cells are read once (0.52, 0.56 or 1.06
-// bytes per element) and the elements are written once.
+// hf_bmtrain/features/packed/arithmetic.py defines the bytes of a cell (16,384 packed elements). The cells are read
+// once (0.52, 0.56 or 1.06 bytes per element) and the elements are written once.
 //
-// BITS: 4 (nf4) or 8 (e4m3). SCALE_BITS: 8 (the scales are quantized too) or 32. ELEMENT: float, fp16 or bf16.
-// TABLES: float; none if no table is needed, because codes are numbers and scales are float32.
+// Macros: BITS: 4 (nf4) or 8 (e4m3). SCALE_BITS: 8 (the scales are quantized too) or 32. ELEMENT: float, fp16 or bf16.
+// TABLES: float; none if no table is needed, because codes are e4m3 numbers and scales are float32.
 #include "device.cuh"
 
 constexpr int CELL = 16384, THREADS = 256, AT_ONCE = 8;
 constexpr int CODE_WORDS = CELL * BITS / 32;                                // words of 4 bytes
 constexpr int CELL_WORDS = CODE_WORDS + (SCALE_BITS == 8 ? 256 / 4 + 4 : 256);
 
-// The scale of a block of 64 elements. Product and sum are rounded separately, as in torch, so that the results are
-// equal: the compiler must not fuse them.
+// Return the scale of a block of 64 elements. Product and sum are rounded separately, because fusing them would give
+// other results than torch.
 __device__ __forceinline__ float scale_of(const int* tail, int block, const TABLES* tables) {
 #if SCALE_BITS == 8
     int number = tail[block / 4] >> (8 * (block % 4)) & 255;
@@ -22,7 +22,8 @@ __device__ __forceinline__ float scale_of(const int* tail, int block, const TABL
 #endif
 }
 
-// The bits of an e4m3 number, shifted to fp16, are a number that is 256 times smaller. This holds for subnormals too.
+// Convert an e4m3 number. Its bits, shifted to the places of sign, exponent and fraction in fp16, are a number that is
+// 256 times smaller, also for subnormals.
 __device__ __forceinline__ float from_e4m3(unsigned code) {
     return to_float(fp16{(unsigned short)((code & 0x80u) << 8 | (code & 0x7fu) << 7)}) * 256.0f;
 }

@@ -1,10 +1,10 @@
 // Sum of squares of a thread's vectors, and sum over the threads of a block.
 //
-// Squares of one tile (N vectors of one thread) are added in float32, and tile sums in float64. If a tile's float32
-// sum is not finite, its squares are added again in float64, where squares of finite float32 numbers cannot overflow.
-// So a sum is inf or NaN if and only if an element is, without a second pass or a flag.
+// The squares of one tile (N vectors of one thread) are added in float32, and the sums of tiles in float64. If a tile's
+// float32 sum is not finite, its squares are added again in float64, where squares of finite float32 numbers cannot
+// overflow. So a sum is inf or NaN if and only if an element is, without a second pass over memory or a flag.
 //
-// ELEMENT: float, fp16 or bf16.
+// Macro ELEMENT: float, fp16 or bf16.
 #pragma once
 #include "device.cuh"
 
@@ -37,7 +37,7 @@ template <int N> __device__ __forceinline__ double tile_squares(const uint4* v) 
     return exact;
 }
 
-// Return, in thread 0, the sum of `x` over all threads of the block, which has at most 32 warps, all of them full.
+// Return the sum of `x` over all threads of the block. Only thread 0 gets it. The block has at most 32 warps, all full.
 __device__ double block_sum(double x) {
     __shared__ double warp_sums[32];
     for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);

@@ -28,7 +28,7 @@ __device__ __forceinline__ const ELEMENT* values(const ELEMENT* rows, long long 
     return r == own ? mine : rows + (r - (r > own)) * stride;
 }
 
-// Write the mean to `out`. If there is a running sum `total`, instead add the mean to it and write the new sum to `out`.
+// Write the mean to `out`. With a running sum `total`, instead add the mean to it and write the new sum to `out`.
 // The first `vectors` 16-byte vectors, aligned in every array, are processed one per thread, the remaining elements one
 // by one. squares: for each block of threads, the sum of squares of what it has written. `total` and `out` may be the
 // same array if both are float.

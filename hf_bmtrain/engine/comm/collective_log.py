@@ -220,7 +220,7 @@ class CollectiveLog:
         self.refuse()
 
     def excerpt(self) -> Excerpt:
-        """Return the last SENT entries of this log, or all if there are fewer."""
+        """Return the last SENT (64) entries of this log, or all if there are fewer."""
         return _excerpt(self._memory)
 
     def compare(self, theirs: Excerpt) -> Difference | None:
@@ -242,7 +242,7 @@ class CollectiveLog:
         return None
 
     def entry(self, number: int) -> int | None:
-        """Return entry number `number`, counted from 1, or None if it does not exist or is no longer stored."""
+        """Return the entry at position `number` of this log, counted from 1, or None if it is not stored."""
         digests = [self._digest(number - 1), self._digest(number)]
         return None if None in digests else _entries(digests)[0]  # pyright: ignore[reportArgumentType]
 

@@ -2,8 +2,8 @@
 
 The module `nccl` implements the interface for GPUs. The operations of a `Communicator` run in the order in which they
 were issued, asynchronously to the computation. Each returns a `Ticket`. Call its `wait` before reading the result or
-freeing an operand.
-Every rank must issue the operations of all communicators in the same order, from one thread at a time.
+freeing an operand. Every rank must issue the operations of all communicators in the same order, from one thread at a
+time.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class Communicator(Protocol):
     def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
         """Replace the 1-D `tensor` on every rank by its elementwise mean over the ranks.
 
-        The result is bit-identical on all ranks.
-
-        Collective: every rank must call it.
+        Collective: every rank must call it. The result is bit-identical on all ranks.
         """
         ...
 
@@ -137,7 +135,10 @@ class Gather(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """The size in bytes of this rank's shards that torch's allocator has not allocated, and so does not count."""
+        """The number of bytes of this rank's shards that are outside torch's allocator.
+
+        Torch's memory statistics do not count them.
+        """
         return 0
 
     def allocate(

@@ -84,7 +84,10 @@ class Layout:
 
     @property
     def extent(self) -> int:
-        """The number of elements of the flat buffer up to the end of the last tensor, for any number of shards."""
+        """The number of elements of the flat buffer up to the end of the last tensor.
+
+        It does not depend on the number of shards.
+        """
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
     def range_of(self, index: int, rank: int) -> Range:
@@ -107,7 +110,10 @@ class Layout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The sizes of the flat buffer's parts: gap, tensor, gap, …, tensor, gap. A gap is padding, or empty."""
+        """The sizes, in elements, of the parts of the flat buffer: gap, tensor, gap, …, tensor, gap.
+
+        A gap is padding, and may be empty.
+        """
         return _alternating([(o, o + n) for o, n in zip(self.offsets, self.numels)], self.numel)
 
     def shard_sizes(self, rank: int) -> list[int]:

@@ -94,7 +94,7 @@ class PeerGather(Gather):
             device: this rank's device.
             open_meetings: a collective function that opens a separate communicator, with which the ranks announce
                 asynchronous updates of weights. It is called before the first such update.
-            members: for each rank of `communicator`, its index in the result of `exchange`. None if that is the rank.
+            members: for each rank of `communicator`, its index in the result of `exchange`. None if it is the rank.
         """
         self.communicator, self.collective = communicator, collective
         self._memory, self._exchange, self._smallest = memory, exchange, smallest

@@ -86,12 +86,12 @@ class Mailboxes:
         self._taken, self.nbytes = 0, nbytes
 
     def take(self) -> Mailbox:
-        """Return this rank's mailbox for the next reduction. The mailboxes are used in turn."""
+        """Return this rank's mailbox into which other ranks copy in the next reduction. Mailboxes are used in turn."""
         self._taken += 1
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return this rank's mailbox for the reduction that precedes the one that uses `box`."""
+        """Return this rank's mailbox that was used by the reduction before the one that uses `box`."""
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:

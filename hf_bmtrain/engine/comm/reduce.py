@@ -115,7 +115,7 @@ class Reducer(Protocol):
 
 
 class Reduction(Protocol):
-    """A way to average gradients over ranks. It makes a reducer for each flat buffer.
+    """A way to average gradients over ranks. `reducer` returns an object that does so for one flat buffer.
 
     Attributes:
         ahead: the number of blocks whose reductions may be pending while another block computes its backward.
@@ -125,7 +125,10 @@ class Reduction(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """The size in bytes of the memory that this reduction uses and torch's allocator does not count."""
+        """The number of bytes that this reduction has allocated outside torch's allocator.
+
+        Torch's memory statistics do not count them.
+        """
         return 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
@@ -251,7 +254,7 @@ class _CollectiveReducer(CollectingReducer):
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
-        """The memory for the packed gradients, which is freed between reductions, and the Packing that fills it."""
+        """The memory for the packed gradients, freed between reductions, and the object that copies gradients there."""
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
@@ -276,8 +279,8 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        # DONE: the communicator has one rank, and has only queued a copy on this stream. A mean over hosts that follows
-        # must wait for the copy.
+        # DONE means that the communicator has one rank, and has only queued a copy on this stream. A later mean over
+        # hosts must wait for this copy.
         arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
         if self._owner.summed != 1:
             arrived = _Multiplied(arrived, arriving, self._owner.summed)

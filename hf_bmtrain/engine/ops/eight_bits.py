@@ -63,7 +63,8 @@ class Moments(NamedTuple):
     def part(self, start: int, stop: int) -> Moments:
         """Return the moments of elements start:stop, as views.
 
-        `start` must be a multiple of 32, and so must `stop`, unless a parameter or the moments end there.
+        Because 32 elements share an exponent, `start` must be a multiple of 32, and so must `stop` unless a parameter
+        or the moments end there.
         """
         assert start % BLOCK == 0, start
         blocks = slice(start // BLOCK, -(-stop // BLOCK))

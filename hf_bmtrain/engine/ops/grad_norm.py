@@ -1,8 +1,8 @@
 """Squared norms of flat gradients, computed deterministically in one pass. Results are on the device, in float64.
 
 A result is inf or NaN if and only if an element is, because float64 can represent the square of any float32. The
-kernels first add the squares of up to 32 elements in float32, and repeat this in float64 if the sum is not finite. So a
-square below 1e-38 may count as zero.
+kernels first add the squares of up to 32 elements in float32, where a square below 1e-38 may become zero. If the sum is
+not finite, they repeat it in float64.
 """
 
 import itertools
@@ -15,10 +15,10 @@ from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
-BLOCKS = 528  # thread blocks at most, on all devices alike, so that the order of additions is the same
+BLOCKS = 528  # maximum number of thread blocks; equal on all devices, so that all add in the same order
 TILE_BYTES = THREADS * 64
 PIECE = 1 << 16  # the maximum number of elements whose squares one thread block sums
-CHUNK = 1 << 18  # elements that the CPU converts to float64 at a time
+CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time
 
 
 @cache

@@ -44,8 +44,8 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
             `out` itself.
 
     Returns:
-        (k,) float64, of any length k: sums of squares that add up to the squared norm of `out`. The sum is inf or NaN
-        if an element of `out` is.
+        (k,) float64, for some k: partial sums of squares. Their sum is the squared norm of `out`. It is inf or NaN if
+        an element of `out` is.
     """
     (others, n), device = rows.shape, rows.device
     expect("mine", mine, C_NAMES if rows.is_cuda else (*C_NAMES, torch.float64), (n,), device)

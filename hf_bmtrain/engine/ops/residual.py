@@ -100,10 +100,13 @@ class Master:
     def follow_weight(self) -> None:
         """Update float32 masters after something other than the optimizer has written the weights.
 
-        A master that still rounds to its weight does not change. Otherwise, the master of a bfloat16 weight moves with
-        the weight: it keeps its distance from the old weight, unless the result would not round to the new weight; then
-        it becomes equal to the new weight. The master of a float16 weight then becomes equal to the weight. Masters
-        that are stored as residuals need no update, because a residual is this distance.
+        A master that still rounds to its weight does not change. For the others:
+
+        * The master of a bfloat16 weight moves with the weight, at the same distance. If the result would not round to
+          the new weight, the master becomes equal to the weight.
+        * The master of a float16 weight becomes equal to the weight.
+
+        Masters that are stored as residuals need no update, because a residual is the distance from the weight.
         """
         if self.stored is None or self.is_residual:
             return

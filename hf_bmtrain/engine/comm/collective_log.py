@@ -47,7 +47,7 @@ _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
 
 
 def code(kind: str, number: int) -> int:
-    """Return the number that stands for an operation in the collective log: its entry.
+    """Return the collective log's entry for an operation. An entry is a number.
 
     Args:
         kind: the kind of the operation, one of `_KINDS`, such as "all-gather".
@@ -59,7 +59,9 @@ def code(kind: str, number: int) -> int:
 
 
 def value_code(kind: str, value: float) -> int:
-    """Return the number that stands in the collective log for a value that must be equal on all ranks: its entry.
+    """Return the collective log's entry for a value that must be equal on all ranks, such as a learning rate.
+
+    An entry is a number.
 
     Args:
         kind: the use of the value, one of `_OF_VALUES`, such as "step with learning rate".
@@ -93,7 +95,7 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
     Args:
         entry: the entry, from `code` or `value_code`.
         names: {number of a flat buffer: its name}.
-        occasions: {number: the description that it stands for} of exchanges of Python objects and of decisions.
+        occasions: {number: description} of the exchanges of Python objects and of the decisions.
     """
     kind, number = kind_and_number(entry)
     if kind in _OF_ELEMENTS:
@@ -159,7 +161,8 @@ class CollectiveLog:
         problem: the reason why this rank must stop, such as a difference from another rank, or None.
         told: whether an error with the text of `problem` has been raised.
         explain: a function that describes a difference between this log and another rank's. It takes this log, the
-            number of the other rank, and the last entries of that rank's log, and returns None if it finds none.
+            number of the other rank, and the last entries of that rank's log. It returns None if it finds no
+            difference.
     """
 
     def __init__(self, name: str) -> None:

@@ -295,6 +295,8 @@ class _GlooTicket:
 class GlooCommunicator:
     """A communicator for CPU tensors. Operations run asynchronously in gloo's threads.
 
+    Creating it is collective: every rank must do so.
+
     Means are computed in float32 (float64 for float64). `reduce_scatter_mean` adds the values in rank order, so its
     results are bit-identical in every run.
 

@@ -18,7 +18,7 @@ from .streams import Immediate, Ticket, WorkStream, work_stream
 
 
 class ShardGroup:
-    """The communicator of the ranks that store different shards, for `shard_over="host"`: each host stores all shards.
+    """The communicator of the ranks that store different shards, if every host stores all shards (`shard_over="host"`).
 
     Collectives take place between the ranks of this host. Only a broadcast goes from a rank of the first host to all
     ranks of all hosts.

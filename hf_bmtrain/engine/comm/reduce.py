@@ -87,7 +87,7 @@ class Reducer(Protocol):
     """
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
-        """Accept the full gradient of one tensor before `send`. If one was accepted before, their sum is used.
+        """Accept the full gradient of one tensor before `send`. Several gradients of the same tensor are summed.
 
         Args:
             index: the index of the tensor in the layout.

@@ -35,7 +35,7 @@ DONE: Event = _Done()
 
 
 class WorkStream:
-    """A queue of work with its own CUDA stream. The caller must keep memory that queued work uses.
+    """A queue of work with its own CUDA stream. The caller must not free memory while queued work uses it.
 
     Args:
         device: the CUDA device.

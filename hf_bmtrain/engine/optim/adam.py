@@ -40,8 +40,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
 
     All parameters must be on one device. Parameters of one parameter group that are adjacent in a flat buffer are
-    updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are only
-    read. In `step`, the host never waits for the device.
+    updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are read,
+    never written. In `step`, the host does not wait for the device.
 
     The state consists of m, v and, for half-precision weights, a master copy of w. All of them are float32 by default.
     The weights are the masters, rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which
@@ -53,8 +53,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     If half-precision weights are written between steps (by loading, averaging or masking), the masters of the changed
     weights are set to values that round to the new weights (see `Master.follow_weight`).
 
-    OptimManager or torch.amp.GradScaler may set two float32 scalars on the device before `step`. The gradients are
-    divided by `grad_scale`, and the update is skipped if `found_inf` is not 0.
+    OptimManager or torch.amp.GradScaler may set two attributes before `step`, both float32 scalars on the device: the
+    gradients are divided by `grad_scale`, and the update is skipped if `found_inf` is not 0.
 
     Args:
         params: parameters, or parameter groups as for torch's optimizers. Their dtype must be float32, float16 or
@@ -88,7 +88,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     adamw_state = True
     """Whether `state_dict` contains AdamW's two moments for every parameter. Subclasses may set this to False."""
     _step_supports_amp_scaling = True
-    # Set before a step and deleted after it, because GradScaler multiplies its own scale by an existing `grad_scale`.
+    # Both attributes exist only during a step, because GradScaler would multiply its own scale by a `grad_scale` that
+    # is left over from the last step.
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
@@ -124,8 +125,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "decoupled": decoupled})
         self.loss_scale: torch.Tensor | None = None  # set by OptimManager
         self._exp_avg_dtype = torch.uint8 if state_bits == 8 else exp_avg_dtype
-        self._loaded: set[torch.nn.Parameter] = set()  # parameters whose loaded state is not yet used
-        # Hashes of the state that was loaded last. The next step compares them between the ranks, and then sets None.
+        self._loaded: set[torch.nn.Parameter] = set()  # parameters with a loaded state that no step has used yet
+        # Hashes of the state that was loaded last. The next step compares them between the ranks, then sets this to
+        # None.
         self.loaded_facts: dict[str, str] | None = None
         self._active: list[list[torch.nn.Parameter]] = []  # the parameters that the last step updated, by group
         self._states: list[RunState] = []
@@ -163,7 +165,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def step(self, closure=None, scale: float = 1.0):
         """Update every parameter that has a gradient.
 
-        Every rank must call it, because some steps compare the optimizers of all ranks.
+        Collective: every rank must call it, because some steps compare the optimizers of all ranks.
 
         Args:
             closure: a function that computes the loss, called before the update; or None.
@@ -179,7 +181,8 @@ class AdamOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if type(scale) is not float:
             scale = as_number("scale", scale)
-        # Subclasses override `_step`, because torch would call the step hooks twice if `step` were overridden.
+        # Subclasses override `_step`. If they overrode `step` and called this method in it, torch would run the step
+        # hooks twice.
         if scale == 1.0:
             self._step()
             return loss
@@ -196,17 +199,18 @@ class AdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        # Adjacent local parameters that have gradients, and have taken equally many steps, form one run (see `Run`).
+        # Divide the parameters with gradients into runs: adjacent local parameters that have taken equally many steps,
+        # and are therefore updated by one kernel launch.
         self._arrange([with_gradients(group["params"]) for group in self.param_groups])
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
-        """Update the runs (lists of adjacent parameters) with these numbers. Their gradients must be complete.
+        """Update some of the runs (lists of adjacent parameters). Their gradients must be complete.
 
-        numbers: in ascending order.
+        numbers: the indices of these runs in `self._states`, in ascending order.
         """
         states = [self._states[number] for number in numbers]
-        # 1. Wait for earlier updates. If weights were written after the last step, let their masters follow.
+        # 1. Wait for earlier updates. If something else has written weights since, update their float32 masters.
         for state in states:
             if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()
@@ -218,19 +222,28 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._steps.advance(numbers)
         # 3. Update the weights and the state.
         self._update(numbers)
-        # 4. Increment the versions, also of empty ranges, so that all ranks gather the new weights.
+        # 4. Increment torch's version counters of the weights, so that the next all-gather sends the new weights. Also
+        # do so for runs without elements on this rank, because all ranks must decide alike.
         torch.autograd.graph.increment_version([state.run.weights for state in states])
         for state in states:
             state.version = state.run.weights._version
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update each of these runs in one kernel launch. Subclasses may return before the updates are complete."""
+        """Update the weights and the state of some runs (lists of adjacent parameters), in one kernel launch per run.
+
+        Subclasses may return before the updates are complete.
+
+        numbers: the indices of these runs in `self._states`.
+        """
         for number in numbers:
             state = self._states[number]
             self._steps.update(number, Elements(state.run.gradient(), state.master, state.exp_avg, state.index_base))
 
     def _settings(self) -> list[Hyper]:
-        """Return the settings of every parameter group: lr, beta1 and so on, in the order of HYPER."""
+        """Return a tuple of settings for each parameter group, as the kernels expect them.
+
+        The order is lr, β₁, β₂, eps, decoupled weight decay, hold_steps, weight decay that is added to the gradient.
+        """
         return [
             (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
              0.0 if g["decoupled"] else decay)
@@ -259,12 +272,13 @@ class AdamOptimizer(torch.optim.Optimizer):
     # -- runs and state -----------------------------------------------------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
-        """Divide the parameters that this step updates into runs, unless they are those of the last step.
+        """Divide the parameters that this step updates into runs, lists of adjacent parameters with flat state tensors.
 
-        Returns whether they were divided anew. A run of the same parameters as an earlier one keeps its state tensors.
-        For other runs, state tensors are allocated, and the parameters' earlier or loaded state is copied into them.
+        Does nothing and returns False if the last step updated the same parameters; otherwise returns True. A run of
+        the same parameters as an earlier run keeps its state tensors. For other runs, state tensors are allocated, and
+        the parameters' earlier or loaded state is copied into them.
 
-        active: the parameters that this step updates, by parameter group.
+        active: the parameters that this step updates, a list for each parameter group.
         """
         if same_members(active, self._active):
             return False
@@ -281,7 +295,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
-        # Sort by element index, because `_allocate` of a subclass may lay out the state in the order of the runs.
+        # Sort the runs by their first element, because a subclass's `_allocate` may lay out the state in this order.
         new.sort(key=lambda run: (bases[run.owner], run.start))
         tensors = dict(zip(new, self._allocate(new)))
         self._states = []
@@ -305,15 +319,19 @@ class AdamOptimizer(torch.optim.Optimizer):
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
-        """Return the number of steps that `parameter` has taken, by which neighbours are divided into runs.
+        """Return the number of steps that `parameter` has taken.
 
-        A run is a range of adjacent parameters that are updated together, and has a single step count.
+        Adjacent parameters are updated together, as one run, only if this number is the same, because a run has a
+        single step count.
         """
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 
     def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
-        """Allocate the state tensors of new runs: moments of zero, and masters that the caller must fill."""
+        """Allocate state tensors for new runs (lists of adjacent parameters), and return them in the same order.
+
+        The moments are zero. The masters are not initialized; the caller must fill them.
+        """
         tensors: list[StateTensors] = []
         for weights in (run.weights for run in runs):
             dtype = master_dtype(weights.dtype, weights.device)
@@ -327,7 +345,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # a state of torch's AdamW does not have these settings
+        for group in self.param_groups:  # groups of torch's AdamW do not have these settings
             for name in ("hold_steps", "decoupled"):
                 group.setdefault(name, self.defaults[name])
 
@@ -343,7 +361,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         return copied
 
     def _of(self, groups: list[dict[str, Any]]) -> AdamOptimizer:
-        """Create an optimizer of this class for other parameter groups, which contain all settings."""
+        """Create an optimizer of the same class, with moments of the same dtype, for other parameter groups.
+
+        groups: parameter groups that contain all other settings, such as lr.
+        """
         if self._exp_avg_dtype == torch.uint8:
             return type(self)(groups, state_bits=8)
         return type(self)(groups, exp_avg_dtype=self._exp_avg_dtype)
@@ -356,7 +377,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Args:
             gather: whether to return the full state instead, copied to host memory on rank 0. Other ranks get no
-                tensors. Any number of ranks can load the result, if each rank passes it to `load_state_dict`. With
+                tensors. Any number of ranks can load rank 0's result, if each rank passes it to `load_state_dict`. With
                 True, the call is collective: every rank must make it.
         """
         expect_flag("gather", gather)
@@ -371,11 +392,11 @@ class AdamOptimizer(torch.optim.Optimizer):
             self.state = kept
 
     def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the state of each parameter, without copying. The next step changes these tensors.
+        """Return {parameter: its state} without copying. The next step changes these tensors.
 
-        Only 8-bit moments are new tensors: float32, in host memory. For bfloat16 weights on CUDA, the state has
-        "residual" instead of "master" (see the class). If weights were written since the last step, their float32
-        masters are updated first (see `Master.follow_weight`).
+        Exception: 8-bit moments are returned as new float32 tensors in host memory. For bfloat16 weights on CUDA, the
+        state has "residual" (the 16-bit differences between masters and weights) instead of "master". If weights were
+        written since the last step, their float32 masters are first set to values that round to the new weights.
         """
         self._finish()
         for state in self._states:
@@ -388,6 +409,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Load the state of any AdamW optimizer. It stays in float32; torch would cast it to the parameters' dtype.
 
         The loaded state is a copy in host memory until the next step, so that the device never stores it twice.
+        Collective if the state is from `state_dict(gather=True)`: every rank must then call it.
 
         Args:
             state_dict: this rank's state; or, on every rank, the full state, from which this rank takes its elements.
@@ -401,17 +423,23 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._load(state_dict, copied=True)
 
     def take_state_dict(self, state_dict: dict) -> None:
-        """Load a state dict like `load_state_dict`, but use the tensors themselves if they need no conversion."""
+        """Load a state dict like `load_state_dict`, but do not copy tensors that are float32 and in host memory.
+
+        The optimizer keeps these tensors until its next step, so the caller must not write to them.
+        """
         self._load(state_dict, copied=False)
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Load step counts and parameter groups, and allocate the other state tensors, for the caller to fill.
+        """Load step counts and parameter groups, and allocate the other state tensors.
+
+        The caller fills these tensors in place, so that loading a checkpoint needs no second copy of the state.
 
         Args:
             state_dict: a state dict whose "state" contains only step counts.
 
         Returns:
-            The state of the parameters that have a step count, as `stored_state` returns it.
+            {parameter: {name: state tensor}} for the parameters that have a step count, in the form in which the
+            optimizer stores the state: possibly with residuals instead of masters, and with 8-bit moments.
         """
         self._load(state_dict, copied=True)
         self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])

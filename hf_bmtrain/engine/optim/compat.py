@@ -2,9 +2,9 @@
 
 Users may create any torch optimizer over sharded parameters, or may have created one before the model was sharded. The
 only place that sees all of them is torch's process-wide hook before an optimizer's step, which `init_distributed`
-registers. An optimizer is checked in its first step, and again after its parameter groups have changed or more
-parameters were sharded. In every other step, the hook only verifies that neither has happened. In every step, it
-records the optimizer's settings in the collective log, so that the ranks can compare them.
+registers. It checks an optimizer in the first step, and again after the optimizer's parameter groups have changed or
+more parameters were sharded. In every step, it also records the optimizer's settings in the collective log, by which
+the ranks verify that they do the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
     """Check that `optimizer` can step over its sharded parameters, if it has any. Collective: every rank must call it.
 
     Returns:
-        The FullState that gathers the optimizer's state dicts, or None if it has no sharded parameter.
+        The optimizer's FullState, which gathers and shards its state dicts; None if it has no sharded parameter.
 
     Raises:
         RuntimeError: the optimizer has parameters from before the model was sharded, or ordinary parameters whose
@@ -69,7 +69,7 @@ def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.n
 
     Collective: every rank must call it.
 
-    ordinary: these parameters.
+    ordinary: the optimizer's unsharded parameters.
     """
     world = current_world()
     if world.size == 1 or not ordinary:
@@ -103,7 +103,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _finish_load(optimizer: Any, full_state: FullState) -> None:
-    """If a full state was loaded since the last step, compare it between the ranks, then shard it.
+    """If a full state was loaded since the last step, check that it is the same on all ranks, and then shard it.
 
     Collective: every rank must call it.
     """
@@ -119,7 +119,9 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
 
 
 def install() -> Callable[[], None]:
-    """Check every optimizer before its steps, and let torch's optimizers use foreach functions for local parameters.
+    """Register a hook that checks every optimizer before its steps, and allow foreach functions on local parameters.
+
+    Without the second change, torch's optimizers would update local parameters (this rank's elements) one by one.
 
     Returns:
         A function that undoes both changes.
@@ -142,7 +144,7 @@ def install() -> Callable[[], None]:
 
 
 def _facts(optimizer: Any, world: World) -> dict[str, Any]:
-    """Describe an optimizer by facts that must be equal on all ranks, for `World.check_same_on_all_ranks`.
+    """Describe an optimizer by facts that must be equal on all ranks: {name of a fact: value}.
 
     The host waits for the device if an option is a tensor of one element, because its value is read.
     """
@@ -177,10 +179,10 @@ def _name_of(parameter: Any, position: int, world: World) -> str:
 
 
 class _NotedOptions:
-    """Records a parameter group's settings in the collective log, so that ranks can compare them.
+    """Records a parameter group's settings in the collective log, by which the ranks verify that they do the same.
 
     The learning rate is recorded in every step, and other numbers only when they change. Tensors on a GPU are not
-    recorded, because the host would have to wait to read them.
+    recorded, because the host would have to wait for the device to read them.
     """
 
     def __init__(self, group: dict[str, Any], collective_log: CollectiveLog) -> None:
@@ -211,13 +213,15 @@ class _NotedOptions:
 def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raise TypeError if `optimizer` would compute other updates for sharded parameters than for full ones.
 
-    New optimizers of the same class, with the options of each parameter group, make three steps on a small matrix:
+    Collective: every rank must call it. For each parameter group, new optimizers of the same class, with the options of
+    the group, make three steps on a small matrix, in one or two trials:
 
-    1. One updates the full matrix, and two update 1-D parts of it, because local parameters are such parts. If the
-       results are equal, an optimizer of torch is accepted.
-    2. If they differ, as with Adafactor, LAMB, Muon and LBFGS, the optimizer may still work, because torch's functions
-       of a sharded parameter may compute with the full one. Optimizers from outside torch may call functions that
-       sharded parameters do not support. All of these are tried on a sharded matrix. This trial is collective.
+    1. One optimizer updates the full matrix, and two others update one 1-D part of it each, because local parameters
+       are such parts. If the results are equal, and the class is one of torch.optim, it is accepted.
+    2. Otherwise, an optimizer updates a sharded matrix, and the result must equal that for the full matrix. Adafactor,
+       LAMB, Muon and LBFGS fail the first trial, but may pass this one, because torch functions that are called on a
+       sharded parameter may compute with the full one. Optimizers from outside torch may fail only this one, because
+       they may call functions that sharded parameters do not support.
 
     All ranks come to the same decision, because they try the same values.
     """
@@ -225,7 +229,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     shape = _STEPS + 1, _ROWS, _COLUMNS
     weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
     for group in optimizer.param_groups:
-        for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but not all kernels support it
+        for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but not all kernels have it
             try:
                 values, tries = weights.to(dtype), [gradient.to(dtype) for gradient in gradients]
                 moved = _movement(optimizer, group, values, tries).view(-1)
@@ -267,7 +271,12 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
-    """Compare the update that `move` returns with `expected`. Return a text about the difference, or None if equal."""
+    """Run a trial of an optimizer. Return a text that says how its result differs from `expected`, or None.
+
+    Args:
+        move: runs the trial and returns the change of the weights. If it raises an error, that counts as a difference.
+        expected: the change that is expected. Relative differences up to 0.1 % are accepted.
+    """
     try:
         moved = move()
     except Exception as error:
@@ -280,7 +289,7 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
 
 
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Update two 1-D parts of `values`, each with its own new optimizer. Return the change of all values, 1-D."""
+    """Update two parts of the 1-D `values`, each with its own new optimizer. Return the change of all values."""
     cuts = slice(None, _CUT), slice(_CUT, None)
     return torch.cat([_movement(optimizer, group, values[cut], [each[cut] for each in gradients]) for cut in cuts])
 
@@ -308,13 +317,13 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     # Options are cloned because the group may contain a step counter as a tensor, which the trial must not change.
     options = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     options["params"] = [parameter]
-    if group.get("lr") is not None:  # another learning rate, because it may be 0 at the start of a warm-up
+    if group.get("lr") is not None:  # not the group's learning rate, which may be 0 at the start of a warm-up
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
     twin: Any = type(optimizer)([options], **given)
-    twin.checked = current_world().buffers.made, [[parameter]], []  # marked as checked, so that its steps do not check
+    twin.checked = current_world().buffers.made, [[parameter]], []  # mark as checked, so that its steps skip the check
     if callable(train := getattr(twin, "train", None)):  # schedule-free optimizers require this call before a step
         train()
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

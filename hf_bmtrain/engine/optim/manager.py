@@ -89,7 +89,7 @@ class OptimManager:
         if loss_scale_steps is not None:
             expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
         self.grad_scale = world.size if grad_scale is None else grad_scale
-        # The reduction computes the mean over ranks. This factor of the loss turns it into the sum / `grad_scale`.
+        # The reduction computes the mean over ranks. A loss times this factor turns that into the sum / `grad_scale`.
         self._mean_scale = world.size / self.grad_scale
         self._device, self._reduce = world.device, world.shard_group
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
@@ -100,13 +100,13 @@ class OptimManager:
             self._scale = torch.tensor(loss_scale, dtype=torch.float32, device=self._device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
         # For the next step:
-        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # factors by which the updates multiply gradients
+        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # clip factors that are applied in the update
         self._checked: set[torch.nn.Parameter] = set()  # parameters whose gradients were searched for inf and nan
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found
         # From the last step:
         self._skipped: HostFlag | None = None  # the skip flag, until the host has read it
-        self._updated_in_backward = False  # whether an optimizer made a part of the step during backward
-        # The gradients with their versions. If the step was skipped, those that have not changed since are dropped.
+        self._updated_in_backward = False  # whether an optimizer updated weights during the backward already
+        # The gradients and their version counters. If the step was skipped, those unchanged since then are dropped.
         self._used: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._skips = SkippedSteps(max_skipped_steps)
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -133,12 +133,12 @@ class OptimManager:
 
     @property
     def loss_scale_enabled(self) -> bool:
-        """Whether losses are multiplied by a loss scale, which is adapted after every step."""
+        """Whether losses are multiplied by a loss scale, which every step adapts."""
         return self._scale is not None
 
     @property
     def lr_schedulers(self) -> list[Any]:
-        """The schedulers. BMTrain uses this name."""
+        """The same as `schedulers`: for each optimizer, its scheduler or None. BMTrain uses this name."""
         return self.schedulers
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
@@ -241,10 +241,10 @@ class OptimManager:
     ) -> torch.Tensor:
         """Clip the norm of gradients over all ranks, as torch.nn.utils.clip_grad_norm_ does.
 
-        Collective: every rank must call it. If max_norm / (norm + eps) is below 1, gradients are multiplied by it. The
-        norm is that of the gradients without the loss scale. If `param_groups` contains all gradients of an optimizer,
-        the factor is applied when that optimizer updates the weights, and `.grad` does not change. Other gradients are
-        multiplied in place.
+        Collective: every rank must call it. If the factor max_norm / (norm + eps) is below 1, gradients are multiplied
+        by it. The norm is that of the gradients without the loss scale. If `param_groups` contains all gradients of an
+        optimizer, `step` applies the factor when that optimizer updates the weights, and this call does not change
+        `.grad`. Other gradients are multiplied in place by this call.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
@@ -272,13 +272,13 @@ class OptimManager:
                 "the backward already. Leave one of the two out. torch.nn.utils.get_total_norm of the gradients "
                 "returns their norm."
             )
-        # An earlier call may have clipped these gradients in this step. Apply its factor now, because the norm that is
+        # If an earlier call in this step has left a clip factor for these gradients, apply it now, because the norm
         # computed next must be that of the clipped gradients.
         for optimizer in list(self._clips):
             if not chosen.isdisjoint(own[optimizer]):
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
         for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
-            if isinstance(value, (int, float)):  # a tensor is not recorded, because the host might wait to read it
+            if isinstance(value, (int, float)):  # do not log a tensor, because the host might wait to read it
                 self._reduce.collective_log.note(value_code(kind, value))
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
@@ -328,8 +328,8 @@ class OptimManager:
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
-        # 5. Start to copy the skip flag to the host, which reads it in the next step (or below, if the flag is in host
-        # memory).
+        # 5. Start to copy the skip flag to the host, which reads it in the next `backward` or `step` (or at the end of
+        # this one, if the flag is in host memory).
         self._skipped = HostFlag(self._found_inf)
         self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
         self._skips.end_step()
@@ -371,9 +371,9 @@ class OptimManager:
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """Return the norm of the parameters' gradients over all ranks, and set `_found_inf` if it is inf or nan.
+        """Return the norm of the parameters' gradients over all ranks. If it is inf or nan, set the skip flag.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The loss scale is not divided out of the norm.
         """
         norm = global_norm(parameters, order, self._reduce, self._device)
         torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
@@ -394,8 +394,9 @@ class OptimManager:
 
         Args:
             gather_opt: True returns the full state of the optimizers on rank 0, which any number of ranks can load, and
-                no tensors on other ranks. False returns each rank's own state. The same rank can load it if there are
-                as many ranks on the same hosts, with the same `gather`, `shard_over` and `tp_size`.
+                no tensors on other ranks. False returns each rank's own state. Only the same rank can load it, in a job
+                with the same number of ranks on each host, and the same `gather`, `shard_over` and `tp_size` of
+                `init_distributed`.
 
         Returns:
             A dict for `load_state_dict`. It contains checksums, with which `load_state_dict` verifies it.
@@ -455,7 +456,9 @@ class OptimManager:
         self.load_own_state(state_dict)
 
     def check_own_state(self, state: dict[str, Any]) -> None:
-        """Check that a state fits this manager: the number of optimizers, which have schedulers, and loss scaling.
+        """Check that a saved state fits this manager, without loading it.
+
+        Both managers must have as many optimizers, schedulers for the same ones, and a loss scale or none.
 
         Args:
             state: the result of `own_state`.
@@ -486,8 +489,8 @@ class OptimManager:
             state: the result of `own_state`.
 
         Raises:
-            ValueError: it comes from a manager with different schedulers, or only one of the two managers has a loss
-                scale.
+            ValueError: the state is from a manager with other optimizers or schedulers, or only one of the two managers
+                has a loss scale. Nothing has changed.
         """
         self.check_own_state(state)
         self._end_last_step()
@@ -501,7 +504,12 @@ class OptimManager:
     # -- the end of the last step -------------------------------------------------------------------------------
 
     def _end_last_step(self) -> None:
-        """Read the skip flag of the last step. Advance the schedulers or, if it was skipped, drop its gradients."""
+        """Advance the schedulers or, if the last step was skipped, drop its gradients and log why it was skipped.
+
+        Reads the skip flag of the last step, for which the host may wait. Does nothing if it was read already.
+        Collective if the step was skipped. Raises RuntimeError if the limit of skipped steps has been reached, or if an
+        optimizer has already used the inf or nan during the backward.
+        """
         if self._skipped is None:
             return
         skipped, self._skipped = self._skipped.read(), None
@@ -515,7 +523,7 @@ class OptimManager:
             )
         if skipped:
             for parameter, seen in used.items():
-                if is_unchanged(parameter, seen):  # a changed `.grad` belongs to a later backward, so keep it
+                if is_unchanged(parameter, seen):  # otherwise a later backward has set `.grad`, which must be kept
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
             self._skips.report(self, self._parameters(), scale, self._bounds[0])
@@ -529,7 +537,10 @@ class OptimManager:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
-        """Return the last step's gradients in the order of `_parameters`, with None where `.grad` has changed since."""
+        """Return the gradients that the last step used, for all parameters of all optimizers, in order.
+
+        An entry is None if the parameter had no gradient, or its `.grad` was replaced or written since.
+        """
         used = self._used
         return [used[p][0] if p in used and is_unchanged(p, used[p]) else None for p in self._parameters()]
 
@@ -543,7 +554,7 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
     plain = {type(max_norm), type(norm_type), type(eps)} <= {int, float} and isinstance(param_groups, list)
     if plain and 0 <= max_norm and 0 < norm_type and 0 <= eps < float("inf"):
         if all(isinstance(group, dict) for group in param_groups):
-            return  # a fast path, because this check runs in every step
+            return  # the slower checks below are unnecessary; this function runs in every step
     wanted = 'optimizer.param_groups, a list of dicts with "params"'
     expect_kind("param_groups", param_groups, (list, tuple), wanted)
     for group in param_groups:
@@ -557,7 +568,7 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
 
 
 def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Divide a manager's state into the parts that have their own checksums, and return {name: part}.
+    """Divide a manager's state dict into parts, each of which gets its own checksum, and return {name: part}.
 
     The parts are the state of each parameter, the rest of each optimizer's state, and every other entry.
     """
@@ -572,9 +583,9 @@ def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verify(state_dict: dict[str, Any]) -> None:
-    """Raise RuntimeError on every rank if at least one rank has a value that does not match its checksum.
+    """Raise RuntimeError on every rank if a value in any rank's `state_dict` does not match its checksum.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. A state without checksums is accepted.
     """
     problem = None
     try:
@@ -626,7 +637,7 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, in element 0 of a tensor (2,) float64.
 
-    Element 1 may be 1.0 if a gradient is inf or NaN; see `accumulate_squared_norm`.
+    Element 1 belongs to the kernel that adds the squares, and has no meaning for the caller.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     measured = []
@@ -658,10 +669,10 @@ def _powers(parameters: list, order: float, device: torch.device) -> torch.Tenso
 
 
 def _flat(members: list) -> list[torch.Tensor]:
-    """Return the `.grad` of adjacent parameters as 1-D tensors that together have every element once.
+    """Return the `.grad` of adjacent parameters as 1-D tensors that together contain every element once.
 
-    If possible, this is one view of the flat gradient, whose padding is zeros. Otherwise, it is one tensor per
-    parameter.
+    If possible, the list has one tensor, a view of the flat gradient, which also contains padding of zeros. Otherwise
+    it has one tensor for each parameter.
     """
     flat = Run.over(members).flat_gradient() if isinstance(members[0], DistributedParameter) else None
     if flat is not None:

@@ -22,10 +22,10 @@ class Run:
     """Parameters that one kernel launch updates: local ones that are adjacent in a shard, or one ordinary parameter.
 
     Attributes:
-        parameters: the parameters, in the order of the buffer.
+        parameters: the parameters, in the order of their flat buffer.
         weights: (n,) a view of all elements of the parameters, and of the padding between them, which is zero.
         buffer: the parameters' flat buffer; None for an ordinary parameter.
-        start: the index of the first element of `weights` in the shard.
+        start: the index of the first element of `weights` in this rank's shard; 0 for an ordinary parameter.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -35,10 +35,11 @@ class Run:
 
     @classmethod
     def over(cls, parameters: list[torch.nn.Parameter]) -> Run:
-        """Return the run of `parameters`.
+        """Create a run of these parameters, whose `weights` is a view of their memory.
 
-        They must be DistributedParameters that are adjacent in one buffer, in its order, or exactly one ordinary
-        parameter. Raises ValueError if the ordinary parameter is not contiguous.
+        Raises ValueError if the parameter is an ordinary one that is not contiguous.
+
+        parameters: DistributedParameters that are adjacent in one flat buffer, in its order; or one ordinary parameter.
         """
         first, last = parameters[0], parameters[-1]
         if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
@@ -64,9 +65,9 @@ class Run:
         return parameter.buffer.local_ranges[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return the `.grad` of all parameters as one tensor (n,), laid out as `weights`.
+        """Return the `.grad` of all parameters as one tensor (n,), laid out like `weights`, without copying.
 
-        Returns None if the `.grad` of a parameter was replaced.
+        Returns None if the user has replaced a `.grad`, so that the gradients are not adjacent in memory.
         """
         if self.buffer is None:
             gradient = self.parameters[0].grad
@@ -106,7 +107,7 @@ def with_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Pa
 def neighbours(
     parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
 ) -> list[list[torch.nn.Parameter]]:
-    """Divide parameters into lists, each of which can form a run. The lists are as long as possible.
+    """Divide parameters into lists that one kernel launch can update. The lists are as long as possible.
 
     The members of a list are adjacent in one flat buffer. Each ordinary parameter is in a list of its own.
 
@@ -139,8 +140,11 @@ def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
 
 
 def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
-    """Return {parameter: (its `.grad`, its `.grad`'s version counter)}, for `is_unchanged`. All must have a `.grad`."""
-    with WithoutTorchFunction():  # reads `_version` without __torch_function__
+    """Return {parameter: (`.grad`, torch's version counter of `.grad`)}, with which `is_unchanged` detects changes.
+
+    parameters: parameters that all have a `.grad`.
+    """
+    with WithoutTorchFunction():  # otherwise reading `_version` would call the slow __torch_function__
         return {parameter: (parameter.grad, parameter.grad._version) for parameter in parameters}
 
 
@@ -155,10 +159,10 @@ def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) 
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Number all elements of an optimizer's parameters, and return the first number of each buffer and parameter.
+    """Number all elements of an optimizer, and return {flat buffer or ordinary parameter: number of its first element}.
 
-    The random bits of stochastic rounding depend on these numbers. The elements of flat buffers and ordinary parameters
-    are numbered consecutively, in the order in which these occur in `groups`.
+    The random bits of stochastic rounding depend on these numbers. Elements are numbered consecutively through all flat
+    buffers and ordinary parameters, in the order in which these first occur in `groups`.
 
     groups: the optimizer's `param_groups`.
     """
@@ -176,14 +180,14 @@ def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
 
 
 class StateTensors(NamedTuple):
-    """The state tensors of n elements, each (n,).
+    """The state tensors that an optimizer keeps for n elements; each is (n,).
 
     Attributes:
         master: the float32 masters of half-precision weights, or their int16 residuals (the differences between masters
             and weights). None for float32 weights, which are their own masters.
         exp_avg: float32 or bfloat16; or both moments in 8 bits. If there is no second moment, this is a momentum.
         exp_avg_sq: float32; None if there is no second moment, or if both moments are in 8 bits. If `master` contains
-            residuals, the sign of each element belongs to the residual (see engine/ops/residual.py).
+            residuals, a negative sign marks a residual of 32768, which int16 cannot represent.
     """
 
     master: torch.Tensor | None
@@ -204,18 +208,18 @@ ParameterState = dict[str, torch.Tensor]
 """The state of a parameter with n local elements: "step", a scalar; "exp_avg" and "exp_avg_sq", (n,).
 
 Half-precision weights also have the float32 "master", (n,). bfloat16 weights may instead have the int16 "residual",
-(n,): the differences between masters and weights. Each sign of "exp_avg_sq" then belongs to the residual (see
-engine/ops/residual.py). A parameter without a second moment has "momentum_buffer", (n,), in place of both moments.
-8-bit moments are named "8bit exp_avg", "8bit exp_avg_exponents" and so on (see `Moments`).
+(n,): the differences between masters and weights. A negative sign in "exp_avg_sq" then marks a residual of 32768, which
+int16 cannot represent. A parameter without a second moment has "momentum_buffer", (n,), in place of both moments. 8-bit
+moments are named "8bit exp_avg", "8bit exp_avg_exponents" and so on, after the fields of `Moments`.
 """
 
 
 @dataclass(eq=False)
 class RunState:
-    """AdamW's state of one run of n elements.
+    """AdamW's state for one run, that is, for adjacent parameters with n elements that are updated together.
 
     Attributes:
-        run: the run.
+        run: the parameters, and a view of their elements.
         master: the masters and exp_avg_sq, (n,) each, in the form in which they are stored.
         exp_avg: (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
@@ -263,7 +267,7 @@ def _by_name(moments: Moments) -> ParameterState:
 
 
 def without_codes(held: ParameterState) -> ParameterState:
-    """Return a parameter's state with 8-bit moments replaced by float32 ones, computed exactly in host memory."""
+    """Return a parameter's state with 8-bit moments, if it has any, decoded to float32 tensors in host memory."""
     if not has_codes(held):
         return held
     exp_avg, exp_avg_sq = Moments(*(held[_EIGHT_BITS + name] for name in Moments._fields)).read(_HOST)
@@ -272,7 +276,7 @@ def without_codes(held: ParameterState) -> ParameterState:
 
 
 def has_codes(held: ParameterState) -> bool:
-    """Return whether a parameter's state has 8-bit moments."""
+    """Return whether the moments in a parameter's state are stored in 8 bits."""
     return _EIGHT_BITS + Moments._fields[0] in held
 
 
@@ -300,17 +304,18 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 
 
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
-    """Copy a parameter's earlier or loaded state into its part of the flat state tensors of a run.
+    """Copy a parameter's earlier or loaded state into new state tensors.
 
     Storing a float32 master as a residual also sets the weight to the rounded master. The weight already has this
     value, unless a loaded master belongs to different weights.
 
     Args:
         parameter: the parameter.
-        views: the views to fill.
+        views: the tensors to fill: this parameter's views of the flat state tensors of several parameters.
         earlier: the state to copy; empty for a new parameter.
         loaded: True if `earlier` comes from a state dict, whose master then takes precedence over the weights. False if
-            it comes from an earlier run. If the weights were changed since, its float32 master is updated first.
+            the optimizer has used it before. Then, if the weights were changed since, its float32 master is updated
+            first.
     """
     earlier = {name: value if name == "step" else _values(value) for name, value in earlier.items()}
     if not ("residual" in earlier and "residual" in views and has_codes(earlier) == has_codes(views)):

@@ -19,7 +19,7 @@ _WARN_EVERY = 8
 
 
 class HostFlag:
-    """A copy of `flag`, (1,), in host memory. For a flag on a GPU, it is made asynchronously, on the current stream.
+    """A copy of `flag`, a tensor (1,), in host memory. From a GPU it is made asynchronously, on the current stream.
 
     Attributes:
         immediate: True if the flag was in host memory, so that `read` never waits.
@@ -67,10 +67,10 @@ class SkippedSteps:
     """Logs every skipped step in one line on rank 0, with its cause, and stops training after too many in a row.
 
     With dynamic loss scaling, skipped steps are normal. They are logged at INFO, and every eighth in a row as a
-    warning. Without a loss scale, or at the minimum scale, a lower scale could not avoid the skip. Every such step is
-    logged as a warning, and after `limit` of them in a row `report` raises RuntimeError.
+    warning. Without a loss scale, or at the minimum scale, a lower scale cannot avoid the next skip. Every step that is
+    skipped then is logged as a warning, and after `limit` such steps in a row, `report` raises RuntimeError.
 
-    limit: the maximum number of such steps in a row; None for no limit.
+    limit: the number of such steps in a row after which training stops; None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -83,12 +83,12 @@ class SkippedSteps:
         self._counts: torch.Tensor | None = None
 
     def end_step(self) -> None:
-        """Count a step, whether it was skipped or not."""
+        """Count a step, whether it was skipped or not, because log lines name the number of the step."""
         self._steps += 1
         self._counts = None
 
     def look(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Count nan and inf in the gradients of a skipped step, for `report`. Call it before they are dropped."""
+        """Count nan and inf in the gradients of a skipped step, before they are dropped. `report` uses the counts."""
         if self._counts is None:
             self._counts = count_not_finite(gradients, current_world().device)
 

@@ -23,9 +23,9 @@ from .runs import stored_numel
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
 _QUANTIZED = "__bnb_optimizer_quant_state__"
 _BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
-"""The names of scales and tables in 8-bit optimizer state, which do not have the layout of a parameter."""
+"""The names that 8-bit optimizers give to their scales and lookup tables, which are not laid out like parameters."""
 States = dict[Any, dict[str, Any]]
-"""The entry "state" of an optimizer's state dict: {parameter's number: {name: value}}."""
+"""The entry "state" of an optimizer's state dict: {number of a parameter: {name, such as "exp_avg": value}}."""
 
 
 # -- OptimManager's checkpoints -----------------------------------------------------------------------------------
@@ -54,16 +54,16 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 
 
 def _shard(world: World) -> tuple[int, int, int]:
-    """Return (this rank's shard, the number of shards, the number of ranks in a tensor-parallel group).
+    """Return (the index of this rank's shard, the number of shards, the number of ranks in a tensor-parallel group).
 
-    Two jobs with equally many ranks may differ in these numbers. The same rank then stores other elements, although
-    perhaps as many.
+    A rank can load its own saved state only if these numbers have not changed. Otherwise it stores other elements of
+    the parameters now, although perhaps equally many.
     """
     return world.shard_group.rank, world.shard_group.size, 1 if world.grid is None else world.grid.size
 
 
 def copy_full_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Return a copy of the full state in host memory, on every rank, in the form of torch's state dicts.
+    """Return an optimizer's state dict with full tensors, copied to host memory on every rank.
 
     Collective: every rank must call it.
     """
@@ -119,9 +119,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
 
 
 def _misfit(saved: dict[str, Any], world: World) -> str | None:
-    """Return why this rank cannot load one rank's own state, or None if it can.
+    """Return a text that says why this rank cannot load `saved`, or None if it can.
 
-    saved: a state that a rank saved with `gather=False`.
+    saved: the state that one rank saved for itself, with `gather=False`.
     """
     if (saved["rank"], saved["world_size"]) != (world.rank, world.size):
         return (
@@ -197,7 +197,9 @@ class FullState:
 
 
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
-    """Return hashes of the full tensors in a loaded state, by which the ranks check that they loaded the same state.
+    """Return {description of a tensor: hash} of the full tensors in a loaded state.
+
+    The ranks compare these hashes to check that they loaded the same state.
 
     Parameters that are stored on a single rank are left out, because that rank cannot distinguish a full tensor from
     its own elements.
@@ -258,7 +260,7 @@ def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
 
 
 def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
-    """Return {key in a state dict: the optimizer's parameter}.
+    """Return {key of a parameter in the state dict `state`: the optimizer's parameter}, matched by their order.
 
     Raises ValueError unless the sizes of the parameter groups are the same.
     """
@@ -285,7 +287,7 @@ def _gather(
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)
-    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # {index in the buffer: key}
+    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # {index in the buffer: key in `state`}
     for name, key in sharded:
         place = name, parameters[key].buffer, state[key][name].dtype
         places.setdefault(place, {})[parameters[key].index] = key
@@ -318,7 +320,8 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     Raises:
         RuntimeError: the ranks have state for different parameters.
     """
-    # (whether the value has the local parameter's shape, the number of local elements, a copy if it may be needed)
+    # {(name, key): (whether the value has the local parameter's shape, the number of local elements, a copy of the
+    # value unless it is certainly sharded)}
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():
@@ -364,7 +367,7 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter, with the nested dict of quantized tensors, if it has one, merged into it."""
+    """Return a parameter's state with its nested dict of quantized tensors, if it has one, merged into the state."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

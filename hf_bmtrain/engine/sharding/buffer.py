@@ -42,7 +42,7 @@ class ShardedBuffer:
     fills it by an all-gather; `reshard` frees it. After a write to the shard, the next `gather` fills it again.
 
     A local parameter contains this rank's elements of one parameter, as a view of `shard`. The local parameters keep
-    this object alive. It refers to them weakly, so that a model is freed as soon as nothing else refers to it.
+    this object alive. This object refers to them only weakly, so that a model is freed as soon as it is not used.
 
     Attributes:
         storage: determines how the shard is stored and what an all-gather sends.
@@ -116,13 +116,13 @@ class ShardedBuffer:
         Args:
             source: this rank's tensor, which the all-gather sends.
             target: the memory that the all-gather fills; None if there is nothing to gather.
-            cut: the (start, stop) ranges of `source` that must also be copied to this rank's own part of `target`. None
-                copies the parameters that are divided between ranks: this rank reads the others from its shard. The
-                rest of its own part of `target` may stay unfilled.
+            cut: the (start, stop) ranges of `source` that must also be copied to this rank's own part of `target`. The
+                rest of that part may stay unfilled. None copies only the elements of parameters that are divided
+                between ranks, because this rank reads its other parameters from its shard.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
-        # Copies between peers are not collectives, so they are not recorded in the log.
+        # Copies from other GPUs' memory are not collectives, so they are not recorded in the collective log.
         self._collective_log = self.communicator.collective_log if self._gather.is_collective(source) else None
         self._filled_version = -1
 
@@ -144,7 +144,7 @@ class ShardedBuffer:
 
     @property
     def slices(self) -> list[Any]:
-        """The local parameters that still exist. A parameter is freed together with its module."""
+        """The local parameters that still exist. A local parameter is freed together with its module."""
         return [local for reference in self.gradient.slices if (local := reference()) is not None]
 
     # -- all-gather, use, reshard -------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ class ShardedBuffer:
     def take_part(self) -> None:
         """Take part in an all-gather that only other ranks need, and discard the result.
 
-        Collective: every rank must call either this or `gather`. If this rank's full buffer is filled already, the
-        result is received in temporary memory.
+        Collective: every rank must call either this or `gather`. If this rank's full buffer is filled already, it stays
+        so, and the result is received in temporary memory.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()
@@ -206,9 +206,9 @@ class ShardedBuffer:
             self._gather.gather(torch.empty_like(self._target.tensor), self._source, self._cut).wait()
 
     def _note_gather(self) -> None:
-        """Record the all-gather in the collective log, which the ranks compare to check that they do the same.
+        """Record an all-gather in the collective log, which the ranks compare to check that they do the same.
 
-        In a forward without gradients, another entry is recorded than in training, so that the logs differ if one rank
+        The entry for a forward without gradients differs from that for training, so that the ranks notice if one rank
         evaluates while others train.
         """
         if self._collective_log is not None:
@@ -216,7 +216,7 @@ class ShardedBuffer:
             self._collective_log.note(self._entries[evaluates])
 
     def wait(self) -> None:
-        """Make the current stream wait for the all-gather that `gather` started, to make full parameters readable."""
+        """Make the current stream wait for the all-gather that `gather` started. Then full parameters are readable."""
         if self._state is State.GATHERING:
             if self._ticket is not None:
                 self._ticket.wait()
@@ -254,12 +254,12 @@ class ShardedBuffer:
 
     @property
     def is_unsharded(self) -> bool:
-        """True between `gather` and `reshard`, and always if the shard is the full buffer."""
+        """True between `gather` and `reshard`, and always with one rank, whose shard is the full buffer."""
         return self._alone or self._state is not State.SHARDED
 
     @property
     def full_nbytes(self) -> int:
-        """The number of bytes that `gather` allocates; 0 if the shard is the full buffer."""
+        """The number of bytes that `gather` allocates; 0 with one rank, whose shard is the full buffer."""
         return self.storage.memory().nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -320,7 +320,7 @@ class ShardedBuffer:
         only on a rank whose shard contains the whole parameter. Writes are allowed if the shard is the full buffer.
 
         Args:
-            copies: further Parameters over the same memory. The caller has found that the forward wrote to them.
+            copies: further Parameters over the same memory that, as the caller has found, the forward wrote to.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

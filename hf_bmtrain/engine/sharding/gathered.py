@@ -85,13 +85,13 @@ def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[Distr
 
 
 def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
-    """Return a dict with a copy of the full parameter for each local parameter. Collective: every rank must call it."""
+    """Return {local parameter: a copy of its full parameter}. Collective: every rank must call it."""
     return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
 
 
 @contextmanager
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
-    """Put full parameters into the model's modules inside the context, where forward and `state_dict` raise an error.
+    """Put full parameters into a model's modules inside the context, and let its forward and `state_dict` raise errors.
 
     At the end, the local parameters are put back. If the code inside the context has replaced a parameter or module,
     this is undone, and RuntimeError is raised.
@@ -156,11 +156,14 @@ def _write_back(world: World, full_params: Wholes) -> None:
 
 
 def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
-    """Raise RuntimeError on every rank if any rank changed the values of these parameters.
+    """Raise RuntimeError on every rank if any rank changed values that must not change inside `gathered`.
 
     Collective: every rank must call it.
 
-    modify: whether the context was opened with modify=True. If so, `full_params` contains only the read-only ones.
+    Args:
+        world: all ranks.
+        full_params: {local parameter: a copy of the full parameter} of the parameters that must not change.
+        modify: whether the context was opened with modify=True. Then `full_params` has only read-only (quantized) ones.
     """
     if not full_params:
         return

@@ -1,4 +1,4 @@
-"""The gradient of a flat buffer: averaged over the ranks, accumulated, and set as `.grad` of local parameters."""
+"""GradientBuffer: averages the gradients of a flat buffer over the ranks and sets `.grad` of its local parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .unused import UnusedParameters
 
 
 class GradientBuffer:
-    """Averages the gradient of a flat buffer over the ranks into a shard, and accumulates it over several backwards.
+    """The gradient of a flat buffer, which is averaged over the ranks and accumulated over several backwards.
 
     `send` starts to average the gradients that autograd stored in the `.grad` of the full parameters. `receive` waits
     for the mean and sets the `.grad` of the local parameters (this rank's elements of each) to views of `shard`. If a
@@ -32,7 +32,7 @@ class GradientBuffer:
     Attributes:
         shard: (n,) this rank's shard of the flat gradient; None before the first backward, and after `free_if_unused`
             has freed it.
-        slices: weak references to the local parameters, set when they are created. A parameter is freed with its
+        slices: weak references to the local parameters, set when they are created. A local parameter is freed with its
             module.
         requires_grad: for each local parameter, whether it requires a gradient. Setting the parameter's own
             `requires_grad` changes this entry.
@@ -72,7 +72,7 @@ class GradientBuffer:
         self._begun = False  # True while the shard is being written: from a backward's first gradient to `receive`
         self._pending: PendingReduce | None = None  # set from `send` to `receive`
         self._collected: set[int] = set()
-        self._absent: list[int] = []  # parameters without `.grad` that this rank did not use; see `decide`
+        self._absent: list[int] = []  # indices of parameters without `.grad` that this rank did not use; see `decide`
         self._squares: torch.Tensor | None = None
         self._norms: SegmentNorms | None = None
         self.shard: torch.Tensor | None = None
@@ -106,7 +106,7 @@ class GradientBuffer:
     def free_if_unused(self) -> None:
         """Free the memory of the gradient (`shard` and the running sum), so that the next forward can use it.
 
-        Nothing is freed if a local parameter has a `.grad`, or a reduction is unfinished.
+        Nothing is freed if a local parameter has a `.grad`, or if the reduction of a gradient has not ended.
         """
         if self.shard is not None and not self._begun and not self._absent and self._fresh:
             self.shard = self._total = self._squares = self._norms = None
@@ -200,9 +200,11 @@ class GradientBuffer:
         self._pending = self._reducer.send(gradients, shard, total)
 
     def _note_absent(self, lacking: list[int]) -> None:
-        """Tell the other ranks which parameters this rank did not use, except those that already have a `.grad`.
+        """Tell the other ranks which parameters this rank did not use in the backward.
 
-        lacking: the indices of full parameters without `.grad`. Those with gradients from `collect` count as used.
+        Parameters that already have a `.grad`, or were passed to `collect`, are left out.
+
+        lacking: the indices of full parameters whose `.grad` is None.
         """
         present = self._gradients
         self._absent = [
@@ -216,9 +218,11 @@ class GradientBuffer:
     def receive(self) -> bool:
         """Wait for the mean, add it to the accumulated gradient if there is one, and set the local parameters' `.grad`.
 
-        Each `.grad` is a view of `shard`. Whether a parameter that this rank did not use gets a `.grad` depends on the
-        other ranks. With one rank, or if the parameters have gradient hooks, this is decided at once. Otherwise the
-        result is True if there are such parameters, and `decide` must be called.
+        Each `.grad` is a view of `shard`. A parameter that this rank did not use gets a `.grad` only if another rank
+        used it. With one rank, or if parameters have gradient hooks, this is found out at once.
+
+        Returns:
+            True if this is still unknown for some parameters. Then `decide` must be called later, for their `.grad`.
         """
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
@@ -231,7 +235,8 @@ class GradientBuffer:
         if not self._absent:
             self._hand_out(self._indices)
             return False
-        # Hooks may be collective, so all ranks must call them in the same order. So find out now which ones are called.
+        # Gradient hooks may be collective, so all ranks must call them in the same order. So if there are any, find out
+        # now, and not later in `decide`, which parameters no rank used.
         hooked = any(local is not None and local._gradient_hooks for local in (each() for each in self.slices))
         if hooked or self._alone:
             self._absent, unused = [], self._find_unused()
@@ -244,8 +249,8 @@ class GradientBuffer:
     def decide(self) -> None:
         """Set the `.grad` of parameters that this rank did not use but another rank did.
 
-        The host waits for the mean. Does nothing while a later reduction is pending, because `decide` was called before
-        that reduction started.
+        The host waits for the mean. Does nothing while another reduction is pending, because `decide` was called before
+        it started.
         """
         if self._pending is not None or not self._absent:
             return
@@ -266,15 +271,15 @@ class GradientBuffer:
         self._collected.clear()
         self._absent = []
         if self._pending is not None:
-            self._pending.cancel()  # it may have written to the shard, so the sums of squares are invalid now
+            self._pending.cancel()  # may have written to the shard, so the sums of squares are invalid now
             self._pending = self._squares = None
         self._begun = False
-        # The contents of the shard are undefined now, padding included. If they were not freed, and the user set a
-        # `.grad`, the next backward would add to them.
+        # Free the shard, because its contents are undefined now, padding included. If the user then set a `.grad`, the
+        # next backward would add to these contents.
         self.free_if_unused()
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (the shard that receives this backward's mean, the running sum or None).
+        """Return (the shard that receives this backward's mean, the running sum or None), and allocate them if needed.
 
         There is a running sum only if this backward is added to earlier ones, that is, if a local parameter has a
         `.grad`.
@@ -296,7 +301,7 @@ class GradientBuffer:
 
     @property
     def intact(self) -> bool:
-        """True unless a local parameter's `.grad` was set to another tensor than `receive` or `decide` set it to."""
+        """True if each local parameter's `.grad` is None or the view of `shard` that `receive` or `decide` has set."""
         for mine, handed in zip(self._gradients, self._handed):
             if mine is not None and mine is not handed:
                 return False
@@ -307,10 +312,10 @@ class GradientBuffer:
         return self.shard is not None and self.shard._version == self._version
 
     def squares(self, indices: Sequence[int]) -> torch.Tensor | None:
-        """Return the sum of squares of the `.grad` of each local parameter of `indices`, (k,) float64.
+        """Return the sums of squares of this rank's elements of k gradients, (k,) float64, one for each parameter.
 
-        Returns None if the reduction did not compute the sums, or if one of these gradients was written or replaced
-        since.
+        Returns None if the reduction did not compute the sums, or if one of the gradients is None or was written or
+        replaced since.
 
         Args:
             indices: the indices of k consecutive parameters.
@@ -323,18 +328,21 @@ class GradientBuffer:
         return self._squares[indices[0] : indices[-1] + 1]
 
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements start:stop of the sum over the accumulated backwards, a view in float32 or wider.
+        """Return elements start:stop of the gradient's shard, summed over the accumulated backwards.
 
-        Returns None if only one backward was accumulated, or if the shard was written since the last reduction.
+        The result is a view of the running sum, in float32 or wider, before it is rounded into `shard`. Returns None if
+        only one backward was accumulated, or if the shard was written since the last reduction.
         """
         if self._total is None or not self._unwritten:
             return None
         return self._total[start:stop]
 
     def _resume_total(self) -> None:
-        """Prepare the running sum for another backward: set it to the local parameters' present `.grad`.
+        """Prepare the running sum, to which another backward will be added.
 
-        The user may have replaced some `.grad`.
+        If there is a sum of earlier backwards already, it is kept, because it is more precise than `.grad`. Otherwise,
+        or if the user has written to a `.grad` in place, it is copied from `shard`. If the user has replaced a `.grad`,
+        that `.grad` is copied into the sum.
         """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)
@@ -361,7 +369,7 @@ class GradientBuffer:
                     continue
                 if required[index] and (handed[index] is None or local.grad_now is not handed[index]):
                     part: Any = parts[self._parts[index]]
-                    part.__class__ = ShardTensor  # cheaper than ShardTensor.of, which would create another tensor
+                    part.__class__ = ShardTensor  # faster than ShardTensor.of, which would create another tensor
                     part.placement, part.segment = placements[index], None if norms is None else (norms, index)
                     SET_GRAD(local, part)
                     handed[index] = local.grad_now = part

@@ -33,7 +33,7 @@ class OnDemandGather:
     * After a read outside `watch`, the buffer stays unsharded until the whole backward is over.
 
     If autograd unpacks a saved view after the buffer was resharded, for example in a second backward, the buffer is
-    gathered again. Every rank takes the same decisions.
+    gathered again. All ranks gather and reshard at the same places.
 
     Attributes:
         unwatched: whether the buffer was read outside `watch` in this forward pass.
@@ -50,7 +50,7 @@ class OnDemandGather:
     def of(cls, sharded: Any, schedule: Schedule) -> OnDemandGather:
         """Return the OnDemandGather of the flat buffer of the local parameter `sharded`.
 
-        The first call creates it. It is referenced by all local parameters of the buffer.
+        The first call creates it, and sets it as the attribute `on_demand` of all local parameters of the buffer.
         """
         gather = sharded.on_demand
         if gather is None:
@@ -107,8 +107,8 @@ class OnDemandGather:
         weights = self._buffer.full_params[index].data
         full = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
         if not full.requires_grad:
-            return full  # torch does not allow a hook on it
-        owner = weakref.ref(self)  # autograd owns the hook, so the garbage collector would not find a cycle through it
+            return full  # torch allows the hook only on tensors that require a gradient
+        owner = weakref.ref(self)  # weak, because the garbage collector cannot free a cycle through autograd's hooks
 
         def collect(full: torch.nn.Parameter) -> None:
             gather, gradient = owner(), full.grad
@@ -127,16 +127,17 @@ class OnDemandGather:
         return [own[index] for own in self._parameters.values() if index in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Pass on to the gradient buffer the gradient of parameter `index` from one of the modules that read it."""
+        """Add a gradient of parameter `index`, from one of the modules that read it, to the gradient of the buffer."""
         self._schedule.join_backward(self)
-        if self._buffer.gradient.is_pending:  # the parameter belongs to a block, and was also read outside the block
+        # A block's parameter that was also read outside the block may have a reduction pending. It must end first.
+        if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
         for observer in self._schedule.observers.before_reduce:
             observer.before_reduce(self._buffer.gradient, index, gradient)
         self._buffer.gradient.collect(index, gradient)
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if a forward modified a parameter that it read."""
+        """Raise RuntimeError if a forward cast a full parameter of the buffer or wrote to it in place."""
         copies = [full for own in self._parameters.values() for full in own.values() if full._version]
         self._buffer.check_unwritten(copies)
 
@@ -166,14 +167,14 @@ class OnDemandGather:
     def prepare_backward(self, unwatched: bool) -> None:
         """Start the all-gather if backward needs the full parameters. Called when backward begins.
 
-        unwatched: the value of the attribute `unwatched` at the end of the forward pass.
+        unwatched: whether the forward pass read the buffer outside `watch`: the attribute `unwatched` at its end.
         """
         self._schedule.join_backward(self)
         self.unwatched = unwatched
         if unwatched or self._saved:
             self._schedule.gather(self._buffer)
         if unwatched:
-            self._buffer.wait()  # wait now, because backward reads these views directly, without calling `_restore`
+            self._buffer.wait()  # backward reads views that were saved outside `watch` without calling `_restore`
 
     def finish_backward(self) -> None:
         """Reshard the buffer, unless an enclosing backward needs it, and start the reduction of its gradient.
@@ -195,7 +196,8 @@ class OnDemandGather:
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     """Keep track of the views of full parameters that autograd saves inside the context.
 
-    At the end, a buffer is resharded if autograd has saved no view of it, and only one module has read it so far.
+    At the end, a buffer is resharded if autograd has saved no view of it, only one module has read it so far, and none
+    read it outside `watch`.
 
     group: the OnDemandGathers of the buffers whose views are tracked.
     """

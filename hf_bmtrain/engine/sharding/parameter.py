@@ -152,7 +152,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def trained(self) -> bool:
-        """True if the parameter required a gradient in any reduction so far, or if a checkpoint says so."""
+        """Whether the parameter was ever trained, even if it is frozen now.
+
+        True if it required a gradient in any reduction so far, or if a loaded checkpoint says that it was trained.
+        """
         return self.buffer.gradient.trained[self.index]
 
     @trained.setter
@@ -202,7 +205,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def storage_kind(self) -> StorageKind:
-        """How the parameter is stored (plain, quantized, …) if `shard_places` moves it to another flat buffer."""
+        """The StorageKind (plain, quantized, …) by which `shard_places` moves the parameter to another flat buffer."""
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
@@ -239,7 +242,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
                 f"the tensor must have the full shape of the parameter, {tuple(self.full_shape)}, got "
                 f"{tuple(full.shape)}"
             )
-        self.buffer.update.wait()  # the caller is about to write the result into the shard
+        self.buffer.update.wait()  # the caller may copy the result into the shard, to which an update may still write
         return ShardTensor.of(self.placement.cut(full), self.placement)
 
     def take_whole(self, whole: torch.Tensor) -> ShardTensor:
@@ -307,7 +310,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return memo.setdefault(id(self), full)
 
     def refuse_copy(self) -> None:
-        """Raise an error if the parameter cannot be deep-copied.
+        """Raise an error if the parameter cannot be deep-copied, which is so if it is quantized.
 
         Raises:
             RuntimeError: the parameter is quantized.

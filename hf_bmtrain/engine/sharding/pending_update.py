@@ -20,14 +20,14 @@ class PendingUpdate:
     * torch operations on a local parameter, its `.data`, and `parameter.take`
 
     Other ranks also get the updated weights: each rank waits before it passes its shard to a collective, and
-    `announce` makes copies between peers wait for the updates of all ranks. The gradients that the update reads are not
-    overwritten too early either, because the next gradient is written after a forward that has waited.
+    `announce` makes copies from other GPUs' memory wait for the updates of all ranks. The gradients that the update
+    reads are not overwritten too early either, because the next gradient is written after a forward that has waited.
 
     This object refers to the gradients until `wait`, so that the allocator does not reuse their memory while the update
     still reads them.
 
     Attributes:
-        ticket: the ticket of the update; None if no update is pending.
+        ticket: completes when the update has written the shard; None if no update is pending.
         ever_asynchronous: whether `begin` has ever been called; the same on every rank.
     """
 

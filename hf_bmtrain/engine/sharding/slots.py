@@ -41,7 +41,7 @@ Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
 
 
 def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
-    """Return (module, name, parameter) of every parameter of these modules, without those of their children."""
+    """Return (module, name, parameter) for every parameter that one of these modules itself has, not its children."""
     return [
         (module, name, parameter)
         for module in modules
@@ -56,7 +56,7 @@ def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
 
 
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
-    """Return the entries of these modules, without their children, that are set to local parameters now."""
+    """Return a Slot for each local (sharded) parameter that one of these modules itself has, not its children."""
     return [
         Slot(module._parameters, name, parameter.full, parameter)
         for module, name, parameter in find_places(modules)
@@ -144,9 +144,12 @@ class _Group(NamedTuple):
 
 
 def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
-    """Move parameters of the plain kind to the start of group `key`, if its storage kind accepts them.
+    """Move parameters of the plain kind (stored as they are) into group `key`, if its storage kind accepts them.
 
-    They must have the same other properties as the group. Returns the number of moved parameters.
+    They come first in the group. Only parameters whose other properties are those of the group are moved.
+
+    Returns:
+        The number of moved parameters.
     """
     plain = key._replace(kind=PLAIN)
     others = groups.get(plain, {})
@@ -167,9 +170,13 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 @contextmanager
 def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
-    """Set the slots to None inside the context, so that `module._apply(convert)` leaves the local parameters alone.
+    """Set the slots to None inside the context, so that `module._apply(convert)` does not touch local parameters.
 
     Raises RuntimeError at the start if `convert` would move local parameters to another device or cast them.
+
+    Args:
+        slots: the entries of modules that are set to local parameters.
+        convert: the function that `_apply` applies to every tensor.
     """
     for slot in slots:
         probe = torch.empty(0, dtype=slot.sharded.dtype, device=slot.sharded.device)

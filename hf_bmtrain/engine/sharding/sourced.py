@@ -21,12 +21,12 @@ GATHERED_NUMEL = 1 << 20
 class SourcedParameter(torch.nn.Parameter):
     """A parameter of the full shape on the meta device, whose values are in a file or divided equally among the ranks.
 
-    It stands for a loaded parameter from loading until auto_wrap. Only auto_wrap knows which elements belong to which
-    rank's shard, and until then no rank should need memory for all of them.
+    A model contains such parameters between loading and auto_wrap, because only auto_wrap knows which elements belong
+    to which rank's shard, and until then no rank should need memory for all elements.
 
     Attributes:
-        values: 1-D; None after `move`. If `mapped`, all elements. Otherwise this rank's share in host memory, which has
-            the same length on every rank and is padded with zeros.
+        values: all elements if `mapped`, otherwise this rank's share, in host memory; 1-D. A share has the same length
+            on every rank, and is padded with zeros at its end. None after `move`.
         mapped: whether `values` is a memory-mapped file, which needs no memory of its own.
         fingerprint: a hash of the full values, by which ranks compare them.
     """

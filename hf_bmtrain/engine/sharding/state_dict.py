@@ -15,7 +15,7 @@ from .slots import Slot, find_slots
 
 
 class StateDict(OrderedDict):
-    """A state dict that all ranks fill together, because its full tensors have to be all-gathered.
+    """A state dict that all ranks fill together, because its full tensors are all-gathered.
 
     keep: whether this rank keeps the values. If not, it takes part in the collectives, but its tensors are empty.
     """
@@ -86,7 +86,7 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     keep: whether this rank keeps the values. If not, it takes part in the collectives, but its tensors are empty.
     """
     destination = StateDict(keep)
-    type(model).state_dict(model, destination=destination)  # of the class, because the instance's may be patched
+    type(model).state_dict(model, destination=destination)  # the class's method, because the instance's may be patched
     return destination.on_cpu()
 
 
@@ -96,7 +96,7 @@ def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> N
     Entries for modules' buffers (`register_buffer`) are not compared, because they may differ between the ranks.
     """
     world = current_world()
-    if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper is equal on all ranks
+    if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper gives all ranks rank 0's values
         return
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     facts = {
@@ -142,7 +142,12 @@ def shard_on_load(
 
 
 def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
-    """Make each module with one of these slots save full tensors, and load this rank's elements of full tensors."""
+    """Register hooks by which modules with sharded parameters save full tensors, and load their part of full tensors.
+
+    Args:
+        layer: the module whose submodules, itself included, get the hooks.
+        slots: the entries of modules that hold the sharded parameters. Modules without a slot get no hooks.
+    """
     filled = {id(slot.parameters) for slot in slots}
     for module in layer.modules():
         if id(module._parameters) in filled:

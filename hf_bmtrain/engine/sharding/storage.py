@@ -53,8 +53,8 @@ class Storage:
             and what the user can do instead.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
         is_part: whether the full parameters are parts of tensors that tensor parallelism splits (see `whole_shape`).
-        kind: the StorageKind to use if the parameters are moved to another buffer. None if it is then chosen anew, or
-            is the plain one.
+        kind: the StorageKind to use if the parameters are moved to another buffer. None for the plain kind, or if the
+            kind is then chosen again.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -122,7 +122,7 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
-            buffer.communicator.broadcast(buffer.shard, 0).wait()  # other hosts may have copies of it
+            buffer.communicator.broadcast(buffer.shard, 0).wait()  # each host may have such a shard
             return
         flat = self.full.allocate().zero_()
         for offset, parameter in zip(buffer.layout.offsets, parameters):
@@ -157,7 +157,7 @@ class Storage:
         """Compute the full parameters from the result of the all-gather, on the current stream."""
 
     def reshard(self) -> None:
-        """Free the memory that the all-gather and `after_gather` allocated. Also called if `after_gather` was not."""
+        """Free the memory that the all-gather and `after_gather` allocated. May be called without `after_gather`."""
         if self.full is not None:
             self.full.free()
 
@@ -165,7 +165,7 @@ class Storage:
     def full_values(self) -> Iterator[None]:
         """Make the full parameters readable inside the context, with exactly the values of all ranks' shards.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Subclasses whose ordinary all-gather sends rounded values override it.
         """
         buffer = self.buffer
         was_unsharded = buffer.is_unsharded
@@ -181,8 +181,8 @@ class Storage:
         """Return whether `tensor` is a view of a full parameter. The result is the same on every rank."""
         return self.full is not None and (self.full.holds(tensor) or shares_storage(tensor, self.buffer.shard))
 
-    # With tensor parallelism, a full parameter is a part of a tensor whose other parts are full parameters of other
-    # ranks. That tensor is called the whole tensor. State dicts contain it, and initializers fill it.
+    # With tensor parallelism, a full parameter may be one part of a larger tensor, which is called whole here. The
+    # other parts are full parameters of other ranks. State dicts contain whole tensors, and initializers fill them.
 
     def whole_shape(self, index: int) -> torch.Size:
         """Return the shape of parameter `index` before tensor parallelism split it; by default the full shape."""
@@ -198,9 +198,10 @@ class Storage:
         return full
 
     def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor that tensor parallelism splits, or else `whole` itself. Not collective.
+        """Return this rank's part of `whole` if tensor parallelism splits parameter `index`, else `whole` itself.
 
-        This is the inverse of the method `whole`. Raises ValueError if `whole` has another shape.
+        Not collective. This is the inverse of the method `whole`. A subclass that splits raises ValueError if `whole`
+        does not have the shape `whole_shape(index)`.
         """
         return whole
 

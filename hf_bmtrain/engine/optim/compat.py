@@ -108,7 +108,7 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
     Collective: every rank must call it.
     """
     facts = None
-    if isinstance(optimizer, AdamOptimizer):  # load_state_dict has already sharded the state
+    if isinstance(optimizer, AdamOptimizer):  # its load_state_dict has sharded the state already
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
     elif full_state.is_loaded(optimizer) and optimizer.state:
         facts = full_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())

@@ -26,13 +26,13 @@ _CHECKSUMS = "checksums"
 
 
 class OptimManager:
-    """Steps optimizers and their schedulers, with loss scaling and clipping, and skips steps that overflow.
+    """Steps optimizers and their schedulers, with loss scaling, gradient clipping, and skipping of inf or nan.
 
     If a gradient is inf or nan, the step is skipped: neither optimizers nor schedulers step, and the gradients are
     dropped. The loss scale, if there is one, is divided by `loss_scale_factor`, but not below `min_loss_scale`. One
-    line in the log "hf_bmtrain" names the block, the parameter and, if known, the rank. With dynamic loss scaling,
-    skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning. Without it, or at the
-    minimum scale, all of them are logged as warnings.
+    line in the log "hf_bmtrain" names the block, the parameter and, if known, the rank of the inf or nan. With a loss
+    scale, skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning. Without one, or at
+    the minimum scale, all of them are logged as warnings.
 
     With AdamOptimizer, the host does not wait for the device in `step`, because the norm, clip factor, scale and skip
     flag are scalars on the device. The host reads the skip flag in the next `backward` or `step`, and then advances the
@@ -278,7 +278,8 @@ class OptimManager:
             if not chosen.isdisjoint(own[optimizer]):
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
         for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
-            if isinstance(value, (int, float)):  # do not log a tensor, because the host might wait to read it
+            # The ranks compare these numbers. A tensor is not logged, because the host might have to wait to read it.
+            if isinstance(value, (int, float)):
                 self._reduce.collective_log.note(value_code(kind, value))
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
@@ -373,7 +374,7 @@ class OptimManager:
     def _check(self, parameters: list, order: float) -> torch.Tensor:
         """Return the norm of the parameters' gradients over all ranks. If it is inf or nan, set the skip flag.
 
-        Collective: every rank must call it. The loss scale is not divided out of the norm.
+        Collective: every rank must call it. The norm still contains the loss scale.
         """
         norm = global_norm(parameters, order, self._reduce, self._device)
         torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
@@ -409,7 +410,10 @@ class OptimManager:
         return {**state, _CHECKSUMS: checksums(_by_entry(state))}
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of the schedulers and the loss scale alone. It is the same on every rank."""
+        """Return the state of the schedulers and the loss scale, without that of the optimizers.
+
+        It is the same on every rank.
+        """
         self._end_last_step()
         return {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],

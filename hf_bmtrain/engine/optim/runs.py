@@ -107,7 +107,7 @@ def with_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Pa
 def neighbours(
     parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
 ) -> list[list[torch.nn.Parameter]]:
-    """Divide parameters into lists that one kernel launch can update. The lists are as long as possible.
+    """Divide parameters into lists, each of which one kernel launch can update, and which are as long as possible.
 
     The members of a list are adjacent in one flat buffer. Each ordinary parameter is in a list of its own.
 

@@ -19,7 +19,7 @@ _WARN_EVERY = 8
 
 
 class HostFlag:
-    """A copy of `flag`, a tensor (1,), in host memory. From a GPU it is made asynchronously, on the current stream.
+    """A copy of a flag, (1,), in host memory. A flag on a GPU is copied asynchronously, on the current stream.
 
     Attributes:
         immediate: True if the flag was in host memory, so that `read` never waits.

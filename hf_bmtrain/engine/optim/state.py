@@ -156,7 +156,7 @@ class FullState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._local = False
-        self._sharded: Any = None  # the `optimizer.state` of the last `shard_loaded`; loading replaces this dict
+        self._sharded: Any = None  # `optimizer.state` at the last `shard_loaded`. Loading a state makes a new dict.
         optimizer.register_state_dict_post_hook(self._make_full)
 
     def is_loaded(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -287,7 +287,8 @@ def _gather(
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)
-    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # {index in the buffer: key in `state`}
+    # Tensors of one name, buffer and dtype share an all-gather: {(name, buffer, dtype): {index in the buffer: key}}.
+    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}
     for name, key in sharded:
         place = name, parameters[key].buffer, state[key][name].dtype
         places.setdefault(place, {})[parameters[key].index] = key
@@ -355,7 +356,14 @@ def _is_laid_out_like(value: Any, parameter: DistributedParameter) -> bool:
 
 
 def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
-    """Raise RuntimeError if keys of an optimizer's `state` are strings instead of parameters."""
+    """Raise RuntimeError if an optimizer keeps its state under names (strings) instead of parameters.
+
+    Such a state cannot be saved, because it is unknown which parameters it belongs to.
+
+    Args:
+        optimizer: the optimizer, for the message.
+        state: the keys of its state.
+    """
     names = [key for key in state if isinstance(key, str)]
     if names:
         raise RuntimeError(
@@ -367,7 +375,7 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with its nested dict of quantized tensors, if it has one, merged into the state."""
+    """Return a parameter's state without nesting: if it contains a dict of quantized tensors, merge that into it."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

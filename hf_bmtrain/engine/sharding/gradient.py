@@ -70,7 +70,7 @@ class GradientBuffer:
         self._full_params_require_grad = list(self.requires_grad)
         self._noted_require_grad = list(self.requires_grad)
         self._begun = False  # True while the shard is being written: from a backward's first gradient to `receive`
-        self._pending: PendingReduce | None = None  # set from `send` to `receive`
+        self._pending: PendingReduce | None = None  # None except from `send` to `receive`
         self._collected: set[int] = set()
         self._absent: list[int] = []  # indices of parameters without `.grad` that this rank did not use; see `decide`
         self._squares: torch.Tensor | None = None
@@ -79,7 +79,7 @@ class GradientBuffer:
         self._total: torch.Tensor | None = None  # the running sum of an accumulation, in float32 or wider
         self._handed: list[torch.Tensor | None] = [None] * len(full_params)
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
-        # `sizes` alternates between padding and parameters. Leave out empty padding, but keep empty parameters.
+        # `sizes` alternates between padding and parameters. Leave out padding of size 0, but keep parameters of size 0.
         present = [position for position, size in enumerate(sizes) if size or position % 2]
         self._sizes = [sizes[position] for position in present]
         self._parts = [number for number, position in enumerate(present) if position % 2]
@@ -97,7 +97,7 @@ class GradientBuffer:
         return any(self.requires_grad)
 
     def follow_requires_grad(self) -> None:
-        """Copy `requires_grad` from the local to the full parameters if it has changed since the last call."""
+        """Set `requires_grad` of the full parameters, which autograd sees, to that of the local parameters."""
         if self.requires_grad != self._full_params_require_grad:
             for full, required in zip(self._full_params, self.requires_grad):
                 full.requires_grad_(required)
@@ -227,7 +227,7 @@ class GradientBuffer:
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
         self._squares, self._pending, self._begun = self._pending.squares, None, False
-        torch.autograd.graph.increment_version(self.shard)  # NCCL does not increment the version when it writes
+        torch.autograd.graph.increment_version(self.shard)  # NCCL does not increment it when it writes to the shard
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
@@ -264,7 +264,10 @@ class GradientBuffer:
         return self._unused.agree(self._absent)
 
     def discard(self) -> None:
-        """Drop all gradients of this backward, and a pending reduction. Free the shard if no `.grad` uses it."""
+        """Drop all gradients of this backward, and a pending reduction, after an exception in the backward.
+
+        The shard is freed if no `.grad` is a view of it.
+        """
         for full in self._full_params:
             full.grad = None
         self._reducer.discard()

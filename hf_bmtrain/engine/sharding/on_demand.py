@@ -123,7 +123,7 @@ class OnDemandGather:
         return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
-        """Return the full Parameters of parameter `index`, one for each module that has read it."""
+        """Return the full Parameters over the memory of parameter `index`, one for each module that has read it."""
         return [own[index] for own in self._parameters.values() if index in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
@@ -174,12 +174,13 @@ class OnDemandGather:
         if unwatched or self._saved:
             self._schedule.gather(self._buffer)
         if unwatched:
-            self._buffer.wait()  # backward reads views that were saved outside `watch` without calling `_restore`
+            # Wait now, because backward reads views that were saved outside `watch` directly, not through `_restore`.
+            self._buffer.wait()
 
     def finish_backward(self) -> None:
-        """Reshard the buffer, unless an enclosing backward needs it, and start the reduction of its gradient.
+        """Reshard the buffer and start the reduction of its gradient. Called when backward ends.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The buffer is not resharded if an enclosing backward still needs it.
         """
         if not self._schedule.is_member(self):
             self.reshard()

@@ -205,7 +205,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def storage_kind(self) -> StorageKind:
-        """The StorageKind (plain, quantized, …) by which `shard_places` moves the parameter to another flat buffer."""
+        """The StorageKind (plain, quantized, …) that the parameter gets if it is moved to another flat buffer."""
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:

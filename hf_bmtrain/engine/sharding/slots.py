@@ -160,7 +160,7 @@ def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group
 
 
 def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return a full copy of a DistributedParameter, which is collective, or any other parameter itself."""
+    """Return a full copy of `parameter` if it is sharded, otherwise `parameter` itself. Collective if it is sharded."""
     if not isinstance(parameter, DistributedParameter):
         return parameter
     full: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)

@@ -36,7 +36,7 @@ class StateDict(OrderedDict):
         return self.copies[source]
 
     def on_cpu(self) -> OrderedDict:
-        """Return the entries as copies on the CPU. Entries that share memory share their copy."""
+        """Return the entries as copies on the CPU, in a plain OrderedDict. Tied entries share one copy."""
         made = {id(copy) for copy in self.copies.values()}
         for key, value in self.items():
             if isinstance(value, torch.Tensor) and id(value) not in made:
@@ -51,9 +51,9 @@ class StateDict(OrderedDict):
 
 
 def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
-    """Fill a state dict with `collect`, which reads full parameters, and then replace these by copies on the CPU.
+    """Call `collect`, which fills a state dict with full parameters, and replace these by copies on the CPU.
 
-    Collective: every rank must call it. While `collect` runs, the slots are set to the full parameters.
+    Collective: every rank must call it. While `collect` runs, the modules have full instead of local parameters.
 
     Args:
         destination: the state dict: a StateDict, or torch's own dict if `state_dict` was called on a plain module that
@@ -91,7 +91,7 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
 
 
 def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> None:
-    """Raise RuntimeError unless all ranks are about to load the same parameters. Collective: every rank must call it.
+    """Raise RuntimeError unless all ranks are about to load the same values. Collective: every rank must call it.
 
     Entries for modules' buffers (`register_buffer`) are not compared, because they may differ between the ranks.
     """
@@ -119,8 +119,8 @@ def shard_on_load(
 ) -> None:
     """Replace full tensors of the module's parameters in `state_dict` by this rank's elements, which torch then loads.
 
-    This is a load_state_dict pre-hook. For a DistributedModule inside a block it runs twice; the second run does
-    nothing.
+    Collective: every rank must call it. This is a load_state_dict pre-hook. For a DistributedModule inside a block it
+    runs twice; the second run changes nothing.
     """
     slots = find_slots([module])
     for buffer in dict.fromkeys(slot.sharded.buffer for slot in slots):

@@ -122,7 +122,8 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
-            buffer.communicator.broadcast(buffer.shard, 0).wait()  # each host may have such a shard
+            # If every host has a single rank and stores all shards, the other hosts need rank 0's values too.
+            buffer.communicator.broadcast(buffer.shard, 0).wait()
             return
         flat = self.full.allocate().zero_()
         for offset, parameter in zip(buffer.layout.offsets, parameters):

@@ -24,7 +24,7 @@ class UnusedParameters:
         """Create an object that serves one flat buffer.
 
         Args:
-            control: exchanges posts between the ranks.
+            control: exchanges the posts between the ranks.
             number: the buffer's number, the same on every rank.
         """
         self._control, self.number = control, number

@@ -317,7 +317,7 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     # Options are cloned because the group may contain a step counter as a tensor, which the trial must not change.
     options = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     options["params"] = [parameter]
-    if group.get("lr") is not None:  # not the group's learning rate, which may be 0 at the start of a warm-up
+    if group.get("lr") is not None:  # a fixed rate, because the group's may be 0 at the start of a warm-up
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())

@@ -462,7 +462,8 @@ class OptimManager:
     def check_own_state(self, state: dict[str, Any]) -> None:
         """Check that a saved state fits this manager, without loading it.
 
-        Both managers must have as many optimizers, schedulers for the same ones, and a loss scale or none.
+        The saved manager must have had the same number of optimizers, schedulers for the same ones, and a loss scale if
+        this manager has one.
 
         Args:
             state: the result of `own_state`.

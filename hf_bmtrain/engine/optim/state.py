@@ -249,7 +249,10 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
 
 
 def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
-    """Return whether `shape` may be that of a factor (row or column means) of Adafactor for this `full_shape`."""
+    """Return whether a state tensor of this shape may be a factor (row or column means) of Adafactor.
+
+    full_shape: the full shape of the parameter to which the state tensor belongs.
+    """
     if len(shape) == len(full_shape):  # torch's Adafactor keeps reduced dimensions, of size 1
         return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]

@@ -14,12 +14,12 @@ from ..base.torch_internals import WithoutTorchFunction
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
     """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters.
 
-    Collective: every rank must call it. The `.grad` of a sharded parameter in `inputs` is set to its gradient, averaged
-    over the ranks. The `.grad` of other parameters does not change.
+    Collective: every rank must call it. The gradient of each sharded parameter in `inputs` is averaged over the ranks
+    and accumulated into its `.grad`. The `.grad` of parameters that are not in `inputs` does not change.
 
     Args:
         tensors: the tensors to differentiate.
-        inputs: the tensors that get gradients.
+        inputs: the tensors whose `.grad` receives gradients.
         **options: other arguments of `torch.autograd.backward`.
     """
     leaves: list[Any] = []
@@ -64,5 +64,5 @@ def _ask_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     return backward_with_local
 
 
-if torch.__version__ < "2.11":  # torch looks for `__torch_function__` on `tensors`, but not on `inputs`
+if torch.__version__ < "2.11":  # older versions look for `__torch_function__` on `tensors`, but not on `inputs`
     torch.autograd.backward = _ask_inputs(torch.autograd.backward)

@@ -23,9 +23,9 @@ which a script may have imported before they are replaced."""
 
 
 def override_collectives(kinds: tuple[type, ...]) -> None:
-    """Make each function of `_NAMES` call `__torch_function__` when it is given tensors of the classes `kinds`.
+    """Make the collectives in `_NAMES` call `__torch_function__` when they are given tensors of the classes `kinds`.
 
-    Otherwise the function would communicate the memory of a sharded tensor, which holds different elements on each
+    Otherwise a collective would communicate the memory of a sharded tensor, which holds different elements on each
     rank. Nothing changes for other tensors, or for functions that call `__torch_function__` already. A module that
     imported a function by name before this call keeps the original function.
     """

@@ -1,4 +1,7 @@
-"""Tables of torch's functions, sorted by what they do with elements. They decide how a sharded tensor is treated."""
+"""Tables that classify torch's functions by what they do with elements, and so decide how they act on sharded tensors.
+
+For example, element-wise functions act on this rank's elements, and SHAPES return properties of the full tensor.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ CONVERSIONS = frozenset("to float double half bfloat16 int long short bool cpu c
 """Functions that convert their first tensor. Other arguments only give the dtype or device to convert to."""
 
 LIKE = frozenset("detach alias zeros_like ones_like empty_like full_like".split())
-"""Functions of one tensor that autograd never records. Of a sharded tensor, they always return a sharded tensor."""
+"""Functions of one tensor that autograd never records. Given a sharded tensor, they always return a sharded tensor."""
 
 RANDOM = frozenset(
     """
@@ -45,7 +48,7 @@ RANDOM = frozenset(
     normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_
     """.split()
 )
-"""Functions that draw every element at random from one distribution, whatever its present value."""
+"""Functions that draw all elements at random from one distribution, regardless of the tensor's present values."""
 
 VIEWS = frozenset("view reshape flatten ravel squeeze unsqueeze unflatten view_as reshape_as".split())
 """Functions that change the shape of a contiguous tensor and keep the order of its elements."""
@@ -77,17 +80,17 @@ def name_of(function: Any) -> str:
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return function.__self__.__name__  # `function` is the getter of an attribute
+        return function.__self__.__name__  # `function` is the getter of an attribute, such as `.T`
     return _OPERATORS.get(name, name).removeprefix("_foreach_")
 
 
 def _find_attributes() -> Iterator[Any]:
-    """Yield the getters and setters of all tensor attributes, such as `.grad`, that do not depend on elements."""
+    """Yield getters, setters and deleters of tensor attributes, such as `.device`, that do not depend on elements."""
     for base in torch.Tensor.__mro__:
         for name, value in vars(base).items():
             if inspect.isgetsetdescriptor(value) and name not in _TENSORS_BEHIND_ATTRIBUTES | SHAPES:
                 yield value.__get__
-                if name != "grad":  # the setter of `.grad` also converts the gradient, see `ShardBase.grad`
+                if name != "grad":  # `ShardBase.grad` sets it, and may have to cut a full gradient
                     yield from (value.__set__, value.__delete__)
 
 
@@ -121,7 +124,7 @@ def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
     """Return a copy of nested tuples, lists and dicts in which each tensor and NumPy array is replaced.
 
     Args:
-        function: returns the replacement of a tensor or array.
+        function: called with each tensor or array, and returns its replacement.
         values: the nested containers, or a single value.
     """
     if isinstance(values, torch.Tensor) or is_array(values):

@@ -1,4 +1,4 @@
-"""Join tensors of a list that are adjacent in memory, so that a function that writes the list takes less time."""
+"""Join tensors that are adjacent in memory, so that in-place functions of lists have fewer tensors to write."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import torch
 
 
 def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return fewer tensors that together have the elements of `tensors` and share their memory.
+    """Join tensors that are adjacent in memory, so that an in-place function of a list has fewer tensors to write.
 
     The sharded parameters of one flat buffer are adjacent in memory, and so are their gradients. Weight decay, for
-    example, then multiplies one tensor per flat buffer. Tensors that cannot be joined are returned unchanged.
+    example, then multiplies one tensor per flat buffer. Call this only within `WithoutTorchFunction`, where a sharded
+    tensor acts as a plain tensor of this rank's elements.
 
     Args:
-        tensors: at least one tensor. Call this only within `WithoutTorchFunction`.
+        tensors: at least one tensor.
+
+    Returns:
+        Tensors that together have the elements of `tensors` and share their memory: a 1-D view in place of each run of
+        adjacent tensors, and all other tensors unchanged.
     """
     first = tensors[0]
     size, dtype = first.element_size(), first.dtype
     if len(tensors) < 2 or first.data_ptr() + first.numel() * size != tensors[1].data_ptr():
-        return tensors  # usual for optimizer state, whose tensors are allocated one by one
+        return tensors  # the common case for optimizer state, whose tensors are allocated one by one
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         return tensors
     joined: list[torch.Tensor] = []
@@ -36,9 +41,9 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _join(run: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Join tensors, each of which begins at the address where the one before ends, and return them as a list.
+    """Return a list with one 1-D view of all tensors of `run`, each of which begins where the previous one ends.
 
-    Returns `run` itself if the tensors belong to different allocations, which are adjacent by chance.
+    Returns `run` itself if its tensors belong to different allocations, which are adjacent by chance.
     """
     if len(run) < 2 or run[0].untyped_storage()._cdata != run[-1].untyped_storage()._cdata:
         return run

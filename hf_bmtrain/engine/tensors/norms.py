@@ -12,7 +12,7 @@ from ..comm.communicator import Communicator
 from ..ops.grad_norm import Segments, segmented_squared_norm
 
 _CALLERS = 12
-"""Maximum number of callers to search for `torch.nn.utils.clip_grad_norm_`."""
+"""The maximum number of stack frames in which to look for `torch.nn.utils.clip_grad_norm_`."""
 
 
 class SegmentNorms:
@@ -27,8 +27,8 @@ class SegmentNorms:
         shard: (n,) float32, float16 or bfloat16, this rank's shard.
         segments: the segments of the shard. They may include padding, which must be zero.
         communicator: does the all-reduce.
-        squares: (k,) float64, the squared norms of the k segments, if they are known for the present contents of the
-            shard; otherwise None.
+        squares: (k,) float64, the squared norms of the k segments on this rank, if they were already computed for the
+            present contents of the shard; otherwise None.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class SegmentNorms:
         return self._norms.clone().unbind()
 
     def local_squares(self) -> torch.Tensor:
-        """Return the squared 2-norms of this rank's k segments, (k,) float64. Not collective."""
+        """Return the squared 2-norms, (k,) float64, of this rank's part of each of the k tensors. Not collective."""
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares
         return segmented_squared_norm(self._shard, self._segments)
 
 
 def measure(norms: Iterable[SegmentNorms]) -> None:
-    """Compute the norms of all buffers whose norms are not cached, with one all-reduce.
+    """Compute and cache the 2-norms of the tensors of several flat buffers, with one all-reduce in total.
 
-    Collective: every rank must call it.
+    Buffers whose norms are cached already are skipped. Collective: every rank must call it.
     """
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
@@ -74,9 +74,9 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
 
 
 def note_clipping(collective_log: CollectiveLog) -> None:
-    """Record the arguments of `torch.nn.utils.clip_grad_norm_` in the collective log, if it is one of the callers.
+    """If `torch.nn.utils.clip_grad_norm_` is on the call stack, record its arguments in the collective log.
 
-    The ranks compare their logs, and so notice if they clip to different norms. The values are read from the local
+    The ranks compare their logs, and so detect that they clip to different norms. The arguments are read from the local
     variables of `clip_grad_norm_`, because it does not pass them to the functions that it calls.
     """
     frame = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Placement, which describes the elements of a sharded tensor that each rank stores, and gathers the full tensor."""
+"""Placement, which describes which elements of a sharded tensor each rank stores, and gathers the full tensor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Placement:
     A view of a sharded tensor has the same placement, except for `shape`.
 
     Attributes:
-        layout: the layout of the flat buffer that contains the tensor: the position of each tensor, and each rank's
-            shard.
+        layout: the layout of the flat buffer that contains the tensor. It gives the position of each tensor in the
+            buffer, and the part of the buffer that each rank stores (its shard).
         index: the tensor's index in the layout.
         shape: the shape of the full tensor.
         communicator: the communicator of the ranks over which the tensor is sharded.
-        norms: the communicator for norms and for the search for inf and nan. It has more ranks than `communicator` if,
-            with tensor parallelism, the full tensor is a part of a tensor that is split over ranks.
+        norms: the communicator for norms and for the search for inf and nan. With tensor parallelism, the full tensor
+            may itself be a part of a tensor. `norms` then also includes the ranks that store the other parts.
     """
 
     layout: Layout
@@ -56,7 +56,7 @@ class Placement:
         return mine == theirs
 
     def with_shape(self, shape: torch.Size) -> Placement:
-        """Return the placement of a view with another shape, whose elements are in the same order."""
+        """Return this placement with another full shape, for a view whose elements are in the same order."""
         return replace(self, shape=shape)
 
     def as_real(self) -> Placement:
@@ -77,7 +77,7 @@ class Placement:
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Gather the full tensor from all ranks, in new memory. Collective: every rank must call it.
 
-        part: (n,), this rank's elements.
+        part: (n,), this rank's elements of the tensor.
         """
         local_ranges = [self.layout.range_of(self.index, rank) for rank in range(self.layout.world_size)]
         longest = max(local_range.length for local_range in local_ranges)

@@ -1,8 +1,8 @@
 """Reductions of sharded tensors to one number over all ranks, such as norms and sums, without gathering the elements.
 
-Each function takes the arguments of the torch function that it replaces, and returns NotImplemented if it needs the
-full tensors, for example for a sum over one dimension. All of these functions are collective: every rank must call
-them.
+Each function in REDUCTIONS takes the arguments of the torch function that it replaces. It returns NotImplemented if it
+needs the full tensors, for example for a sum over one dimension. All of these functions are collective: every rank must
+call them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def _is_local(value: Any) -> bool:
 def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
     """Return the norm of order `order` of each sharded tensor over all ranks. Collective: every rank must call it.
 
-    2-norms of gradients that a backward has set are computed and cached by `SegmentNorms`. All other norms are computed
-    with one all-reduce.
+    `SegmentNorms` computes and caches the 2-norms of gradients that a backward has stored in `.grad`. All other norms
+    are computed here, with one all-reduce.
     """
     order = float(order)
     if order <= 0:
         raise ValueError(f"The order of the norm of a sharded tensor must be greater than 0 (or inf), but is {order}.")
     segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
     measured = dict.fromkeys(segment[0] for segment in segments if segment is not None)
-    measure(measured)  # one all-reduce, whose results `all` reads from the cache
+    measure(measured)  # one all-reduce for all flat buffers; `all()` then returns the cached results
     norms = {each: each.all() for each in measured}
     others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))
     return [next(others) if segment is None else norms[segment[0]][segment[1]] for segment in segments]
@@ -119,7 +119,7 @@ def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _non_finite_check(pieces, found_inf, inv_scale):
     amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
-    torch.autograd.graph.increment_version(pieces)  # torch does not do this for the function's writes
+    torch.autograd.graph.increment_version(pieces)  # the function writes to `pieces`, but torch does not count this
     slices = [piece for piece in pieces if _is_local(piece)]
     slices[0].placement.norms.all_reduce(found_inf, maximum=True).wait()
 

@@ -103,11 +103,11 @@ class ShardBase:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient: a sharded tensor that is distributed over the ranks as this tensor is, or None.
+        """The gradient: a sharded tensor of which each rank stores the same elements as of this tensor, or None.
 
-        Besides torch's own `.grad`, a Python attribute stores it, which takes a fifteenth of the time to read: torch's
-        own `.grad` is read through `__torch_function__`. In each step, gradient clipping reads the gradient four times
-        and the optimizer three times.
+        It is stored both in torch's own `.grad` and in the Python attribute `grad_now`. Reading torch's own `.grad`
+        calls `__torch_function__`, which takes 15 times as long. In each step, gradient clipping reads the gradient
+        four times and the optimizer three times.
         """
         return self.grad_now
 
@@ -125,7 +125,10 @@ class ShardBase:
         self.grad = None
 
     def settle(self) -> None:
-        """Make the current stream wait for any asynchronous operation that still writes this rank's elements."""
+        """Make the current stream wait for any asynchronous operation that still writes this rank's elements.
+
+        Subclasses whose elements are written asynchronously override this method. Here it does nothing.
+        """
 
     def read_full(self) -> torch.Tensor:
         """Gather the full tensor from all ranks, in new memory. For a parameter, the result is differentiable.
@@ -137,7 +140,7 @@ class ShardBase:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is torch.is_complex and cls.is_parameter and args:
-            return args[0].full.dtype.is_complex  # a faster path: optimizers call this for every parameter
+            return args[0].full.dtype.is_complex  # a fast path, because optimizers call this for every parameter
         kwargs = kwargs or {}
         if func in METADATA:
             with WithoutTorchFunction():
@@ -281,9 +284,9 @@ _OVERWRITES = frozenset(
 
 
 class CopySource:
-    """A sharded tensor and a full copy of it, whose views are WholeCopies.
+    """A sharded tensor, and a temporary full copy of it. Views of the copy are WholeCopies.
 
-    Every rank makes the same writes to its copy, so no communication is needed to write them to the sharded tensor.
+    Every rank makes the same writes to its copy, so no communication is needed to transfer them to the sharded tensor.
     """
 
     def __init__(self, sharded: Any, copy: torch.Tensor) -> None:
@@ -293,12 +296,13 @@ class CopySource:
         return shares_storage(view, self._copy)
 
     def pass_on(self, view: torch.Tensor | None) -> str | None:
-        """Write this rank's elements of the copy to the sharded tensor. Return the reason if this fails, or None.
+        """Write this rank's elements of the copy to the sharded tensor, after a view of the copy was written.
 
-        It fails if the sharded tensor has changed since the copy was made, unless `view` is given.
+        Fails if the sharded tensor has changed since the copy was made, unless `view` is given. Returns the reason for
+        the failure, or None if it succeeds.
 
-        view: the view of the copy that was written, if all of its elements were overwritten without being read. Then
-            only these elements are written to the sharded tensor. Otherwise None.
+        view: the view that was written, if all of its elements were overwritten without being read; otherwise None. If
+            the sharded tensor has changed, only the elements of this view are written to it.
         """
         sharded, part = self._sharded, self._sharded.placement.cut(self._copy)
         sharded.settle()
@@ -329,9 +333,13 @@ def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | 
 
 
 def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[CopySource] = ()) -> Any:
-    """Return `value`, as a WholeCopy if it is a view of one of `copies`. If it is a NumPy array, make it read-only.
+    """Protect a function's result from writes that would be lost, if it may be a view of a temporary full copy.
 
-    A NumPy array may be a view of a copy, too, and writes to it would be lost.
+    A tensor that is a view of one of `copies` is returned as a WholeCopy, which passes writes on to the sharded tensor
+    or raises an error. A NumPy array becomes read-only. Any other value is returned unchanged.
+
+    copies: the full copies of sharded tensors with which the function was called.
+    sources: the CopySources of these copies. Writes to a view of a copy without a source raise an error.
     """
     if is_array(value):
         value.setflags(write=False)
@@ -343,7 +351,7 @@ def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[Cop
 
 
 class _Call:
-    """One call of a torch function with sharded tensors among its arguments.
+    """One call of a torch function that has sharded tensors among its arguments.
 
     Attributes:
         func: the function.
@@ -369,7 +377,10 @@ class _Call:
         self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
 
     def run(self) -> Any:
-        """Apply the function as the docstring of this module describes, and return its result."""
+        """Apply the function to this rank's elements if possible, otherwise to full tensors, and return its result.
+
+        The docstring of this module gives the rules.
+        """
         if getattr(self.func, "__module__", "").startswith("torch.distributed"):
             return self._communicate()
         collective = REDUCTIONS.get(self.func)
@@ -413,17 +424,20 @@ class _Call:
             return result if result is first else ShardTensor.of(result.detach(), first.placement)
 
     def _view(self, first: Any) -> Any:
-        """Return a sharded tensor that shares the memory of `first` and has another full shape."""
+        """Apply a function such as `view` to the sharded tensor `first`.
+
+        Returns a sharded tensor that shares the memory of `first` and has another full shape.
+        """
         with WithoutTorchFunction():
             shape = self.func(*replace_tensors(_on_meta, self.args), **replace_tensors(_on_meta, self.kwargs)).shape
             first.settle()
             return ShardTensor.of(first.detach(), first.placement.with_shape(shape))
 
     def _draw(self, first: Any) -> Any:
-        """Draw random elements for the full tensor `first`, as a single process does, and keep this rank's elements."""
+        """Draw random elements for a full tensor like `first`, as a single process would, and keep this rank's part."""
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
-                return self.func(*self.args, **self.kwargs)  # torch raises its error for in-place writes to a leaf
+                return self.func(*self.args, **self.kwargs)  # torch raises its usual error: a leaf is written in place
             full = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
             part = first.placement.cut(self.func(full, *self.args[1:], **self.kwargs))
             if not self.in_place:
@@ -436,7 +450,7 @@ class _Call:
     def _element_wise(self) -> Any:
         """Apply an element-wise function to this rank's elements, or to full tensors if an operand does not fit.
 
-        An operand fits if `_operand` finds its elements at the positions that this rank stores.
+        An operand fits if `_operand` can take from it the elements at the positions that this rank stores.
         """
         with WithoutTorchFunction():
             like = self.slices[0]
@@ -459,10 +473,13 @@ class _Call:
             return ShardTensor.of(result, placement)
 
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Apply an in-place function to this rank's elements, without recording it for autograd.
+        """Apply an in-place function to this rank's elements, without recording it for autograd, and return `written`.
 
         If autograd records and `written` is a leaf that requires a gradient, gradients stay enabled, so that torch
         raises its usual error.
+
+        written: the argument that the function writes to.
+        args, kwargs: the arguments of the function, in which full tensors are replaced by this rank's elements.
         """
         leaf = any(written is each and each.requires_grad for each in self.slices)
         with torch.set_grad_enabled(self.full and leaf):
@@ -470,11 +487,11 @@ class _Call:
         return written
 
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
-        """Apply an in-place function to a plain tensor of the full shape or of this rank's number of elements.
+        """Apply an in-place function that writes to a plain tensor and reads sharded ones, as `plain.add_(sharded)`.
 
-        If the sharded tensor is a vector, and one rank stores all of its elements, these two shapes are equal on that
-        rank and different on the others. Vectors are therefore gathered in both cases, so that all ranks issue the same
-        collectives.
+        The plain tensor has either the full shape or as many elements as this rank stores. If the sharded tensor is a
+        vector, and one rank stores all of its elements, these two shapes are equal on that rank and different on the
+        others. Vectors are therefore always gathered, so that all ranks issue the same collectives.
 
         Args:
             target: the plain tensor, to which the function writes.
@@ -493,8 +510,8 @@ class _Call:
     def _on_many(self) -> Any:
         """Apply a function of lists of tensors, such as `torch._foreach_add_`, to this rank's elements.
 
-        The function acts on full tensors instead if it is not element-wise, or if operands at some position of the
-        lists do not fit (see `_element_wise`).
+        The function acts on full tensors instead if it is not element-wise, or if the tensors at some position of the
+        lists cannot be combined element by element on this rank (see `_operand`).
         """
         if self.full and not self.in_place:
             return self._on_full()
@@ -515,12 +532,12 @@ class _Call:
         return self._on_full()
 
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
-        """Return what replaces `members` so that a function of lists acts on this rank's elements only.
+        """Return the tensors to pass instead of `members`, so that a function of lists acts on this rank's elements.
 
-        A function of lists is one such as `torch._foreach_add_(parameters, gradients)`. Returns None if it needs full
-        tensors, because a member does not match the sharded one.
+        Such a function is `torch._foreach_add_(parameters, gradients)`. Returns None if the function must act on full
+        tensors instead, because a member cannot be combined with the sharded one element by element on this rank.
 
-        members: the i-th items of all its lists, such as (parameters[i], gradients[i]).
+        members: the items at one position of all lists, such as (parameters[i], gradients[i]).
         """
         like: Any = next((each for each in members if isinstance(each, ShardBase)), None)
         if like is None:
@@ -533,12 +550,14 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
-        """Do the work of `_aligned` if the function writes to the first of `members`, and this is a plain tensor.
+        """Return the result of `_aligned` if the function writes to the first of `members`, which is a plain tensor.
 
-        As in `_write_ordinary`, vectors are gathered.
+        Returns None if the function must act on full tensors. Sharded vectors are gathered here: the plain tensor may
+        have the full shape on a rank that stores all elements, and yet all ranks must issue the same collectives.
 
+        members: the items at one position of all lists that the function takes.
         like: the first sharded tensor of `members`.
-        operands: the tensors to use instead of `members` when the function acts on this rank's elements.
+        operands: the tensors to pass instead of `members`, if the function acts on this rank's elements; modified.
         """
         target = members[0]
         if target.shape not in (like.shape, like.full_shape):
@@ -556,10 +575,10 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
-        """Return the results of a function of lists, as sharded tensors where an operand at their position is sharded.
+        """Convert the results of a function of lists to sharded tensors, at the positions where an operand is sharded.
 
-        lists: the lists that the function took.
-        result: what it returned for this rank's elements.
+        lists: the lists that were passed to the function.
+        result: the list that it returned for this rank's elements.
         """
         if not isinstance(result, (list, tuple)):
             return result
@@ -622,7 +641,7 @@ class _Call:
         return replace_tensors(lambda each: written.get(id(each), _read_only(each, copies, sources)), result)
 
     def _declared_writes(self) -> set[int] | None:
-        """Return the ids of the arguments that an operator of torch.ops declares to modify; None for other functions.
+        """Return the ids of the tensors that an operator of torch.ops declares to modify; None for other functions.
 
         Version counters are not enough for operators of other libraries, which may modify tensors by their own kernels
         or through `.data`.
@@ -680,7 +699,7 @@ def barrier_outside(occasion: str) -> None:
 
 
 SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, type checkers take `Tensor.grad` for its value
-"""Sets torch's own `.grad` of a tensor. Who calls it for a sharded tensor must also set `ShardBase.grad_now`."""
+"""Sets torch's own `.grad` of a tensor. For a sharded tensor, the caller must also set its `grad_now`."""
 
 
 class Address:
@@ -724,10 +743,11 @@ def _data_ptr(tensor: Any) -> int | Address:
 
 
 def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Apply an element-wise function of lists to this rank's elements. This is a fast path for optimizers.
+    """Apply an element-wise function of lists, such as `torch._foreach_mul_`, to this rank's elements.
 
-    The sharded tensors at one position of the lists must have the same placement object, and plain tensors must have
-    one element. Otherwise nothing is done, NotImplemented is returned, and the caller uses `_Call`, which is slower.
+    This is a fast path for optimizers. The sharded tensors at one position of the lists must have the same placement
+    object, and plain tensors must have one element. Otherwise this function does nothing and returns NotImplemented,
+    and the caller uses the slower `_Call`.
     """
     if is_tracing():
         return NotImplemented
@@ -746,7 +766,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
                     placements = [*found]
                 elif not all(map(operator.is_, found, placements)):
                     return NotImplemented
-            except AttributeError:  # the list has a plain tensor
+            except AttributeError:  # the list contains a plain tensor, which has no placement
                 return NotImplemented
             if {*map(type, value)} != {ShardTensor}:
                 unsettled += value
@@ -774,8 +794,8 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 def _count_writes(name: str, args: Sequence[Any]) -> None:
     """Increment the version counters of parameters that a fused optimizer function of torch has written.
 
-    Torch does not do this. A block that is unsharded during the step would then not be all-gathered again, and would
-    compute with the old weights.
+    Torch does not do this itself. Without it, a block (a transformer layer) that is unsharded during the step would not
+    be all-gathered again, and would compute with the old weights.
     """
     if name.startswith("_fused_"):
         torch.autograd.graph.increment_version(args[0])
@@ -798,8 +818,8 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     """Return the elements of `value` that an element-wise function combines with this rank's elements of `like`.
 
     A plain tensor that can be broadcast to the full shape is treated as a full tensor. A plain vector with as many
-    elements as this rank stores is treated as this rank's elements. Raises ValueError if it could be either. Returns
-    None if the function must act on full tensors.
+    elements as this rank stores is treated as this rank's elements. Raises ValueError if `value` could be either.
+    Returns None if the two tensors cannot be combined this way, so that the function must act on full tensors.
 
     value: an operand of the function.
     like: another operand, which is sharded.

@@ -1,8 +1,8 @@
 """Make a wrapped model follow this process's Accelerator and Trainer, if there are any.
 
 The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator has another number of
-ranks or shards models itself, or if the Trainer lacks this package's callback. Neither Accelerate nor Transformers is
-imported here. Both are found in `sys.modules`, if the program has imported them.
+ranks or shards models itself, or if the Trainer lacks this package's callback (BMTrainCallback). Neither Accelerate nor
+transformers is imported here. Both are found in `sys.modules`, if the program has imported them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger("hf_bmtrain")
 _log_once = functools.cache(_log.log)
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HAD_CALLBACK = "_had_bmtrain_callback"
-"""An attribute that BMTrainCallback sets on its Trainer."""
+"""The name of an attribute that BMTrainCallback, this package's callback, sets on its Trainer."""
 _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
@@ -64,9 +64,9 @@ def check_accelerator(size: int) -> None:
 
 
 def check_trainer(model: torch.nn.Module, size: int) -> None:
-    """Raise RuntimeError if a Trainer that never had BMTrainCallback is training `model` on several ranks.
+    """Raise RuntimeError if a Trainer that never had this package's BMTrainCallback trains `model` on several ranks.
 
-    The Trainer is found among the callers of this function.
+    The Trainer is found on the call stack, because this function is called in forward.
 
     size: the number of ranks.
     """
@@ -81,7 +81,7 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
     # Read `f_locals` of this frame only: before Python 3.13, reading it stores references to the local variables in the
     # frame, which may keep objects of the program alive.
     trainer = frame.f_locals["self"]
-    # `model` need not be the trainer's model: it may be a sharded teacher of a plain student.
+    # Allow a sharded `model` that the Trainer does not train, such as the teacher of a plain student.
     if not hasattr(trainer, HAD_CALLBACK) and any(each is model for each in trainer.model.modules()):
         raise RuntimeError(
             f"{type(trainer).__name__} trains a sharded model on {size} ranks without BMTrainCallback: it would scale "

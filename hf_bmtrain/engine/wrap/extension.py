@@ -57,20 +57,23 @@ class Extension:
         return {}
 
     def choose(self, plan: WrapPlan) -> None:
-        """Decide how to treat the model, without changing it. Raise ValueError if this extension cannot be used."""
+        """Decide what to do with the model, without changing it. Raise ValueError if the model is not supported."""
 
     def prepare(self, plan: WrapPlan) -> None:
         """Change modules and parameters before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
-        """Return the ids of blocks' parameters that are put into flat buffers apart from all other parameters."""
+        """Return the ids of parameters of blocks that must not share a flat buffer with parameters outside this set.
+
+        The sets that several extensions return are united.
+        """
         return set()
 
     def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
         """Return how to store a block's parameter (quantized, for example), or None to let other extensions decide."""
 
     def connect(self, plan: WrapPlan) -> None:
-        """Run after everything is sharded, for example to add observers."""
+        """Do what must follow the sharding, for example replace forwards or add observers."""
 
 
 def kind_of(extensions: list[Extension]) -> Any:

@@ -14,9 +14,9 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """Return the outermost ModuleLists whose items have parameters. For a list of ModuleLists, return the inner lists.
 
-    Lists that contain None (an optional module between layers) or embeddings are skipped. Some models, such as SAM and
-    models with tied heads, read the weights of these embeddings without calling the module. A block would not
-    all-gather its weights then.
+    The items of these lists become blocks, which all-gather their weights when they are called. Lists with embeddings
+    are therefore skipped: some models, such as SAM and models with tied heads, read the weights of these embeddings
+    without calling them. Lists that contain None (an optional module between layers) are skipped, too.
     """
     if isinstance(model, torch.nn.ModuleList) and all(_may_be_block(item) for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]

@@ -53,15 +53,16 @@ class ModelHook:
     """
 
     def __init__(self) -> None:
-        self._parameters: list[dict[str, Any]] = []  # `_parameters` of every module at the last walk
-        self._modules: list[dict[str, Any]] = []  # `_modules` of every module at the last walk
-        self._tree: list[torch.nn.Module | None] | None = None  # the children of all modules at the last walk
-        self._names: list[str] = []  # the parameters' names at the last walk
-        self._kinds: set[type] = set()  # the classes of parameters (or of None) at the last walk
+        # What the last `_walk` found. `_check` compares it with the present state, to see whether to walk again.
+        self._parameters: list[dict[str, Any]] = []  # the dict `_parameters` of every module
+        self._modules: list[dict[str, Any]] = []  # the dict `_modules` of every module
+        self._tree: list[torch.nn.Module | None] | None = None  # the children of all modules
+        self._names: list[str] = []  # the names of all parameters
+        self._kinds: set[type] = set()  # the classes of all values in `_parameters` (parameters or None)
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
-        if world.device.type != "meta":  # a simulated world may have more ranks than Accelerate
+        if world.device.type != "meta":  # meta: a simulated world, which may have more ranks than Accelerate
             self._check(model, world.size)
         if world.schedule.observers.before_forward:
             _tell_observers(world, model, args, kwargs)
@@ -118,9 +119,9 @@ class ModelHook:
 
 
 def _is_sharded(kind: type) -> bool:
-    """Return whether an entry of a wrapped module's `_parameters` may have the class `kind`.
+    """Return whether `kind` is the class of a sharded parameter or of None.
 
-    The classes of sharded parameters and of None are allowed.
+    In a wrapped model, all values in the modules' `_parameters` have such a class.
     """
     return issubclass(kind, (DistributedParameter, type(None)))
 

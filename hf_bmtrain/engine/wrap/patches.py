@@ -22,12 +22,12 @@ _OPTIONS = {"every_n_layers": 1, "offload": False}
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
-    """Turn off the model's own gradient checkpointing, because the blocks recompute their forwards themselves.
+    """Turn off the model's own gradient checkpointing, because blocks (sharded layers) recompute their own forwards.
 
     Later calls of the model's `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch the
     recomputation of the blocks on and off.
     """
-    # Use weak references, because a block may contain a patched module, which would then form a reference cycle.
+    # Use weak references, because a patched module may be part of a block, which would make a reference cycle.
     states = [weakref.ref(block._bmt) for block in blocks]
     for module in model.modules():
         for word in ("activation", "gradient"):  # the new and the old prefix of these methods in transformers
@@ -49,10 +49,11 @@ def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
 
 
 def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, **kwargs) -> None:
-    """Switch the recomputation of blocks on or off. The arguments are those of transformers' methods.
+    """Switch the recomputation of blocks on or off, when the model's gradient or activation checkpointing is switched.
 
-    The option `offload` keeps the inputs of recomputed blocks in host memory. Options of torch.utils.checkpoint are
-    ignored. Raises ValueError if `every_n_layers` is not 1.
+    This replaces methods of transformers such as `gradient_checkpointing_enable`, whose arguments it takes after
+    `states` and `on`. Their option `offload` keeps the inputs of recomputed blocks in host memory. Options of
+    torch.utils.checkpoint are ignored. Raises ValueError if the option `every_n_layers` is not 1.
     """
     given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
     for value in (*args, *kwargs.values()):
@@ -74,11 +75,13 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
     """Make every rank continue to generate until all ranks have finished, because all must take part in all-gathers.
 
-    The attribute `_is_fsdp_managed_module` and the argument synced_gpus=True of `generate` have this effect. Modules
-    that drop layers at random do not get the attribute, because transformers would then call all of their layers.
-    Continuous batching cannot keep the ranks together, so it raises an error if there are several ranks.
+    transformers does so if a module has the attribute `_is_fsdp_managed_module`, or if `generate` is called with
+    synced_gpus=True; both are set here. Modules that drop layers at random do not get the attribute, because it makes
+    transformers call all of their layers. Continuous batching cannot keep the ranks together, so it raises an error if
+    there are several ranks.
     """
-    # Leave out compiled modules and modules in blocks, which torch.compile would treat as modules of FSDP.
+    # torch.compile would treat a module with this attribute as one of FSDP. Compiled modules, and modules in blocks,
+    # which may be compiled, therefore do not get it.
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     unmarked = {module for each in (*blocks, *compiled) for module in each.modules()}
     for module in model.modules():
@@ -104,8 +107,8 @@ def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
 def drops_layers(module: torch.nn.Module) -> bool:
     """Return whether `module` drops layers at random.
 
-    It does if its attribute `layerdrop` is not 0, or if its forward reads an attribute of `config` whose name ends in
-    "layerdrop" and whose value is not 0.
+    It does if its attribute `layerdrop` is not 0. It also does if its forward reads an attribute whose name ends in
+    "layerdrop", and this attribute of its `config` is not 0.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     rates = [name for name in code.co_names if name.endswith("layerdrop")] if code is not None else []

@@ -19,7 +19,7 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 def admit(model: torch.nn.Module) -> None:
     """Raise ValueError, with the reason, if `model` or one of its modules cannot be wrapped.
 
-    `admit_parameters` checks the parameters.
+    The parameters are checked by `admit_parameters` instead.
     """
     kind = type(model).__name__
     if next(model.parameters(), None) is None:
@@ -46,7 +46,7 @@ def admit(model: torch.nn.Module) -> None:
 def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
     """Raise ValueError if one of `blocks`, or a module that contains one, was compiled by `module.compile()`.
 
-    The all-gathers of the block would be compiled with it. Modules inside the blocks and beside them may be compiled.
+    The all-gathers of the block would be compiled, too. Modules inside a block, or that contain none, may be compiled.
     """
     blocks = {*blocks}
     for name, module in model.named_modules():
@@ -62,7 +62,7 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 
 def _admit_modules(model: torch.nn.Module) -> None:
-    """Raise ValueError if a module uses its weights outside its forward, when they are not all-gathered."""
+    """Raise ValueError if a module uses its weights outside its forward, where they are not all-gathered."""
     for name, module in model.named_modules():
         if callable(getattr(module, "backward_pass", None)):
             raise ValueError(

@@ -1,4 +1,7 @@
-"""Shard a model's root parameters, which are outside all blocks, and move module buffers to the rank's device."""
+"""Shard a model's root parameters, and move the modules' buffers to this rank's device.
+
+Root parameters belong to no block (sharded layer), because they are outside all blocks or shared by several modules.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,10 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
 
 
 def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]) -> list[Place]:
-    """Return (module, name, parameter) for every use of a root parameter, that is, of one that belongs to no block.
+    """Return (module, name, parameter) for every place at which a root parameter is registered.
 
-    These are all parameters of the modules in `outside`, followed by those inside `blocks` whose id is in `shared`.
+    A root parameter is one that belongs to no block. The places are those of all parameters of the modules in
+    `outside`, followed by those inside `blocks` whose id is in `shared`.
     """
     inside = find_places(module for block in blocks for module in block.modules())
     return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
@@ -60,7 +64,11 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
 
 
 def name_buffers(model: torch.nn.Module, world: World) -> None:
-    """Name every flat buffer for messages, and set each sharded parameter's `origin`: its block and its name there."""
+    """Give every flat buffer a name for messages, and set `origin` of every sharded parameter.
+
+    A buffer is named after the first of its parameters. The origin of a parameter has the path of the block that
+    contains it, and the parameter's name in this block.
+    """
     names: dict[int, list[str]] = {}
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, CheckpointBlock)]
     holders = {key: block for block in blocks for key in _keys(model.get_submodule(block[:-1]))}

@@ -1,4 +1,7 @@
-"""Find models of which ranks may run different blocks or other modules in the same step, and let the ranks agree."""
+"""Find models of which ranks may run different modules in the same step, and make these ranks agree on collectives.
+
+For example, each rank may drop different layers at random. They then agree, before each collective, on the next one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
-    """Make the ranks agree before each collective of the model, if they may run different parts of it in one step.
+    """If ranks may run different parts of the model in one step, make them agree on each collective before it starts.
 
     Called when the model is wrapped for the first time.
 
@@ -37,13 +40,13 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 
 
 def follow_additions(plan: WrapPlan) -> None:
-    """Include parameters that were added to a wrapped model, if its ranks agree before each of its collectives."""
+    """Include newly added parameters in the agreements, if the ranks agree on each collective of this model."""
     if any(getattr(module, "_uneven", False) for module in plan.root):
         _register(plan)
 
 
 def _register(plan: WrapPlan) -> None:
-    """Mark the model as one of which ranks may run different parts, and number its collectives for the agreements."""
+    """Mark the model as uneven (ranks may run different parts of it), and number its collectives for the agreements."""
     for module in plan.root:
         if isinstance(module, DistributedModule):
             module.__dict__["_uneven"] = True
@@ -65,7 +68,7 @@ def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
     dropping = [type(module).__name__ for module in plan.root if drops_layers(module)]
     if dropping:
         return f"{dropping[0]} drops layers at random"
-    # PEFT sets the `config` of a model without one to a dict.
+    # Ignore dicts: PEFT sets the `config` of a model that has none to a dict.
     found = (each for module in plan.root if not isinstance(each := getattr(module, "config", None), dict))
     configs = dict.fromkeys(type(config).__name__ for config in found if config is not None)
     if len(configs) > 1:

@@ -34,7 +34,7 @@ def wrap(
     blocks: Iterable[torch.nn.Module] | None,
     extensions: Sequence[Extension],
 ) -> None:
-    """Shard all parameters of `model` or, if it was wrapped before, those that were added to it since.
+    """Shard all parameters of `model` in place. If it was wrapped before, shard only those that were added since.
 
     Collective: every rank must call it.
 
@@ -42,10 +42,12 @@ def wrap(
         model: the model.
         world: the ranks that share the parameters.
         zero_level: 3 frees the blocks' full parameters between forward and backward, and 2 keeps them.
-        use_checkpoint: whether blocks recompute their forwards in backward; for all values see `auto_wrap`.
+        use_checkpoint: whether blocks recompute their forwards in backward: True, False, or another value that
+            `auto_wrap` documents.
         compile: whether to compile the blocks with torch.compile. A str names the backend.
-        blocks: the modules that become blocks, in execution order. None takes the items of the outermost ModuleLists.
-        extensions: objects that change how the model is wrapped, see `Extension`.
+        blocks: the modules to shard as blocks (transformer layers, for example), in execution order. None: the items of
+            the model's outermost ModuleLists.
+        extensions: objects that add features by changing how the model is wrapped, see `Extension`.
 
     Raises:
         ValueError: the model cannot be sharded. Every rank raises it.
@@ -85,10 +87,10 @@ def _choose_chains(
     late: bool,
     extensions: Sequence[Extension],
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """Choose the blocks, and raise an error if the model cannot be wrapped or differs between the ranks.
+    """Choose the modules that become blocks. Raise an error if the model cannot be wrapped, or differs between ranks.
 
-    Collective: every rank must call it. Returns the result of `choose_chains`: the blocks as chains in execution order,
-    and the ModuleLists that contain them. If the model was wrapped before (`late`), both are empty.
+    Collective: every rank must call it. Returns the blocks as chains (lists in execution order), and the ModuleLists
+    that contain them. If the model was wrapped before (`late`), both are empty, because its blocks exist already.
     """
     chains: list[Chain] = []
     lists: list[torch.nn.ModuleList] = []
@@ -121,9 +123,10 @@ def _choose_chains(
 
 
 def _refuse_together(world: World, check: Callable[[], object]) -> None:
-    """Call `check`. Raise its ValueError if it raises the same one on all ranks, or RuntimeError if the ranks differ.
+    """Call `check` on every rank, and raise its ValueError only if all ranks got the same one.
 
-    Collective: every rank must call it.
+    If the ranks got different errors, or only some of them got one, raise RuntimeError on all ranks. Collective: every
+    rank must call it.
     """
     refusal = None
     try:
@@ -142,9 +145,9 @@ def _root(model: torch.nn.Module, blocks: Chain) -> Chain:
 
 
 def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, extensions: Sequence[Extension]) -> None:
-    """Make each layer a CheckpointBlock that shards all parameters of the layer, except those of `plan.shared`.
+    """Turn each layer into a CheckpointBlock, which shards the parameters of the layer.
 
-    Collective: every rank must call it.
+    Parameters that several modules share (`plan.shared`) are left out. Collective: every rank must call it.
     """
     separate = {key for each in extensions for key in each.separate(plan)}
     kind = kind_of([*extensions])
@@ -159,6 +162,8 @@ def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList],
 
     Also turns off the model's own gradient checkpointing, because the blocks recompute their forwards themselves.
 
+    chains: lists of blocks in execution order.
+    lists: the ModuleLists that contain the blocks.
     compile: whether to compile the blocks. A str names the backend.
     """
     for module_list in lists:
@@ -197,7 +202,7 @@ def _is_new(place: Place) -> bool:
 
 
 def _patch(plan: WrapPlan, fresh: Iterable[torch.nn.Module]) -> None:
-    """Move the module buffers to the device, patch the model's methods and install its hooks.
+    """Move the modules' buffers (`register_buffer`) to the device, patch the model's methods and install its hooks.
 
     Collective: every rank must call it.
 

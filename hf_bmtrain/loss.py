@@ -1,4 +1,4 @@
-"""Cross-entropy losses: of logits, in fused kernels, or of hidden states, without storing the full logits."""
+"""Cross-entropy losses of logits, computed by fused kernels, or of hidden states, without storing the full logits."""
 
 from .features.loss.fused import FusedCrossEntropy, cross_entropy
 from .features.loss.linear import linear_cross_entropy

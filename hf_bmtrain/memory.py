@@ -1,4 +1,4 @@
-"""Predict the memory that a training step needs from a model's `config.json`: `python -m hf_bmtrain.memory CONFIG`."""
+"""Predict how much memory a training step needs, given a model's config.json: `python -m hf_bmtrain.memory CONFIG`."""
 
 if __name__ == "__main__":
     from .hf.predict_cli import main

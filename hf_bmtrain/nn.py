@@ -1,4 +1,4 @@
-"""Layers under BMTrain's names."""
+"""Linear, embedding and tensor-parallel layers, under BMTrain's names."""
 
 from .bmtrain.nn import (
     ColumnParallelLinear,

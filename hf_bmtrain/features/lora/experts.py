@@ -2,14 +2,14 @@
 
 A stack is a 3-D parameter that contains one matrix W (N, K) per expert. An adapter has matrices A (r, K) and B (N, r)
 per expert, and a scaling s. For the rows x of an expert's tokens, this file computes x Wᵀ + (x Aᵀ)(s B)ᵀ, for all
-experts at once by grouped products. PEFT instead forms W + s B A for all experts in each forward, and autograd then
-computes a gradient as large as the stack. The results are equal up to rounding.
+experts at once by grouped matrix products. PEFT instead forms W + s B A for all experts in each forward, and autograd
+then computes a gradient as large as the stack. The results are equal up to rounding.
 
 PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
 is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
 
-This applies to experts of transformers that support `experts_implementation="grouped_mm"`, when the setting is "eager",
-"batched_mm" or "grouped_mm", which all compute the same. All other modules run PEFT's own forward.
+This applies to models of the transformers library whose experts support `experts_implementation="grouped_mm"`, when the
+setting is "eager", "batched_mm" or "grouped_mm", which all compute the same. All other modules run PEFT's own forward.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _logged: set[str] = set()
 
 
 class SplitWrapper(OnlyWhileSharded):
-    """PEFT's wrapper of a stack (a 3-D weight with one matrix per expert), whose class is extended in place.
+    """PEFT's wrapper of a stack of experts (a 3-D weight), changed in place to compute its adapters separately.
 
-    It passes its adapters to the experts' forward by keyword, instead of adding them to the stack. If several stacks of
+    It passes the adapters to the experts' forward by keyword, instead of adding them to the stack. If several stacks of
     one module have adapters, PEFT nests their wrappers, and each wrapper adds its adapters to that keyword argument. A
     wrapper whose adapters cannot be passed runs PEFT's own forward.
     """
@@ -72,7 +72,7 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return a subclass of both SplitWrapper and `cls`, to which the class of a module is changed from `cls`."""
+    """Return a subclass of SplitWrapper and `cls`, which replaces `cls` as the class of a wrapper."""
     return extend_class(SplitWrapper, cls, {})
 
 
@@ -117,7 +117,7 @@ def _factors_of(wrapper: Any) -> Factors | str:
 
 def _log_once(reason: str, wrapper: Any) -> None:
     """Log on rank 0 why `wrapper` runs PEFT's own forward. Each reason is logged once."""
-    name = getattr(wrapper, "_bmt_name", "")  # set on rank 0 alone
+    name = getattr(wrapper, "_bmt_name", "")  # set only on rank 0, so other ranks do not log
     if name and reason not in _logged:
         _logged.add(reason)
         _log.info(

@@ -63,14 +63,14 @@ def has_wide_products(device: torch.device) -> bool:
 
 
 def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """Return the factors of A and Bᵀ, which `enter` and `add_products` multiply by, in `dtype`.
+    """Return the two matrices, in `dtype`, that `enter` and `add_products` multiply by: one for A and one for Bᵀ.
 
-    These are A and Bᵀ themselves, (r, K) and (r, N). If the adapter is split, they are stacks of their bfloat16 parts,
-    [hi, lo, hi, hi], where hi + lo is the matrix: (4 r, K) and (4 r, N).
+    These are A and Bᵀ themselves, (r, K) and (r, N). If the adapter is split, each is the stack [hi, lo, hi, hi] of the
+    matrix's bfloat16 parts, where hi + lo is the matrix: (4 r, K) and (4 r, N).
     """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
-    matrix = torch.cat([a, b.t()], 1)  # so that the same kernels split A and Bᵀ
+    matrix = torch.cat([a, b.t()], 1)  # so that each kernel below handles A and Bᵀ together
     if torch.compiler.is_compiling():  # compiled code cannot use `out=` with a view
         high, low = _parts(matrix)
         made = torch.stack([high, low, high, high]).to(dtype)
@@ -156,28 +156,31 @@ def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
 
 
 def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of A, dA = duᵀ x, in `dtype`. rank: r."""
+    """Return the gradient of A, dA = duᵀ x, in `dtype`. rank: the rank r of the adapter."""
     if not adapter.split:
         return _parameter_product(du.t(), x, 1.0, adapter, dtype)
     return _wide_product(du[:, : 3 * rank].t(), x, 1.0, adapter).view(3, rank, -1).sum(0)
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of B, dB = s dyᵀ u, in `dtype`. s is the scaling, which a split u includes. rank: r."""
+    """Return the gradient of B, dB = s dyᵀ u, in `dtype`. s is the scaling, which u includes already if it is split.
+
+    rank: the rank r of the adapter.
+    """
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
     return _wide_product(dy.t(), u[:, : 3 * rank], 1.0, adapter).view(-1, 3, rank).sum(1)
 
 
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
-    """Return factor · one @ other in `dtype`. With `adapter.wide`, a float32 result is not rounded to 16 bits first."""
+    """Return factor · one @ other in `dtype`. If the device allows it, a float32 result is not rounded to 16 bits."""
     if dtype == torch.float32 != one.dtype and adapter.wide:
         return _wide_product(one, other, factor, adapter)
     return _scaled_product(one, other, factor).to(dtype)
 
 
 def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
-    """Return factor · one @ other, rounded only at the end, because `one @ other` may overflow in float16."""
+    """Return factor · one @ other, with the factor applied before rounding: `one @ other` may overflow in float16."""
     if factor == 1:
         return one @ other
     return one.new_empty(one.shape[0], other.shape[1]).addmm_(one, other, beta=0, alpha=factor)
@@ -186,7 +189,7 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
     """Return factor · one @ other in float32, for 16-bit matrices `one` and `other`."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
-    if torch.compiler.is_compiling():  # not in place, which would make gradients zero
+    if torch.compiler.is_compiling():  # not in place: in compiled code, gradients would then be zero
         wide = device == "cuda"
         return (torch.mm(one, other, out_dtype=torch.float32) if wide else one.float() @ other.float()) * factor
     total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)

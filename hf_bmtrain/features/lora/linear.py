@@ -61,7 +61,7 @@ _logged: set[str] = set()
 
 
 class FusedLoraLinear(OnlyWhileSharded):
-    """PEFT's LoRA layer, whose class is extended in place, with a forward that adds its adapters with fewer kernels.
+    """PEFT's LoRA layer, changed in place so that its forward adds the adapters with fewer kernels and less memory.
 
     It runs PEFT's own forward in these cases:
 
@@ -115,7 +115,10 @@ def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = 
 
 @functools.cache
 def _extended_class(cls: Any, wide: bool) -> Any:
-    """Return the subclass of FusedLoraLinear and PEFT's class `cls`. wide: the value of its class attribute `wide`."""
+    """Return a subclass of FusedLoraLinear and `cls`, which replaces PEFT's class `cls` as the class of a layer.
+
+    wide: the value of its class attribute `wide`.
+    """
     return extend_class(FusedLoraLinear, cls, {"wide": wide})
 
 
@@ -131,7 +134,7 @@ Found = tuple[torch.dtype, tuple[Adapter, ...], list[Tensor]]
 
 
 def _adapters_of(layer: Any, x: Tensor) -> Found | str:
-    """Return the dtype of the computation, the active adapters, and a list with A and B of each adapter.
+    """Return what the fused forward needs: the dtype, the settings of the active adapters, and A and B of each in turn.
 
     If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
     """
@@ -200,7 +203,7 @@ def _log_once(reason: str, layer: Any) -> None:
     """Log on rank 0 why `layer` runs PEFT's own forward. Each reason is logged once."""
     if reason not in _logged:
         _logged.add(reason)
-        name = getattr(layer, "_bmt_name", "")  # set on rank 0 alone, so other ranks do not log
+        name = getattr(layer, "_bmt_name", "")  # set only on rank 0, so other ranks do not log
         if name:
             _log.info("LoRA layers, such as '%s', run PEFT's own forward: %s", name, reason)
 
@@ -250,13 +253,16 @@ def _all_split(adapters: tuple[Adapter, ...]) -> bool:
 
 
 class LoraProduct(torch.autograd.Function):
-    """y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ, summed over the adapters and computed in `dtype`.
+    """Computes the output of a frozen linear layer with adapters, y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ, in `dtype`.
+
+    The sum is over the adapters.
 
     x: (rows, K).
-    W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D.
-    b, frozen: (N,) or None.
-    matrices: A (r, K) and B (N, r) of each adapter.
+    weight: W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D.
+    bias: b, frozen: (N,) or None.
     needs_x: whether x needs a gradient.
+    adapters: the settings of each adapter, which include its scaling s.
+    matrices: A (r, K) and B (N, r) of each adapter in turn.
     """
 
     @staticmethod

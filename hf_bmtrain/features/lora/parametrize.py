@@ -1,4 +1,4 @@
-"""PEFT's adapters on parameters (`target_parameters`), which replace a parameter while their module's forward runs."""
+"""Make PEFT's adapters on parameters (`target_parameters`) work if these parameters are sharded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 
 
 class UncountedWrapper(OnlyWhileSharded):
-    """PEFT's wrapper of a parameter, with a class that is extended in place: a forward leaves no change of the weight.
+    """PEFT's wrapper of a parameter, changed in place so that its forward does not count as a change of the parameter.
 
     For the duration of the forward, PEFT registers a torch parametrization. This writes the full parameter to itself
-    and replaces the module's entry in `_parameters`. Neither may count as a change of the weight, so the parameter's
-    version (torch's counter of in-place writes) is preserved and the entry is restored.
+    and replaces the module's entry in `_parameters`. Neither changes the values, so the parameter's version (torch's
+    counter of in-place writes) is preserved, and the entry is restored.
     """
 
     def _activate_lora(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
@@ -34,17 +34,21 @@ def let_parametrize(model: torch.nn.Module) -> None:
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return a subclass of both UncountedWrapper and `cls`, to which the class of a module is changed from `cls`."""
+    """Return a subclass of UncountedWrapper and `cls`, which replaces `cls` as the class of a wrapper."""
     return extend_class(UncountedWrapper, cls, {})
 
 
 @contextmanager
 def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator[None]:
-    """Enter PEFT's context `activated`, which replaces the parameter of `wrapper`. Preserve the parameter's version."""
+    """Return a context that enters `activated` without counting as a change of the wrapped parameter.
+
+    activated: PEFT's context, in which the adapter is added to the parameter.
+    wrapper: PEFT's wrapper of the parameter.
+    """
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name
     held = holder._parameters.get(name)
     with ExitStack() as stack:
-        if held is not None:  # it is None if an outer adapter of the same parameter was applied first
+        if held is not None:  # None if an outer adapter of the same parameter has replaced it
             stack.callback(holder._parameters.__setitem__, name, held)
         with preserve_version(wrapper.get_param()):
             stack.enter_context(activated)

@@ -66,7 +66,7 @@ class ChunkedHead:
 
 @functools.cache
 def _chunked_class(cls: Any) -> type:
-    """Return the subclass of `cls` and `ChunkedHead` that becomes the class of output layers of class `cls`."""
+    """Return a subclass of ChunkedHead and `cls`, which replaces `cls` as the class of a model's output layer."""
 
     @functools.wraps(cls.forward)
     def forward(self, hidden):
@@ -89,12 +89,15 @@ class UnbornLogits:
         self._head, self._linear, self._hidden, self._scale, self._cap = head, linear, hidden, scale, cap
 
     def _but(self, **changes) -> UnbornLogits:
-        """Return a copy in which the given ones of `hidden`, `scale` and `cap` are replaced."""
+        """Return a copy of this placeholder in which `hidden`, `scale` or `cap` is replaced by the keyword's value."""
         values = {"hidden": self._hidden, "scale": self._scale, "cap": self._cap} | changes
         return UnbornLogits(self._head, self._linear, **values)
 
     def _born(self, asked: str) -> torch.Tensor:
-        """Compute the full logits. asked: the operation that needs them, for the log, which names only the first."""
+        """Compute the full logits, because the model applies an operation that the placeholder does not support.
+
+        asked: the name of this operation. It is logged only the first time that full logits are computed.
+        """
         if not self._head.warned:
             self._head.warned = True
             _log.warning(
@@ -244,7 +247,7 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
 
 
 def _arm(model: Any, args: tuple, kwargs: dict) -> None:
-    """Before a forward: let the head return a placeholder if the model is in training mode and labels are given."""
+    """Forward pre-hook: make the head return a placeholder if the model is in training mode and labels are given."""
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
@@ -252,7 +255,10 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-    """After a forward, even one that raised: let the head return logits again; remove placeholders from the output."""
+    """Forward hook: make the head return logits again, and remove placeholders from the model's output.
+
+    It also runs after a forward that raised an error.
+    """
     model.get_output_embeddings().armed = False
     if isinstance(output, tuple):
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))

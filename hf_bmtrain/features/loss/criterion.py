@@ -17,7 +17,7 @@ NumItems = Tensor | float | None
 
 @dataclass(frozen=True)
 class Criterion:
-    """How a cross entropy is computed: the loss of each row of logits, and the reduction over rows.
+    """The settings of a cross entropy: how to compute the loss of each row of logits, and how to reduce these losses.
 
     Attributes:
         rows: computes the loss of each row.
@@ -77,10 +77,11 @@ class Criterion:
         return targets
 
     def factor(self, targets: Tensor) -> Tensor:
-        """Return the factor, (1,) float32, by which `reduce` multiplies the sum of losses, without a synchronization.
+        """Return the factor, (1,) float32, by which `reduce` multiplies the sum of the losses.
 
-        For a mean it is 1 / divisor. If the divisor is 0 (all targets are ignored), it is 1, so that the mean is 0 and
-        not NaN as in torch. For reduction "sum" or "none" it is 1.
+        It is computed on the device of the targets, without a synchronization. For a mean it is 1 / divisor. If the
+        divisor is 0 (all targets are ignored), it is 1, so that the mean is 0, and not NaN as in torch. For reduction
+        "sum" or "none" it is 1.
         """
         one = torch.ones(1, device=targets.device)
         if self.reduction != "mean":
@@ -108,7 +109,7 @@ def criterion(
     softcap: float,
     num_items: NumItems,
 ) -> Criterion:
-    """Return a Criterion for the arguments of a public loss function (`cross_entropy` documents them)."""
+    """Check the settings of a loss function, which `cross_entropy` documents, and return them as a Criterion."""
     if class_weight is not None:
         expect_tensor("the class weights (weight, class_weight)", class_weight)
     weight = None if class_weight is None else class_weight.detach().float().contiguous()

@@ -17,8 +17,8 @@ from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
 SCRATCH = 640  # bytes of shared memory besides the row's copy, equal to SCRATCH (40 x 16) in kernels/cross_entropy.cu
-SHARE = 72 << 10  # bytes of a row per thread block: three such blocks fit on an SM with 227 KiB of shared memory
-BYTES_A_THREAD = 256  # a thread loads sixteen 16-byte vectors concurrently
+SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three blocks fit in the 227 KiB of an SM
+BYTES_A_THREAD = 256  # bytes of a row per thread, which loads sixteen 16-byte vectors concurrently
 # 16-byte vectors of a row per thread block, for kernels that copy no row to shared memory (gradient, rescale)
 PART_VECTORS = 2048
 
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     Attributes:
         cluster: thread blocks per row.
         threads: threads per block.
-        stage: 16-byte vectors of the row that a block keeps in shared memory.
+        stage: the number of 16-byte vectors of the row that a block copies to shared memory.
     """
 
     cluster: int
@@ -58,12 +58,12 @@ class Plan(NamedTuple):
 
 
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
-    """Return the Plan for a row: the fewest thread blocks with which three blocks fit on an SM, or else the most.
+    """Divide each row among 1, 2, 4 or 8 thread blocks: the fewest with which three blocks fit on an SM, otherwise 8.
 
-    The part of a row that does not fit in shared memory is read twice from global memory.
+    A block copies its part of the row to shared memory. What does not fit is read twice from global memory.
 
     Args:
-        row_bytes: bytes of a row.
+        row_bytes: the size of a row in bytes.
         clusters: whether the device has thread block clusters; without them a row has one block.
         shared_limit: the maximum number of bytes of shared memory of a thread block.
     """
@@ -89,7 +89,7 @@ class CrossEntropy:
     gradient 0. A logit of -inf is an impossible class; logits below -2e38 count as -inf. If a logit is NaN or +inf, the
     loss and gradient of its row are NaN.
 
-    class_weight: (V,) float32, or None. Arguments of all methods:
+    `class_weight` is (V,) float32, or None. The methods take these arguments:
         logits         (N, V) float32, float16 or bfloat16; rows contiguous, any row stride and alignment
         targets        (N,) int64
         lses           (N,) float32: logsumexp of each row, as `losses` returns it
@@ -207,7 +207,10 @@ class CrossEntropy:
         return (*rows, self.label_smoothing, self.z_loss, self.softcap, weight, total)
 
     def _launch_rows(self, name: str, logits: Tensor, targets: Tensor, *scale: object) -> tuple[Tensor, Tensor]:
-        """Launch the kernel `name`; return (losses, lses). scale: `scale` and its stride, if it writes a gradient."""
+        """Launch the kernel `name`, which computes the losses, and return (losses, lses).
+
+        scale: `scale` and its stride, if the kernel also writes the gradient.
+        """
         out = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
         if logits.shape[0] > 0:
             cluster, threads, stage = self.plan(logits)
@@ -261,8 +264,9 @@ class CrossEntropy:
 def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
     """Multiply each row of `gradient` by wanted / used, in place.
 
-    Forward computes a gradient with a scale `used`; only backward knows the scale that is wanted, for example with the
-    loss scale. A row with used = 0 is not changed. On CUDA, rows with wanted = used are neither read nor written.
+    Backward calls this if forward has computed the gradient with the scale `used`. Only backward knows the scale
+    `wanted`, which includes the loss scale. A row with used = 0 is not changed. On CUDA, rows with wanted = used are
+    neither read nor written.
 
     Args:
         gradient: (N, V), a gradient that was computed with `scale=used`.
@@ -290,7 +294,7 @@ def _empty_losses(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(logits: Tensor) -> int:
-    """Return the number of thread blocks per row, for kernels that copy no row to shared memory."""
+    """Return the number of thread blocks per row, for the kernels that compute or rescale gradients."""
     return -(-(logits.shape[1] * logits.element_size() // 16 + 2) // PART_VECTORS)
 
 

@@ -1,4 +1,4 @@
-"""Loss functions that compute in float32 for logits of any floating dtype."""
+"""Cross entropy of float16, bfloat16 or float32 logits, computed in float32 by fused kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 class FusedCrossEntropy(torch.nn.Module):
     """Cross entropy between logits and class indices, computed in float32 even for half-precision logits.
 
-    One kernel computes the losses in forward. Another computes the gradient in backward, as a new tensor.
+    One kernel computes the losses in forward. Unless `inplace` is set, another computes the gradient in backward, as a
+    new tensor.
 
     Args:
         weight: one weight per class, shape (C,), any floating dtype; the mean divides by the sum of the targets'
@@ -26,12 +27,12 @@ class FusedCrossEntropy(torch.nn.Module):
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         parallel: whether the classes are split over a tensor-parallel group (`tp_size` of `init_distributed`), so that
-            each rank has the logits of only its classes. Not supported together with `weight`, `inplace`, `z_loss` or
-            `softcap`.
+            each rank has the logits of only its classes. The forward is then collective. Not supported together with
+            `weight`, `inplace`, `z_loss` or `softcap`.
         inplace: whether to overwrite the logits with their gradient, which saves a tensor of their size. For a mean or
-            sum of bfloat16 or float32 logits, the kernel that computes the losses does so in forward; otherwise,
-            backward does. Do not read the logits after the call. Autograd raises an error if the backward of another
-            operation needs them.
+            sum of bfloat16 or float32 logits, the gradient is written in forward, by the kernel that computes the
+            losses; otherwise it is written in backward. Do not read the logits after the call. Autograd raises an error
+            if the backward of another operation needs them.
         z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
 
@@ -72,7 +73,8 @@ class FusedCrossEntropy(torch.nn.Module):
         """Return the loss of the logits `input`, shape (N, C) or (N, C, d...), for `target`, shape (N,) or (N, d...).
 
         Args:
-            input: float16, bfloat16 or float32; its gradient has the same dtype.
+            input: float16, bfloat16 or float32; its gradient has the same dtype. With `parallel`, the shape is
+                (..., C / tp_size), and that of `target` is (...).
             target: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
             num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the
                 number of targets that are not ignored in this call.
@@ -165,7 +167,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the loss, float32, (N,) or a scalar, of logits (N, C). wanted: whether backward will be called."""
+    """Computes the loss, float32, (N,) or a scalar, of logits (N, C). wanted: whether the logits need a gradient."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):

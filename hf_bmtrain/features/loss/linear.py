@@ -20,7 +20,7 @@ from .cross_entropy import rescale_
 from .wide_product import add_product
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # the gradients of hidden, weight and bias
 
 
 def linear_cross_entropy(
@@ -54,7 +54,7 @@ def linear_cross_entropy(
         weight: (V, H), of hidden's dtype. Under autocast hidden, weight and bias are cast to the autocast dtype.
         targets: (...,) class indices of any integer dtype, each in [0, V) or equal to `ignore_index`.
         bias: (V,), of hidden's dtype, or None.
-        class_weight: (V,), one weight per class.
+        class_weight: (V,), one weight per class, or None.
         ignore_index: as in `FusedCrossEntropy`.
         reduction: as in `FusedCrossEntropy`.
         label_smoothing: as in `FusedCrossEntropy`.
@@ -105,7 +105,7 @@ class _Work:
     def run(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor | None
     ) -> tuple[Tensor, Gradients]:
-        """Return the losses, and the gradients of sum(scale * losses). Collective if `weight` or `bias` is sharded.
+        """Compute the losses, and the gradients of sum(scale * losses). Collective if `weight` or `bias` is sharded.
 
         Args:
             rows: (N, H), the hidden states.
@@ -123,14 +123,14 @@ class _Work:
             return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
-        """Return the result of `run`, given unsharded weight and bias. All of rows, weight and bias are in `dtype`."""
+        """Compute the results of `run` in chunks of rows. `weight` and `bias` are full. Inputs have dtype `dtype`."""
         (count, _), classes = rows.shape, weight.shape[0]
         for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
         losses = rows.new_empty(count, dtype=torch.float32)
         d_rows = rows.new_empty(rows.shape) if for_rows else None
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
-        space = rows.new_empty(size, -(-classes // 8) * 8)  # rows aligned to 16 bytes for cuBLAS
+        space = rows.new_empty(size, -(-classes // 8) * 8)  # each row is aligned to 16 bytes, for cuBLAS
         # On CPUs with AMX, torch 2.13 also reads the added columns and multiplies them by 0, so they must be finite.
         space[:, classes:].zero_()
         space = space[:, :classes]
@@ -226,9 +226,10 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 
 @contextmanager
 def _full(parameter: Tensor | None) -> Iterator[Any]:
-    """Under `with`, all-gather a parameter of a sharded model, and yield the full parameter.
+    """Return a context that all-gathers a parameter of a sharded model, and yields the full parameter.
 
-    At the end it is resharded if it was sharded before. Any other tensor, or None, is yielded as it is.
+    On exit, the parameter is resharded if it was sharded before. Collective for such a parameter. Any other tensor, or
+    None, is yielded unchanged.
     """
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.unsharded():
@@ -238,11 +239,11 @@ def _full(parameter: Tensor | None) -> Iterator[Any]:
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
-    """Return the number of rows per chunk, so that chunks are about equal and have at most `budget` bytes.
+    """Return how many rows of logits to compute at a time, so that chunks are about equal and at most `budget` bytes.
 
     Args:
         rows: the total number of rows.
-        row_bytes: the bytes of a row of logits.
+        row_bytes: the size of a row of logits in bytes.
         budget: the maximum size of a chunk in bytes. A chunk has at least one row.
     """
     most = max(1, budget // row_bytes)

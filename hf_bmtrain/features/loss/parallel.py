@@ -15,8 +15,8 @@ from .criterion import NumItems, criterion
 def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the cross entropy of each row of logits whose classes are split over a tensor-parallel group.
 
-    Collective: every rank must call it. The losses are equal on all ranks of a group, and all of these ranks must
-    compute the same total loss from them.
+    Collective: every rank must call it. The losses are equal on all ranks of a group. All of these ranks must compute
+    the same total loss from them, because each rank uses its own gradient of the losses in backward.
 
     Args:
         logits: (..., classes / tp_size), floating, for this rank's classes: the output of a ColumnParallelLinear or of

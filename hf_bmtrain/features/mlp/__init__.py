@@ -3,7 +3,7 @@
 When long sequences are trained with recomputation, the intermediate activations of a single MLP make up most of the
 peak memory: several tensors of shape (tokens, intermediate size). With N chunks they take 1/N of that. They are not
 kept until backward, which recomputes each chunk. With use_checkpoint=True this costs no additional operations, because
-the recomputation of a block then ends before its MLP. Gradients of weights are summed in float32.
+the recomputation of the block stops before the MLP. Gradients of weights are summed in float32.
 
 This file finds the MLPs, and `chunked` contains their forward and backward.
 """
@@ -23,7 +23,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class MlpChunks(Extension):
-    """The extension that applies `auto_wrap(mlp_chunks=)`."""
+    """The extension that `auto_wrap` uses for `mlp_chunks=N`: it makes the MLPs of blocks compute in N chunks."""
 
     def __init__(self, options: Options) -> None:
         self._count = options.mlp_chunks

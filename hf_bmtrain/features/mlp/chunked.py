@@ -47,7 +47,7 @@ def _extended_class(cls: Any, chunks: int) -> Any:
 
 @dataclass(eq=False)
 class _Call:
-    """What the backward needs to know of one forward of a module.
+    """One forward of a module, with what its backward needs.
 
     Attributes:
         forward: the forward of the module.
@@ -133,7 +133,7 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
         ctx.call.gradient = gradients[0]
-        # A placeholder that takes no memory. `_Keep` reads `call.gradient` instead.
+        # The gradient of `tokens` is a placeholder that takes no memory: `_Keep` reads `call.gradient` instead.
         return None, gradients[0].new_zeros(()).expand(ctx.shape)
 
 
@@ -141,7 +141,7 @@ def _pieces(count: int, *tensors: Any) -> Any:
     """Split `tensors` into `count` chunks of tokens. For each chunk, yield (index of its first token, *its tensors)."""
     at = 0
     for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
-        yield at, *(view.contiguous() for view in views)  # contiguous, like an input that is not split
+        yield at, *(view.contiguous() for view in views)  # contiguous, as the whole input would be
         at += views[0].shape[-2]
 
 

@@ -44,7 +44,7 @@ class SegmentNorms:
         return self.all()[index]
 
     def all(self) -> Sequence[torch.Tensor]:
-        """Return the 2-norms of all tensors as new float32 scalars. Collective if they are not cached."""
+        """Return the 2-norms of all tensors of the buffer, as new float32 scalars. Collective if not cached."""
         measure([self])
         assert self._norms is not None
         return self._norms.clone().unbind()

@@ -1,4 +1,4 @@
-"""Placement, which describes which elements of a sharded tensor each rank stores, and gathers the full tensor."""
+"""Placement: which elements of a sharded tensor each rank stores, and the all-gather of the full tensor."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class ShardBase:
 
     @staticmethod
     def reads_elements(func: Callable) -> bool:
-        """Return whether a function of torch may read or write elements. Those in METADATA and SHAPES do not."""
+        """Return whether a function of torch may read or write elements, and not only metadata such as the shape."""
         return func not in METADATA and name_of(func) not in SHAPES
 
 
@@ -786,7 +786,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         if name.endswith("_"):
             return written
         for each, placement in zip(result, placements):
-            each.__class__ = ShardTensor  # faster than `of`, which would create another tensor
+            each.__class__ = ShardTensor  # faster than `ShardTensor.of`, which would create another tensor
             each.placement = placement
         return result
 

@@ -38,8 +38,8 @@ class Extension:
     """Base class of extensions, which change how a model is wrapped. The methods do nothing by default.
 
     `wrap` calls the methods in the order of their definition here: the first method of every extension, then the second
-    method of every extension, and so on. If the model was wrapped before, and only has new parameters, `wrap` does not
-    call `choose`, `prepare`, `separate` and `kind`.
+    method of every extension, and so on. If the model was wrapped before, so that `wrap` shards only new parameters, it
+    does not call `choose`, `prepare`, `separate` and `kind`.
     """
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
@@ -60,7 +60,7 @@ class Extension:
         """Decide what to do with the model, without changing it. Raise ValueError if the model is not supported."""
 
     def prepare(self, plan: WrapPlan) -> None:
-        """Change modules and parameters before they are sharded."""
+        """Change modules and parameters of the model before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
         """Return the ids of parameters of blocks that must not share a flat buffer with parameters outside this set.

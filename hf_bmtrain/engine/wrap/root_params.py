@@ -20,9 +20,12 @@ OWN_BUFFER_NUMEL = 1 << 20
 
 
 def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module]) -> set[int]:
-    """Return the ids of parameters used by several of `blocks`, or by a block and a module in `outside`.
+    """Return the ids of parameters that several of `blocks` use, or a block and a module in `outside`.
 
-    They do not belong to a block, but are sharded as root parameters.
+    Such a parameter, for example a tied weight, belongs to no block and is sharded as a root parameter.
+
+    blocks: the modules that are or become blocks (layers that are sharded one by one).
+    outside: the modules that are neither blocks nor inside one.
     """
     owners: dict[int, set[int]] = {}
     for number, block in enumerate(blocks):

@@ -150,7 +150,7 @@ def draw_mask(x: Tensor, rate: float) -> Tensor:
 
 
 def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
-    """Return y + product · mask. The sum is in place, except in compiled code."""
+    """Return y + product · mask, with the boolean mask of a dropout. y is updated in place, except in compiled code."""
     add = torch.addcmul if torch.compiler.is_compiling() else Tensor.addcmul_
     return add(y, product, mask)
 

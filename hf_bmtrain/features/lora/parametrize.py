@@ -48,7 +48,7 @@ def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name
     held = holder._parameters.get(name)
     with ExitStack() as stack:
-        if held is not None:  # None if an outer adapter of the same parameter has replaced it
+        if held is not None:  # None if another adapter has replaced this parameter already
             stack.callback(holder._parameters.__setitem__, name, held)
         with preserve_version(wrapper.get_param()):
             stack.enter_context(activated)

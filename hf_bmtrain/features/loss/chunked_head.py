@@ -247,7 +247,7 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
 
 
 def _arm(model: Any, args: tuple, kwargs: dict) -> None:
-    """Forward pre-hook: make the head return a placeholder if the model is in training mode and labels are given."""
+    """Forward pre-hook: make the head (output layer) return a placeholder if the model trains and labels are given."""
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
@@ -255,9 +255,9 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-    """Forward hook: make the head return logits again, and remove placeholders from the model's output.
+    """Forward hook: make the head (output layer) return logits again, and remove placeholders from the model's output.
 
-    It also runs after a forward that raised an error.
+    The hook also runs after a forward that raised an error.
     """
     model.get_output_embeddings().armed = False
     if isinstance(output, tuple):

@@ -54,13 +54,14 @@ def linear_cross_entropy(
         weight: (V, H), of hidden's dtype. Under autocast hidden, weight and bias are cast to the autocast dtype.
         targets: (...,) class indices of any integer dtype, each in [0, V) or equal to `ignore_index`.
         bias: (V,), of hidden's dtype, or None.
-        class_weight: (V,), one weight per class, or None.
-        ignore_index: as in `FusedCrossEntropy`.
-        reduction: as in `FusedCrossEntropy`.
-        label_smoothing: as in `FusedCrossEntropy`.
-        z_loss: as in `FusedCrossEntropy`.
-        softcap: as in `FusedCrossEntropy`.
-        num_items_in_batch: as in `FusedCrossEntropy.forward`.
+        class_weight: (V,), one weight per class, or None. The mean then divides by the sum of the targets' weights.
+        ignore_index: targets with this value contribute neither to the loss nor to the gradient.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
+        label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
+        z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
+        softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
+        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the number
+            of targets that are not ignored in this call.
         chunk_bytes: the maximum number of bytes of logits in memory at a time. Between forward and backward, the
             weight's gradient takes another 4 bytes per element, and the gradient of `hidden` as much memory as
             `hidden`.
@@ -91,7 +92,7 @@ class _Work:
     """The settings of one call of `linear_cross_entropy`.
 
     Attributes:
-        how: the loss of each row, and the reduction.
+        how: computes the loss of each row, and reduces these losses.
         wants: three flags: whether hidden, weight and bias need a gradient.
         dtype: the dtype of the matrix products.
         chunk_bytes: the maximum number of bytes of logits in memory at a time.
@@ -130,8 +131,8 @@ class _Work:
         d_rows = rows.new_empty(rows.shape) if for_rows else None
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
-        space = rows.new_empty(size, -(-classes // 8) * 8)  # each row is aligned to 16 bytes, for cuBLAS
-        # On CPUs with AMX, torch 2.13 also reads the added columns and multiplies them by 0, so they must be finite.
+        space = rows.new_empty(size, -(-classes // 8) * 8)  # padded, so that rows are aligned to 16 bytes for cuBLAS
+        # On CPUs with AMX, torch 2.13 also reads the padding columns and multiplies them by 0, so they must be finite.
         space[:, classes:].zero_()
         space = space[:, :classes]
         for start in range(0, count, size):
@@ -217,7 +218,7 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
         gradient.mul_(ratio)
     else:
         narrow = torch.empty_like(gradient, dtype=parameter.dtype)
-        gradient = torch.mul(gradient, ratio, out=narrow)  # the product is rounded only once
+        gradient = torch.mul(gradient, ratio, out=narrow)  # rounds only once, to the parameter's dtype
     if not isinstance(parameter, DistributedParameter):
         return gradient
     OnDemandGather.of(parameter, current_world().schedule).collect(parameter.index, gradient)

@@ -606,7 +606,7 @@ class _Call:
     # -- functions of full tensors --------------------------------------------------------------------------------
 
     def _on_full(self, counted: bool = True) -> Any:
-        """Run the function on full copies on every rank, and copy modified arguments back.
+        """Run the function on full copies of the sharded tensors on every rank, and copy modified ones back.
 
         Collective: every rank must call it. The schema of an operator of torch.ops declares which arguments it
         modifies. For other functions, `counted` determines how modified arguments are found.

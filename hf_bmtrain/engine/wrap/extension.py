@@ -17,7 +17,7 @@ class WrapPlan(NamedTuple):
     Attributes:
         model: the outermost module.
         world: the ranks that share the parameters.
-        layers: the modules that are or become blocks.
+        layers: the modules that are or become blocks, which are sharded one by one.
         root: all modules that are neither in `layers` nor inside one of them.
         shared: ids of parameters that are used by several of `layers`, or by one of them and by a module of `root`.
             They do not belong to a block, but are sharded as root parameters.

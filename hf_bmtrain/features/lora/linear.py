@@ -239,7 +239,7 @@ def _is_supported(base: torch.nn.Module) -> bool:
 
 
 def _is_four_bit(base: Any) -> bool:
-    """Return whether `base` is bitsandbytes' Linear4bit whose weight is unpacked, as it is in a running block."""
+    """Return whether `base` is bitsandbytes' Linear4bit whose 4-bit weight is unpacked to a floating-point tensor."""
     return type(base).__name__ == "Linear4bit" and hasattr(base, "compute_dtype") and base.weight.is_floating_point()
 
 

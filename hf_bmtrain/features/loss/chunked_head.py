@@ -228,7 +228,7 @@ for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", 
 
 
 def _why_not(model: torch.nn.Module, head: Any) -> str | None:
-    """Return why the loss of `model` cannot be fused, or None. head: its output layer, or None."""
+    """Return the reason why the loss of `model` cannot be fused, or None if it can. head: its output layer, or None."""
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return "its forward takes no labels"

@@ -228,7 +228,7 @@ class CrossEntropy:
     # -- reference in torch, in float32 -------------------------------------------------------------------------
 
     def reference_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `losses` returns, computed with torch in float32, on any device."""
+        """Compute the result of `losses` with torch in float32, on any device."""
         z, at, weight = self._prepare(logits, targets)
         ignored, outside = targets == self.ignore_index, (targets < 0) | (targets >= len(weight))
         lses = z.logsumexp(1)
@@ -240,7 +240,7 @@ class CrossEntropy:
         return losses, lses.masked_fill(ignored | outside, 0)
 
     def reference_gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
-        """Return the gradient of sum(scale * losses), computed with torch in float32, on any device."""
+        """Compute the gradient of sum(scale * losses) with torch in float32, on any device."""
         z, at, weight = self._prepare(logits, targets)
         nothing = (targets == self.ignore_index) | (targets < 0) | (targets >= len(weight))
         hit, smooth = (1 - self.label_smoothing) * weight[at[:, 0]], self.label_smoothing / len(weight)

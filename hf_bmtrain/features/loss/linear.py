@@ -207,10 +207,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
-    """Return ratio * gradient in the parameter's dtype, or None if `gradient` is None.
+    """Multiply the gradient of weight or bias by `ratio`, and pass it to autograd or to the parameter's flat buffer.
 
-    For a parameter of a sharded model, add the product to the gradient that its flat buffer will reduce, and return
-    None.
+    Returns the product in the parameter's dtype, for autograd. For a parameter of a sharded model, adds the product to
+    the gradient that its flat buffer will reduce, and returns None. Without a gradient (None), also returns None.
     """
     if gradient is None:
         return None

@@ -146,7 +146,7 @@ def _pieces(count: int, *tensors: Any) -> Any:
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Return `total`, the float32 sum of a weight's gradients over the earlier chunks, plus `gradient` of this chunk.
+    """Add a weight's gradient of one chunk to `total`, the float32 sum over the earlier chunks, and return the sum.
 
     None stands for no gradient. `total` is changed in place.
     """

@@ -1,13 +1,13 @@
 """Device memory: the options `use_checkpoint` and `keep_frozen` of `auto_wrap`, and advice when memory runs out.
 
-With the value "auto", which needs a GPU, the first training steps measure memory, and then the ranks agree on a plan:
+With the value "auto" (GPU only), memory is measured in the first training steps, and then the ranks agree on a plan:
 
 * `activations` plans use_checkpoint="auto": which blocks are recomputed. `plan` contains the algorithm.
 * `residents` plans keep_frozen="auto": which frozen parameters stay unsharded between steps.
-* Both measure with `meter`. A MemoryPlanner tells them when forwards and backwards begin and end.
+* Both measure with `meter`. A MemoryPlanner owns both, and tells them when forwards and backwards begin and end.
 
 `attention` implements use_checkpoint="attention", which recomputes blocks except for their attention. `shortage` adds
-to out-of-memory errors what takes memory and how to save some.
+to out-of-memory errors a list of what takes memory, and advice on how to save some.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class MemoryPlanner(Observer):
     """Owns the plans for use_checkpoint="auto" and keep_frozen="auto", and passes the events of training on to them.
 
     There is at most one planner per world. As an observer, it is called before each forward of a wrapped model and
-    after each backward. If memory is measured during a backward, `finish_backward` or `abandon_backward` is called too.
+    after each backward. If memory is measured during a backward, the schedule also calls `finish_backward` at its end,
+    or `abandon_backward` if it raises an error.
 
     Attributes:
         activations: the plan for all blocks with use_checkpoint="auto". It does not use the memory of resident buffers
@@ -49,7 +50,7 @@ class MemoryPlanner(Observer):
             share the memory that `activations` leaves.
     """
 
-    buffers = ()  # the schedule reads the buffers of everything that takes part in a backward; the planner has none
+    buffers = ()  # the schedule reads `buffers` of each object that it calls in a backward; the planner has none
     position = 10  # before the other observers, so that the memory of resharded buffers is free when they run
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
@@ -71,7 +72,7 @@ class MemoryPlanner(Observer):
     def policy(self, block: Block) -> AutoCheckpoint:
         """Return a recomputation policy for `block` that follows the plan in `activations`.
 
-        `activations` is replaced by a new, empty plan if all blocks that it has measured are deleted.
+        If all blocks that were measured for this plan have been deleted, a new, empty plan replaces it first.
         """
         self._has_policies = True
         if self.activations.outlived:
@@ -89,7 +90,7 @@ class MemoryPlanner(Observer):
             self.activations.begin_together(shapes_of(args, kwargs))
 
     def finish_backward(self) -> None:
-        """Store what was measured in this backward. Called at its end, before the last reduced gradients arrive."""
+        """Store the measurements of the backward that is ending. Called before its last reduced gradients arrive."""
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -101,7 +102,7 @@ class MemoryPlanner(Observer):
 
 
 def planner_of(world: World) -> MemoryPlanner | None:
-    """Return the planner of `world`, creating it if needed; None on the CPU, where free memory is not known."""
+    """Return the MemoryPlanner of `world`, creating it if needed; None on the CPU, where free memory is not known."""
     if world.device_memory is None:
         return None
     planner = world.schedule.observer(MemoryPlanner)
@@ -118,7 +119,7 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
         use_checkpoint: the argument of `auto_wrap`. True recomputes the block in backward, False does not, and
             "attention" recomputes everything except attention. "auto" decides from the measured memory; on the CPU it
             is the same as False.
-        block: the state of the block.
+        block: the block's state, which the policy needs for "auto".
         world: the world whose device runs the block.
 
     Raises:
@@ -168,7 +169,8 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
 
     Collective: every rank must call it.
 
-    keep_frozen: True keeps all of them unsharded from now on, False none. "auto" chooses some after measured steps.
+    keep_frozen: True keeps all of them unsharded from now on, False none. "auto" measures the memory of the first
+        steps, and then keeps as many unsharded as fit.
     """
     if keep_frozen is False or world.shard_group.size == 1:
         return
@@ -188,7 +190,8 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
     """With keep_frozen=True, also keep parameters unsharded that were added or frozen after `model` was wrapped.
 
-    Collective: every rank must call it. Does nothing if `model` was wrapped with another value of `keep_frozen`.
+    Called when auto_wrap shards parameters that were added to a wrapped model. Does nothing if `model` was wrapped with
+    another value of `keep_frozen`. Collective: every rank must call it.
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):

@@ -1,6 +1,6 @@
-"""use_checkpoint="auto": recompute only as many blocks as memory requires, and use memory that is left for parameters.
+"""The option use_checkpoint="auto": recompute only as many blocks as memory requires.
 
-If no block is recomputed and memory is left, some blocks stay unsharded from their forward to their backward.
+If no block need be recomputed and memory is left, some blocks stay unsharded from their forward to their backward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OCCASION = "a step with use_checkpoint='auto'"
 
 
 class Block(Protocol):
-    """The attributes of a BlockState that a plan reads. It sets `zero_level` to 2 to keep the block unsharded."""
+    """The attributes of a block's state that a plan uses. Setting `zero_level` to 2 keeps the block unsharded."""
 
     buffers: list[ShardedBuffer]
     zero_level: int
@@ -56,8 +56,8 @@ class Measurement:
         nbytes: the bytes that autograd saved in the forward for backward.
         calls: how many forwards of the block, including this one, were waiting for their backward.
         attention: the bytes of the outputs of attention in the forward.
-        watch: the time that the forward took.
-        meter: the time that attention took in the forward.
+        watch: the stopwatch that has measured the time of the forward.
+        meter: the meter that has measured the time of attention in the forward.
     """
 
     shapes: Shapes
@@ -71,10 +71,11 @@ class Measurement:
 class AutoCheckpoint(Recompute):
     """The policy of a block with use_checkpoint="auto": the plan in `activations` decides whether it is recomputed.
 
-    If it is, the plan may still keep the outputs of its attention, so that attention is not recomputed.
+    For a block that is recomputed, the plan may still keep the outputs of attention, so that attention is not
+    recomputed.
 
-    The plan holds for inputs that are, in every dimension, at most as large as the inputs of a measured forward: they
-    need no more memory. Larger inputs start a new measurement.
+    The plan holds for inputs that are, in every dimension, at most as large as the inputs of a measured forward,
+    because they need no more memory. Larger inputs start a new measurement.
 
     Attributes:
         kept: whether the block keeps its activations, and so is not recomputed.
@@ -96,13 +97,13 @@ class AutoCheckpoint(Recompute):
 
     @property
     def attention_nbytes(self) -> int:
-        """The bytes of the outputs of attention, a part of `nbytes`; 0 if these cannot be kept by themselves."""
+        """The part of `nbytes` that the outputs of attention take; 0 if these cannot be kept without the rest."""
         return self._attention * self.calls
 
     def prefers_attention(self) -> bool:
         """Return whether keeping only the outputs of attention saves more time per byte than keeping all activations.
 
-        The host waits for the GPU. Returns False where no times are measured: on the CPU, and in predictions of memory.
+        The host waits for the GPU. Returns False if no times are measured: on the CPU, and on the meta device.
         """
         last = self._measured
         if last is None or not last.attention:
@@ -111,9 +112,9 @@ class AutoCheckpoint(Recompute):
 
     @property
     def parameters(self) -> int:
-        """The bytes that it takes to keep the block unsharded from its forward to its backward.
+        """The bytes of memory that keeping the block unsharded from its forward to its backward takes.
 
-        0 if the plan must not do so, for one of two reasons:
+        It is 0 if the plan must not keep it unsharded, for one of two reasons:
 
         * The block's ZeRO level is 2, so the block stays unsharded anyway.
         * Most of its parameters are frozen, and keep_frozen="auto" may keep these unsharded from step to step. That
@@ -166,7 +167,8 @@ class AutoCheckpoint(Recompute):
     def _measure(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
         """Return a context that measures the block's forward, and adds the Measurement to `activations`.
 
-        A forward inside a backward is not measured: it is a recomputation, by torch's checkpoint around the block.
+        A forward inside a backward is not measured, because it is a recomputation by torch's checkpoint around the
+        block.
 
         pending: the number of earlier forwards of the block that are waiting for their backward.
         """
@@ -175,8 +177,8 @@ class AutoCheckpoint(Recompute):
             return
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
-        # `held` tensors are on the device anyway, so they do not count. With offload_activations, a block's inputs do
-        # count: they are in host memory while the block is recomputed, and on the device if it keeps its activations.
+        # Tensors in `held` do not count, because they are on the device anyway. With offload_activations, inputs with a
+        # gradient do count: they are moved to host memory only if the block is recomputed.
         held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
         saved, meter = SavedBytes([*held, *views]), AttentionMeter()
         device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))
@@ -195,10 +197,10 @@ class AutoCheckpoint(Recompute):
 class Activations:
     """The plan for all blocks of a world with use_checkpoint="auto": which are recomputed, and which stay unsharded.
 
-    A pass runs from the first training forward of a block after a backward to the end of the next backward.
+    A pass lasts from the first training forward of a block after a backward to the end of the next backward.
 
-    Measuring: the first passes are measured, and later the rest of each pass in which a forward has larger inputs than
-    all measured ones. In a measured pass every block is recomputed. For each block, the bytes that autograd saves are
+    The first passes are measured. If a later forward has larger inputs than all measured ones, the rest of its pass is
+    measured too. In a measured pass every block is recomputed. For each block, the bytes that autograd saves are
     counted. Two peaks of allocated memory are recorded, for which the allocator's peak statistics are reset:
 
     * the backward's peak: while a block's recomputed activations are alive, that is, from its recomputation to the next
@@ -271,7 +273,7 @@ class Activations:
     # -- a pass -------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin a pass if this training forward of a block is the first since the last backward."""
+        """Begin a pass if this training forward of a block is the first one since the last backward."""
         if not self.in_backward and self._meter.enters_pass(self._schedule.backwards):
             self._begin_pass(self._present())
 
@@ -302,14 +304,14 @@ class Activations:
             return
         free = self._read_free()
         replan = self._stale or free < self._free
-        if self.together:  # ranks may differ: before layers with collectives were wrapped, each measured by itself
+        if self.together:  # each rank may have measured alone before layers with collectives were wrapped
             replan = self._planner.world.control.any(replan, _OCCASION)
         self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
         if replan:
             self._plan_again(blocks, self._free)
 
     def measure(self) -> None:
-        """Recompute and measure all blocks from now to the end of this pass."""
+        """Begin to measure: until the end of this pass, every block is recomputed and its memory is measured."""
         if not self.measuring:
             self.measuring, self._stale, self._recomputed = True, True, False
             self._meter.memory.reset_peak()
@@ -372,10 +374,11 @@ class Activations:
         return free - self._forward, free - self._backward
 
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
-        """Make the first plan, and return True. Collective: every rank must call it.
+        """Make the first plan if an optimizer has stepped, and return whether it was made.
 
-        The plan is the same on every rank, except in an uneven model. Returns False, without a plan, as long as no
-        optimizer has stepped on any rank, because the optimizer's state is not allocated yet.
+        Collective: every rank must call it. As long as no optimizer has stepped on any rank, its state is not allocated
+        yet, so it is too early for a plan. The plan is the same on every rank, except in an uneven model (one of which
+        ranks may enter different blocks).
 
         blocks: the policies of the measured blocks.
         """

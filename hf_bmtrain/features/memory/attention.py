@@ -36,10 +36,10 @@ _ATEN = {
 
 @functools.cache
 def _dropout_of(operator: Any) -> tuple[int, str] | None:
-    """Return the position and the name of the argument of an attention operator that is its dropout probability.
+    """Return (position, name) of the dropout probability among the arguments of an attention operator.
 
-    Returns (-1, "") if the operator has no such argument, and None if it does not compute attention or writes to an
-    argument.
+    Returns (-1, "") if the operator has no dropout probability, and None if it does not compute attention, or if it
+    writes to an argument.
     """
     schema = schema_of(operator)
     if schema is None or schema.is_mutable:
@@ -69,9 +69,9 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 class _Attention(TorchDispatchMode):
-    """A context in which `attend` replaces each call of attention without dropout, also in compiled code."""
+    """A context that passes each call of attention without dropout to the method `attend`, also in compiled code."""
 
-    supports_higher_order_operators = True  # without this, torch refuses to run them inside the mode
+    supports_higher_order_operators = True  # otherwise torch refuses to run such operators here
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -97,8 +97,8 @@ class _Keep(_Attention):
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
-        # An output that autograd does not keep is copied, because compiled code may reuse its memory. Inside compiled
-        # code no tensor requires a gradient.
+        # If an argument requires a gradient, autograd keeps the output's memory, so no copy is needed. Otherwise this
+        # may be a call in compiled code, where no tensor requires a gradient, and which may reuse the memory.
         graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         self._outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach if graph else _copied, output))
         return output

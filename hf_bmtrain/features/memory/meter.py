@@ -21,12 +21,13 @@ Shapes = tuple[torch.Size, ...]
 class SavedBytes:
     """Counts the bytes that autograd saves for backward inside `counting()`.
 
-    Each tensor storage counts once. Tensors in `held` do not count, because they exist anyway, and neither do tensors
-    that are not strided (such as sparse ones).
+    Each tensor storage counts once. Tensors in `held` do not count, because they stay in memory anyway. Tensors that
+    are not strided (such as sparse ones) do not count either.
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
-        # Weak references keep no storage alive, but no other storage gets the same address while they exist.
+        # These references do not keep the memory alive. But while they exist, no new storage can get the same address
+        # and be mistaken for one that was counted.
         self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
         self.nbytes = 0
 
@@ -88,7 +89,7 @@ class Stopwatch:
 
 
 def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of the tensors among the arguments; if none is a tensor, of the tensors nested in them."""
+    """Return the shapes of a forward's tensor arguments; if there are none, of the tensors nested in its arguments."""
     shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if shapes:
         return shapes
@@ -106,18 +107,21 @@ def _is_within(shapes: Shapes, measured: Shapes) -> bool:
 
 
 class MeasuredInputs:
-    """Remembers the inputs of measured forwards, to tell whether another forward needs more memory.
+    """Remembers the inputs of measured forwards, to tell whether another forward may need more memory.
 
-    For each forward it stores the input shapes and the forward's number within its pass. The number matters because the
-    activations of the pass's earlier forwards are still in memory.
+    For each measured forward, it stores the input shapes and the number of earlier forwards in the same pass (all
+    forwards between two backwards). This number matters because the activations of those forwards are still in memory.
     """
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # cache of `cover`: for these shapes, the highest number that is covered
+        self._covered: dict[Shapes, int] = {}  # cache of `cover`: for these shapes, the highest `number` with True
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
-        """Add the input shapes of a measured forward. number: the number of earlier forwards in its pass."""
+        """Add the input shapes of a measured forward.
+
+        number: the number of earlier forwards in its pass (the forwards between two backwards).
+        """
         kept = [each for each in self._measured if each[0] > number or not _is_within(each[1], shapes)]
         self._measured = [*kept, (number, shapes)]
 
@@ -129,7 +133,7 @@ class MeasuredInputs:
 
         Args:
             shapes: the shapes of the forward's inputs.
-            number: the number of earlier forwards in its pass.
+            number: the number of earlier forwards in its pass (the forwards between two backwards).
         """
         if number <= self._covered.get(shapes, -1):
             return True
@@ -159,7 +163,7 @@ class Meter:
         self._versions: list[int] = []
 
     def enters_pass(self, backwards: int) -> bool:
-        """Return whether the training forward that begins now is the first since the last backward, and begins a pass.
+        """Return whether the training forward that begins now begins a pass: whether it is the first since a backward.
 
         backwards: the number of backwards that have ended so far.
         """
@@ -192,14 +196,15 @@ class Meter:
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
         """Return whether an optimizer has stepped since `note_versions`, and so has allocated its state.
 
-        This is so if the trainable shards of `buffers` have been written. Also returns True if there are none.
+        This is so if the trainable shards of `buffers` have been written. Also returns True if `buffers` have no
+        trainable shards.
         """
         versions = _versions(buffers)
         return not versions or versions != self._versions
 
 
 def _versions(buffers: Iterable[ShardedBuffer]) -> list[int]:
-    """Return the versions (torch's counters of writes) of the trainable shards of `buffers`. A step changes them."""
+    """Return the versions (torch's counters of writes) of the trainable shards of `buffers`. A step increments them."""
     return [buffer.version for buffer in buffers if buffer.gradient.trainable]
 
 
@@ -209,8 +214,8 @@ class Reading:
 
     Attributes:
         stepped: whether the rank's optimizer has stepped, and so has allocated its state.
-        rooms: for each memory peak that the plan distinguishes, the bytes that may still be allocated at it; None if
-            the rank does not know them yet.
+        rooms: for each memory peak of a step that the plan distinguishes (such as the forward's and the backward's),
+            the bytes that may still be allocated at that peak; None if the rank does not know them yet.
         activations: for each block, the bytes of its activations.
         attention: for each block, the bytes of the outputs of its attention.
         attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
@@ -248,7 +253,7 @@ def agree(world: World, mine: Reading) -> Agreed | None:
     memory its steps leave free (`rooms`).
 
     Args:
-        world: the ranks.
+        world: the world, whose ranks plan together.
         mine: this rank's measurements.
     """
     return combine(world.gather_objects(mine))

@@ -1,4 +1,4 @@
-"""Choose which blocks keep their activations, and which stay unsharded until backward, given the free memory."""
+"""The algorithm of use_checkpoint="auto": given the free memory, choose which blocks keep their activations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Sizes:
-    """What can be kept until backward: the sizes in bytes, for each block in execution order.
+    """The sizes in bytes of what each block, in execution order, can keep in memory until backward.
 
     Attributes:
         activations: all activations of the block.
         attention: the outputs of attention, a part of the activations. 0 if they cannot be kept by themselves.
-        parameters: the full parameters. 0 if nothing is to be decided, because the block always, or never, stays
-            unsharded between forward and backward.
+        parameters: the full parameters. 0 if the plan need not decide whether the block stays unsharded until
+            backward, because this is fixed.
         attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
             activations.
     """
@@ -45,9 +45,9 @@ class Plan:
     left: int = 0
 
     def table(self, sizes: Sizes, forward_room: int) -> str:
-        """Return a table for the log: how many blocks keep what until backward, and how many GiB it takes.
+        """Return a table for the log: how many blocks keep activations, attention outputs or parameters, and the GiB.
 
-        sizes, forward_room: as for `make_plan`.
+        sizes, forward_room: the arguments of `make_plan`.
         """
         rows = [
             ("keep their activations", self.kept, sizes.activations),
@@ -67,15 +67,15 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
 
     Blocks stay unsharded only if no block is recomputed.
 
-    There are two passes over the blocks: one chooses the blocks that keep all activations, and the other those that
-    keep only the outputs of attention. The one that saves more time per byte comes first. Each pass goes from the last
-    block to the first, and skips a block whose activations do not fit. It begins with the last block because of the
-    peak in backward: kept activations of the first blocks would still be in memory while the last blocks are
-    recomputed. The activations of the last block do not count against `backward_room`: if that block is recomputed
-    instead, they are in memory at that peak too.
+    There are two loops over the blocks: one chooses the blocks that keep all activations, and the other those that keep
+    only the outputs of attention. The loop that saves more time per byte comes first. Each goes from the last block to
+    the first, and skips a block whose activations do not fit. It begins with the last block because of the peak in
+    backward: kept activations of the first blocks would still be in memory while the last blocks are recomputed. The
+    activations of the last block do not count against `backward_room`: if that block is recomputed instead, they are in
+    memory at that peak too.
 
     Args:
-        sizes: the sizes of what can be kept.
+        sizes: the bytes that each block can keep.
         forward_room: the bytes that are free at the peak in the forward and the loss if every block is recomputed. May
             be negative.
         backward_room: the bytes that are free at the peak while recomputed activations of a block are alive, if every
@@ -86,7 +86,7 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     kept, attention = [False] * count, [False] * count
 
     def fits(index: int, size: int) -> bool:
-        """Return whether block `index` can keep `size` bytes. If so, store `size` in `taken`."""
+        """Return whether block `index` can keep `size` bytes in the free memory. If so, set its entry in `taken`."""
         before, taken[index] = taken[index], size
         if sum(taken) <= forward_room and sum(taken[:-1]) <= backward_room:
             return True

@@ -1,9 +1,9 @@
-"""keep_frozen: keep frozen parameters unsharded between steps, either all of them or as many as memory allows ("auto").
+"""The option keep_frozen: keep frozen parameters unsharded between steps, either all or as many as fit ("auto").
 
-Frozen weights do not change. So a flat buffer of them needs only one all-gather if it then stays unsharded; such a
-buffer is resident (`ShardedBuffer.resident`). It is gathered again after a write to its shard, and it is resharded like
-any other buffer while one of its parameters is trainable. The same buffers must be resident on every rank, because an
-all-gather may be collective.
+Frozen weights do not change. So a flat buffer of frozen weights needs only one all-gather if it then stays unsharded.
+Such a buffer is called resident (`ShardedBuffer.resident`). It is gathered again after a write to its shard, and it is
+resharded like any other buffer while one of its parameters is trainable. The same buffers must be resident on every
+rank, because an all-gather may be collective.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _log = logging.getLogger("hf_bmtrain")
 _LEAST_SHARE = 4
 """A model gets a plan only if at least 1 / _LEAST_SHARE of its parameters is frozen."""
 _TOLERANCE = 64
-"""A plan stays valid while free memory decreases by at most 1 / _TOLERANCE of the usable memory. That is less than the
-reserve that `DeviceMemory.usable` leaves."""
+"""A new plan is made only if free memory decreases by more than the plan left free, plus 1 / _TOLERANCE of the usable
+memory. This fraction is smaller than the reserve that `DeviceMemory.usable` leaves."""
 _GIB = 2**30
 
 
@@ -100,7 +100,7 @@ class Residents:
         return sum(buffer.full_nbytes for buffer in self._kept() if buffer.is_unsharded)
 
     def _kept(self) -> list[ShardedBuffer]:
-        """Return the resident buffers that still exist; none from `reshard` to the next training forward."""
+        """Return the buffers that the plan keeps unsharded; none from `reshard` to the next training forward."""
         if not self._keeping:
             return []
         return [buffer for buffer in (reference() for reference in self._chosen) if buffer is not None]
@@ -120,7 +120,7 @@ class Residents:
     # -- a forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self, shapes: Shapes) -> None:
-        """Make the planned buffers resident, or measure, or plan anew, as a training forward begins.
+        """Make the chosen buffers resident, or measure memory, or make a new plan. Called before each training forward.
 
         Collective: every rank must call it.
 
@@ -157,7 +157,7 @@ class Residents:
         units = self._units()
         self._idle = _LEAST_SHARE * _nbytes(_frozen(units)) < _nbytes(units)
         if self._planner.activations.measuring:
-            self._peak = None  # `activations` has reset the allocator's peak, so this measurement cannot continue
+            self._peak = None  # use_checkpoint="auto" has reset the allocator's peak, so this measurement ends
 
     def _is_short(self) -> bool:
         """Return whether this pass begins with less free memory than the plan assumed.
@@ -192,16 +192,16 @@ class Residents:
 
     @property
     def _is_planned(self) -> bool:
-        """True if a plan decides which blocks are recomputed."""
+        """True if blocks have use_checkpoint="auto", so that another plan decides which of them are recomputed."""
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
-        """During a measurement, record the allocator's peak now, because the user may reset it between steps."""
+        """If memory is being measured, record the allocator's peak now, because the user may reset it between steps."""
         if self._peak is not None:
             self._peak = max(self._peak, self._meter.taken())
 
     def _room(self) -> int | None:
-        """Return how many bytes buffers of this model that stay unsharded may take, or None while that is unknown."""
+        """Return how many bytes the resident buffers of this model may take in total, or None while that is unknown."""
         # No buffer of this model is resident here, so `resident_bytes` contains only buffers of other models.
         free, others = self._read_free(), self._planner.resident_bytes
         self._free = free if self._peak is None else min(self._free, free)
@@ -230,7 +230,7 @@ class Residents:
         """Choose the resident buffers: in execution order, each group that still fits into `room`.
 
         Collective: every rank must call it. The first groups matter most, because at the start of a forward there is
-        hardly any computation with which their all-gathers can overlap.
+        hardly any computation to overlap with their all-gathers.
 
         units: groups of frozen buffers: those of a block, or one buffer of parameters outside blocks.
         room: the bytes that resident buffers may take.
@@ -263,7 +263,7 @@ class Residents:
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard the resident buffers: now, or at the end of another model's running forward, which may use them."""
+        """Reshard the resident buffers now or, if called inside another model's forward, at the end of that forward."""
         for buffer in self._kept():
             buffer.resident = False
             if self._schedule.inside.depth <= 1:

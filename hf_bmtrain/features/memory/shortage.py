@@ -1,4 +1,4 @@
-"""The explanation that is added to an out-of-memory error: what takes memory, and how to save some."""
+"""Text that is added to an out-of-memory error: what takes memory, and how to save some."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...engine.sharding.slots import buffers_of
 
 
 def follow_shortage(model: torch.nn.Module, world: World) -> None:
-    """From now on, let out-of-memory errors describe the memory of `model`, and no longer that of an earlier model."""
+    """Make out-of-memory errors describe the memory of `model` from now on, instead of that of an earlier model."""
     shortage = world.schedule.observer(Shortage)
     if shortage is None:
         world.schedule.observe(Shortage(model, world))
@@ -24,7 +24,7 @@ def follow_shortage(model: torch.nn.Module, world: World) -> None:
 
 
 class Shortage(Observer):
-    """Explains an out-of-memory error: what takes memory in the model that was wrapped last, and how to save some."""
+    """Adds to out-of-memory errors what takes memory in the model that was wrapped last, and how to save some."""
 
     position = 10
 
@@ -33,7 +33,7 @@ class Shortage(Observer):
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """From now on, describe the memory of `model` instead of that of an earlier model."""
+        """Describe the memory of `model` in later errors, instead of that of an earlier model."""
         self._model = weakref.ref(model)
 
     def out_of_memory(self) -> str:
@@ -44,7 +44,7 @@ class Shortage(Observer):
         return "\n".join([*lines, "To save memory, try in this order:", *self._advice(model)])
 
     def _table(self, model: torch.nn.Module) -> list[str]:
-        """Return lines that say how many GiB each kind of tensor takes."""
+        """Return the lines of a table: how many GiB each kind of tensor (such as shards of gradients) takes."""
         buffers = buffers_of(model)
         full = [b for b in buffers if b.sharded and b.is_unsharded]
         gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]

@@ -1,4 +1,4 @@
-"""One exchange of Muon's matrices: ranks send their elements to the ranks that own the matrices, and get results."""
+"""The exchange of Muon's matrices: each rank sends its elements to the matrices' owners, and gets the results back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .matrices import Matrix
 
 
 class Round:
-    """The exchange of some matrices with their owners, the ranks that orthogonalize them.
+    """One exchange of matrices: they are sent to their owners, the ranks that orthogonalize them, and the results back.
 
-    Every rank must call `send`, `orthogonalize` and `receive`, in this order. The exchange overlaps with other work
-    that is queued between these calls.
+    Every rank must call `send`, `orthogonalize` and `receive`, in this order. The communication overlaps with other
+    work that is queued between these calls.
 
     Attributes:
         matrices: the matrices, sorted by owner, the same on all ranks.
@@ -49,7 +49,7 @@ class Round:
                 of the same shape and dtype.
         """
         self._ticket.wait()
-        # The received elements are in the order of the ranks that sent them, and of the matrices for each rank.
+        # The received elements are sorted by the rank that sent them, and those of one rank by matrix.
         pieces = [*self._received.split([count for counts in self._by_rank for count in counts])]
         count = len(self._mine)
         full = [torch.cat(pieces[number::count]) for number in range(count)]

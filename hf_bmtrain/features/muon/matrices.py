@@ -1,4 +1,4 @@
-"""Which parameters are matrices for Muon, which rank owns each matrix, and in which order they are exchanged."""
+"""Find the matrices that Muon updates, choose the rank that orthogonalizes each, and plan their exchange in rounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ...engine.sharding.parameter import DistributedParameter, is_part
 from ...engine.sharding.slots import find_places
 
 ROUND_ELEMENTS = 1 << 24
-"""About as many elements an owner gets in a round, a joint exchange: 32 MiB, enough for the links' full speed."""
+"""The approximate number of elements that a rank gets to orthogonalize in one round (an exchange of several matrices).
+In bfloat16 they take 32 MiB, enough for the full speed of the links between GPUs."""
 _NOT_HIDDEN = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.modules.conv._ConvNd)
 
 
 def is_matrix(shape: torch.Size) -> bool:
-    """Return whether a parameter of `shape` is a matrix or a stack of matrices, with at least two rows and columns."""
+    """Return whether `shape` is that of a matrix, or of a stack of matrices, with at least two rows and two columns."""
     return len(shape) in (2, 3) and min(shape[-2:]) > 1 and shape.numel() > 0
 
 
@@ -33,7 +34,7 @@ def refuse_parts(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Divide a model's parameters into the matrices of hidden layers and all others, each in the model's order.
+    """Return two lists of a model's parameters: the matrices of hidden layers, and all others, in the model's order.
 
     A parameter is a matrix of a hidden layer if it has two dimensions, only modules in blocks (transformer layers) use
     it, and none of them is an embedding or a convolution. A parameter with three dimensions counts as a stack of
@@ -70,16 +71,16 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """The cost of the Newton–Schulz iteration, up to a constant factor."""
+        """The cost of orthogonalizing the matrix by the Newton–Schulz iteration, in units of a constant."""
         return math.prod(self.shape) * min(self.shape[-2:])
 
     @cached_property
     def counts(self) -> list[int]:
-        """The number of the matrix's elements that each rank stores. Ranks store consecutive ranges, in rank order."""
+        """For each rank, how many elements of the matrix it stores. Ranks store consecutive ranges, in rank order."""
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the matrix's elements on `rank`, as indices into its local part of the parameter."""
+        """Return (start, stop) of the matrix's elements on `rank`, as indices into its part of the parameter."""
         start, stop = self._range(rank)
         first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0
         return (start - first, stop - first) if start < stop else (0, 0)
@@ -102,7 +103,13 @@ class Matrix:
 
 
 def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matrix]:
-    """Return a 2-D parameter as one Matrix, or a stack as up to `size` of them, so that `size` ranks share the work."""
+    """Return a 2-D parameter as one Matrix, or divide a 3-D one into up to `size` of them, for as many ranks.
+
+    Args:
+        run: the index of the optimizer's run (a contiguous range of parameters) that contains the parameter.
+        parameter: the parameter, a matrix or a stack of matrices.
+        size: the number of ranks that share the work.
+    """
     shape = tuple(parameter.shape)
     if len(shape) == 2:
         return [Matrix(run, parameter, 0, shape)]
@@ -117,8 +124,11 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
     """Choose the rank that orthogonalizes each matrix, its owner, so that all ranks have about the same cost.
 
     All ranks make the same choice. Matrices are assigned in descending order of cost. A matrix goes to the rank that
-    stores most of it, which saves traffic, unless that would raise this rank's total cost above the mean over ranks.
-    Then it goes to the rank with the smallest total.
+    stores most of it, which saves traffic, unless this rank's total cost would then exceed the mean over ranks. In that
+    case it goes to the rank with the smallest total.
+
+    matrices: the matrices. Their `owner` is set.
+    size: the number of ranks.
     """
     totals, mean = [0] * size, sum(matrix.cost for matrix in matrices) / size
     for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):
@@ -129,7 +139,7 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
 
 
 def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
-    """Divide matrices into rounds. The matrices of a round are sent to their owners together.
+    """Divide matrices into rounds, for `size` ranks. The matrices of a round are sent to their owners together.
 
     Each owner (the rank that orthogonalizes a matrix) has about the same share of its total cost in every round, so
     that a round takes all ranks about the same time. In a round, an owner gets at most about ROUND_ELEMENTS elements.

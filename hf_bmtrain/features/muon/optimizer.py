@@ -24,10 +24,10 @@ class MuonOptimizer(AdamOptimizer):
 
         m ← μm + (1−μ)g    u ← μm + (1−μ)g with Nesterov, otherwise m    w ← w − lr·wd·w − lr · f · orthogonalized(u)
 
-    Matrices are updated as by torch.optim.Muon: 2-D parameters inside blocks (transformer layers), and each matrix of
-    3-D ones, such as experts. AdamW updates everything else: embeddings, the head, norms, biases, convolutions,
-    parameters with one row or column, and parameters that are also used outside the blocks. `step()` is collective:
-    every rank must call it.
+    Here g is the gradient and m the momentum. Matrices are updated as by torch.optim.Muon: 2-D parameters inside blocks
+    (transformer layers), and each matrix of 3-D ones, such as experts. AdamW updates everything else: embeddings, the
+    head, norms, biases, convolutions, parameters with one row or column, and parameters that are also used outside the
+    blocks. `step()` is collective: every rank must call it.
 
     Each matrix is orthogonalized on one rank, its owner. The matrices are distributed so that all ranks have about the
     same work. Every rank sends its elements to the owner and gets the results back in bfloat16, the dtype in which
@@ -45,12 +45,12 @@ class MuonOptimizer(AdamOptimizer):
         momentum: μ.
         nesterov: whether the momentum is Nesterov's.
         ns_coefficients: the coefficients of the Newton–Schulz iteration.
-        eps: the smallest norm by which an update is divided before the iteration.
+        eps: the lower bound of the norm by which an update is divided before the iteration.
         ns_steps: the number of iterations, less than 100.
         adjust_lr_fn: f, the factor of the learning rate for a matrix with A rows and B columns. "original", or None:
             √max(1, A/B). "match_rms_adamw": 0.2·√max(A, B), so that AdamW's learning rate and weight decay can be
             used. "spectral_unclamped": √(A/B).
-        adam_lr: the learning rate of the other parameters; None uses `lr`. A scheduler changes both in proportion.
+        adam_lr: the learning rate of the other parameters; None uses `lr`. A scheduler scales both.
         betas: AdamW's β₁ and β₂.
         adam_eps: AdamW's eps.
         adam_weight_decay: the weight decay of the other parameters; None uses `weight_decay`.
@@ -176,10 +176,11 @@ class MuonOptimizer(AdamOptimizer):
     def _update(self, numbers: Sequence[int]) -> None:
         """Update all parameters, the matrices in rounds (groups whose elements are exchanged together).
 
-        While the matrices of one round are orthogonalized, those of the next are sent to their owners, and the results
-        of the previous one are sent back.
+        While the matrices of one round are orthogonalized, those of the next are sent to their owners (the ranks that
+        orthogonalize them), and the results of the previous one are sent back.
 
-        numbers: the numbers of the runs to update. AdamW updates those that contain no matrices.
+        numbers: the indices of the runs (contiguous ranges of parameters) to update. AdamW updates those that contain
+            no matrices.
         """
         for first in self._rounds[:1]:
             self._send(first)
@@ -207,7 +208,7 @@ class MuonOptimizer(AdamOptimizer):
             self._apply(matrix, result)
 
     def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
-        """Update the momentum of this rank's elements of a matrix, and return their update u, 1-D bfloat16."""
+        """Update the momentum of this rank's elements of a matrix. Return the update to orthogonalize, 1-D bfloat16."""
         state, part = self._states[matrix.run], self._part(matrix)
         assert isinstance(state.exp_avg, torch.Tensor)
         group, momentum = self._group_of[matrix.parameter], state.exp_avg[part]
@@ -247,7 +248,7 @@ class MuonOptimizer(AdamOptimizer):
         return None if found_inf is None else found_inf.reshape(()) != 0
 
     def _part(self, matrix: Matrix) -> slice:
-        """Return the slice of the run's elements that contains this rank's elements of a matrix."""
+        """Return the slice of this rank's elements of a matrix in the flat tensors of a run, such as the momentum."""
         run = self._states[matrix.run].run
         rank = 0 if run.buffer is None else run.buffer.rank
         start, stop = matrix.local(rank)
@@ -277,7 +278,7 @@ def _checked(groups: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _momentum(run: Run) -> StateTensors:
-    """Allocate the state of a run of matrices: the momentum, and float32 masters of half-precision weights."""
+    """Allocate the state of a run (a contiguous range) of matrices: momentum, and float32 masters of 16-bit weights."""
     momentum = torch.zeros_like(run.weights, dtype=torch.float32)
     return StateTensors(None if run.weights.dtype == torch.float32 else torch.empty_like(momentum), momentum, None)
 

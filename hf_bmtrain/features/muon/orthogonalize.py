@@ -1,6 +1,6 @@
 """Muon's arithmetic on full matrices: the Newton–Schulz iteration, and the factor of the learning rate.
 
-Both are those of torch.optim.Muon, in the same order of operations, so that a single matrix gets bitwise equal results.
+Both repeat torch.optim.Muon's operations in the same order, so that the results for a 2-D matrix are bitwise equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FACTORS: dict[str, Callable[[int, int], float]] = {
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
 }
 ADJUST_LR = tuple(_FACTORS)
-"""The values of `adjust_lr_fn`, which select the factor of the learning rate. None means the first one."""
+"""The values of `adjust_lr_fn`, which select the factor of the learning rate. None selects the first."""
 
 
 def rate_factor(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
@@ -35,7 +35,7 @@ def orthogonalize(
         update: (rows, columns) or (count, rows, columns) bfloat16. Overwritten.
         coefficients: a, b and c.
         steps: the number of iterations.
-        eps: the smallest norm by which a matrix is divided at the start.
+        eps: the lower bound of the norm by which a matrix is divided at the start.
 
     Returns:
         A tensor of the shape of `update`, bfloat16, possibly not contiguous.

@@ -1,4 +1,4 @@
-"""The mean and the variance, over all elements, of an optimizer step's update."""
+"""Compute the mean and variance, over all elements, of an optimizer step's update (for `record_delta`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...engine.ops.adam_step import Hyper
 from ...engine.optim.runs import RunState, stored_numel
 from ...engine.runtime.world import current_world
 
-PIECE = 1 << 20  # elements per operation, so that temporary tensors take little memory
+PIECE = 1 << 20  # elements per operation; small, so that temporary tensors take little memory
 
 
 def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
@@ -51,14 +51,14 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
-    """Yield the last step's update δ (see `delta_moments`) of a run, in consecutive pieces.
+    """Yield the last step's update δ (see `delta_moments`) of one run of parameters, in consecutive pieces.
 
-    Each is (n,) float32 with n at most PIECE, on the device of the weights.
+    Each piece is (n,) float32 with n at most PIECE, on the device of the weights.
 
-    state: the Adam state of the run.
+    state: the run and its Adam state.
     settings: the settings of the run's parameter group.
     """
-    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last is the L2 decay, which m contains already
+    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last one, the L2 decay, is part of m already
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)
     for start in range(0, state.run.weights.numel(), PIECE):

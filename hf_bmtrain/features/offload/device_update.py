@@ -1,4 +1,4 @@
-"""Update optimizer state that is in host memory on the device: copy it there in chunks, update them, copy them back."""
+"""Optimizer state in host memory, updated on the device: copy a chunk to the device, update it there, copy it back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DeviceUpdate:
     """Updates chunks of optimizer state on the device, with one stream each for upload, update and download.
 
     While one chunk is updated, the next is uploaded and the previous one is downloaded, so there are three buffers on
-    the device. The host never waits. The order of the work:
+    the device. The host never waits. The order of the work is:
 
     * An upload into a buffer waits until the previous contents of the buffer are downloaded, and until the previous
       step's download of the same chunk is complete.
@@ -47,7 +47,7 @@ class DeviceUpdate:
             for _ in range(_BUFFERS)
         ]
         self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
-        self._upload.follow()  # work that the current stream has queued may still use the buffers' memory
+        self._upload.follow()  # wait for queued work of the current stream, which may still use this memory
         self._emptied: list[Event] = [DONE] * _BUFFERS
         self._returned: dict[Chunk, Event] = {}
         self._turns = itertools.cycle(range(_BUFFERS))
@@ -55,7 +55,7 @@ class DeviceUpdate:
         self.downloaded: Event = DONE
 
     def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Event]:
-        """Queue the update of every chunk, and yield for each the event that completes when its weights are updated.
+        """Queue the update of every chunk, and yield for each an event that completes when its weights are updated.
 
         The gradients of a chunk must not be freed or written before its event completes.
 
@@ -72,7 +72,7 @@ class DeviceUpdate:
             yield self._pass(next(self._turns), chunk, update)
 
     def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Event:
-        """Queue a chunk's upload, update and download, in device buffer `number`. Return the event of its update."""
+        """Queue a chunk's upload, update and download in device buffer `number`. Return the event after the update."""
         home = chunk.slab.part(chunk.start, chunk.stop)
         masters, exp_avg, exp_avg_sq = self._buffers[number]
         master = None if home.master is None else masters.view(home.master.dtype)

@@ -121,7 +121,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _step(self) -> None:
         self._check_early()
-        # 1. Group the parameters that have gradients, or were updated during the backward, into runs.
+        # 1. Group the parameters that have gradients, or were updated during the backward, into runs (parameters that
+        # are updated together).
         early = self._early.parameters
         rearranged = self._arrange(
             [[p for p in group["params"] if p.grad is not None or p in early] for group in self.param_groups]
@@ -130,13 +131,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
         left = self._not_early()
         if left:
             self._step_runs(left)
-        # 3. Make later all-gathers wait for these updates on all ranks. This is collective, so every rank uses the same
-        # order.
+        # 3. Make later all-gathers wait until all ranks have completed these updates. This is collective, so every rank
+        # uses the same order.
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. A run contains either only parameters that were updated during the backward, or none of them (`_kind`). If
-        # part 1 had to split runs for that reason, the next step forms the runs anew, to merge adjacent parameters.
+        # 4. A run must not mix parameters that were updated during the backward with others (`_kind`). If part 1 had to
+        # split runs for that reason, the next step forms the runs anew, which merges adjacent parameters again.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
@@ -167,7 +168,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        tickets = dict.fromkeys(used, DONE)  # DONE remains where this rank stores no element, and so has no chunk
+        tickets = dict.fromkeys(
+            used, DONE
+        )  # stays DONE for an owner without chunks: this rank has none of its elements
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
             tickets[chunk.owner] = ticket
@@ -188,11 +191,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     @contextmanager
     def update_in_backward(self) -> Iterator[None]:
-        """Update each block's parameters during the backward inside this context, as soon as their gradient is reduced.
+        """Return a context in which a backward updates each block's parameters as soon as their gradient is reduced.
 
-        `step` updates all other parameters. After `step` the weights are bitwise the same as without this context. Do
-        not use the weights between the backward and `step`, when only some of them are updated. Blocks are updated from
-        the last to the first. The next forward needs the first block, so it waits for the whole update.
+        `step` then updates all other parameters. After `step` the weights are bitwise the same as without this context.
+        Do not use the weights between the backward and `step`, when only some of them are updated. Blocks are updated
+        from the last to the first. The next forward needs the first block, so it waits for the whole update.
 
         Do not combine this context with gradient clipping, loss scaling or skipped steps, which need all gradients
         before the first update: `clip_grad_norm` and `step` then raise an error. If a gradient is inf or nan, the
@@ -243,8 +246,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             del by_buffer[buffer]
         with ExitStack() as hooks:
             for buffer, local_params in by_buffer.items():
-                # Hooks run for one parameter after another, in the buffer's order. So a hook that is added now to the
-                # last parameter runs after the user's hooks on all parameters of the buffer.
+                # The hooks of a buffer's parameters run in the buffer's order. So a hook that is added now to the last
+                # parameter runs after all hooks that the user has registered on these parameters.
                 last = [local for local in buffer.slices if local.requires_grad][-1]
                 update = last.register_post_accumulate_grad_hook(
                     lambda _, local_params=local_params: self._update_early(local_params)
@@ -260,10 +263,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _update_early(self, local_params: list[Any]) -> None:
         """Update `local_params`, the parameters of one flat buffer, whose gradient has just been reduced.
 
-        All parameters of a buffer get their gradients at once. If they are not the same parameters as those in the
-        optimizer's runs of this buffer, nothing is updated here: `step` then forms the runs anew and updates them.
-        Writing to the weights is safe now, because every rank has contributed to the reduced gradient, and so has
-        finished the block's backward. The next forward waits for the update (see PendingUpdate).
+        All parameters of a buffer get their gradients at once. If these are not exactly the parameters that the last
+        update of this buffer comprised, nothing is updated here, and `step` updates them. Writing to the weights is
+        safe now, because every rank has contributed to the reduced gradient, and so has finished the block's backward.
+        The next forward waits for the update (see PendingUpdate).
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
@@ -338,13 +341,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
 @dataclass
 class _EarlyUpdates:
-    """The parameters that were updated during the backward, and the gradients and settings of that update.
+    """The parameters that were updated during the backward, and the gradients and settings that were used.
 
-    They show whether gradients or settings are changed later, when it is too late (see `_check_early`).
+    `_check_early` compares them with the present ones, because a change after the update would have no effect.
 
     Attributes:
         parameters: the updated parameters, each with the gradient tensor that was used and its version.
-        settings: a copy of the settings of the parameter groups that were used.
+        settings: the settings of the parameter groups in the update, as `_snapshot` returns them.
     """
 
     parameters: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = field(default_factory=dict)
@@ -352,5 +355,5 @@ class _EarlyUpdates:
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """Return a copy of `settings` to compare with later, with (id, version) in place of each tensor."""
+    """Return a copy of `settings` for later comparison, in which (id, version) stands for each tensor."""
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

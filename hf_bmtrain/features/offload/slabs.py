@@ -1,4 +1,4 @@
-"""Optimizer state in page-locked host memory, which is allocated in slabs and copied to the device in chunks.
+"""Optimizer state in page-locked host memory. It is allocated in slabs, and copied to the device in chunks.
 
 A slab contains the state of several runs. A run is a contiguous range of parameters that are updated together.
 """
@@ -17,15 +17,21 @@ from ...engine.sharding.buffer import ShardedBuffer
 SLAB_ELEMENTS = 1 << 28
 """The largest number of elements in a slab. A run with more elements gets a slab of its own."""
 CHUNK_ELEMENTS = 1 << 22
-"""The largest number of elements in a chunk. In float32 they take 16 MiB: enough for the full speed of PCIe, and the
-copy takes little time compared with a step."""
+"""The largest number of elements in a chunk. In float32 they take 16 MiB: large enough to reach PCIe's full speed, and
+small enough that one copy takes little time compared with a step."""
 ALIGNMENT = 64
-"""Runs start at multiples of this many elements in a slab, so that they are as well aligned as in a shard."""
+"""The state of each run (parameters that are updated together) starts at a multiple of this many elements in its slab.
+It is then as well aligned as the weights in their shard."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the state of a run (parameters that are updated together) is: its slab, and its first element there."""
+    """The place of the state of one run (parameters that are updated together) in host memory.
+
+    Attributes:
+        slab: the slab, a large piece of page-locked memory that contains the state of several runs.
+        start: the index of the run's first element in the slab.
+    """
 
     slab: StateTensors
     start: int
@@ -37,8 +43,8 @@ class Part:
 
     Attributes:
         run: the index of the run.
-        of_run: the range of these elements in the run.
-        of_chunk: the range of the same elements in the chunk.
+        of_run: the indices of the part's elements in the run.
+        of_chunk: the indices of the same elements in the chunk.
     """
 
     run: int
@@ -48,7 +54,7 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """A range of a slab that is copied to the device and updated there as one piece.
+    """A range of a slab (a large piece of host memory) that is copied to the device and updated there at once.
 
     Attributes:
         owner: the flat buffer, or the ordinary (not sharded) parameter, whose state this is.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # at run time this import would be circular, because `options
 
 
 class Packed(Extension):
-    """The extension for `auto_wrap(quantize_frozen=)`, and for models whose weights bitsandbytes has quantized."""
+    """The extension that implements `auto_wrap(quantize_frozen=)`, and shards weights quantized by bitsandbytes."""
 
     def __init__(self, options: Options) -> None:
         self._form = options.quantize_frozen

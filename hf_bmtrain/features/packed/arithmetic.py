@@ -6,9 +6,9 @@ A tensor is packed in independent cells of CELL (16,384) elements. A cell of `nf
     256 scales       one per 64 elements: indices into the 256 `dynamic_values`
     4 + 4 + 8        float32 factor of this cell's scales; float32 mean of the tensor's scales; padding
 
-An element is its value times its scale, computed in float32 and rounded once. A scale is its dynamic value times the
-factor, rounded, plus the mean, rounded. The bits equal those of bitsandbytes with `quant_type="nf4"`, `blocksize=64`
-and compressed statistics.
+An unpacked element is the value of its code times its scale, computed in float32 and rounded once. A scale is its
+dynamic value times the factor, rounded, plus the mean, rounded. The bits equal those of bitsandbytes with
+`quant_type="nf4"`, `blocksize=64` and compressed statistics.
 
 A cell of `nf4_float32` has the same codes, followed by 256 scales in float32, as in bitsandbytes without compressed
 statistics.
@@ -48,11 +48,11 @@ class Format:
     """A packed format.
 
     Attributes:
-        name: the name, its key in `FORMATS`.
+        name: the format's name, which is its key in `FORMATS`.
         bits: the bits of an element's code, 4 or 8.
         scale_bits: the bits of a scale: 32, or 8 if the scales are compressed.
-        values: for 4 bits, the values of the 16 codes, ascending; one is 0, and the largest magnitude is 1. Empty for 8
-            bits, where the codes are float8_e4m3fn numbers.
+        values: for 4 bits, the values of the 16 codes, ascending; one of them is 0, and the largest magnitude is 1.
+            Empty for 8 bits, where the codes are float8_e4m3fn numbers.
         by_name: whether `auto_wrap(quantize_frozen=)` accepts the name.
     """
 
@@ -69,7 +69,7 @@ class Format:
 
     @property
     def _codes(self) -> int:
-        """The bytes of a cell that store codes. The others store scales."""
+        """The number of bytes at the start of a packed cell that store codes. The rest stores scales."""
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
@@ -102,7 +102,7 @@ class Format:
         return packed.view(-1)
 
     def _put_scales(self, tails: Tensor, absmax: Tensor, count: int) -> Tensor:
-        """Compute the scales, write them into `tails`, and return them as they are read back: (cells, 256) float32.
+        """Compute the scales, write them into `tails`, and return them as `unpack` reads them: (cells, 256) float32.
 
         Args:
             tails: the bytes of each cell that follow its codes.
@@ -110,8 +110,8 @@ class Format:
             count: the number of groups that belong to the tensor. The others are padding of the last cell.
         """
         if self.scale_bits == 32:
-            # `most` is a tensor, because a GPU would compute a division by a Python number as a product with its
-            # inverse, which rounds differently.
+            # `most` is a tensor, because a GPU would compute a division by a Python number as a multiplication by
+            # its inverse, which rounds differently.
             most = torch.full_like(absmax, _FP8_MOST)
             tails.view(torch.float32).copy_(absmax if self.values else absmax / most)
             return self._scales(tails)
@@ -149,7 +149,7 @@ class Format:
     def assemble(
         self, numel: int, codes: Tensor, scales: Tensor, factors: Tensor | None = None, mean: Tensor | None = None
     ) -> Tensor:
-        """Return packed cells, as `pack` does, from the 4-bit codes and scales of an already quantized tensor.
+        """Return the packed cells of a tensor that is already quantized, from its 4-bit codes and scales.
 
         Args:
             numel: the number of elements.
@@ -232,9 +232,9 @@ def dynamic_values(device: torch.device) -> Tensor:
 
     A scale is the value of its code times the cell's factor, plus the tensor's mean.
 
-    The values are 0, 1, and values in each of the seven decades below 1. A decade is divided into equal parts, and its
-    values are the midpoints of the parts and their negatives. The decade from 0.1 to 1 has 64 parts, the next one below
-    has 32, and so on.
+    The values are 0, 1, and values in each of the seven decades below 1. Each decade is divided into equal parts, and
+    contributes the midpoints of these parts and their negatives. The decade from 0.1 to 1 has 64 parts, the decade from
+    0.01 to 0.1 has 32, and so on.
     """
     return _tables(_NF4, device)[16:]
 
@@ -251,12 +251,12 @@ def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _nearest(values: Tensor, numbers: Tensor) -> Tensor:
-    """Return the uint8 index of the number nearest to each value; in a tie the lower one. `numbers` are ascending."""
+    """Return, for each value, the uint8 index of the nearest of the ascending `numbers`; in a tie, the lower index."""
     return torch.bucketize(values, (numbers[:-1] + numbers[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """Return flat elements as float32 blocks (cells, 256, 64), padded with zeros to a full last cell."""
+    """Return flat elements as float32 blocks, (cells, 256, 64). The last cell is padded with zeros."""
     return torch.nn.functional.pad(flat.float(), (0, -len(flat) % CELL)).view(-1, _BLOCKS, BLOCK)
 
 
@@ -268,5 +268,5 @@ def variant(form: Format, dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants of kernels that this module can compile for GPUs of the architecture `arch`."""
+    """Return all kernel variants of this module: one for each format and output dtype, on any architecture `arch`."""
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

@@ -28,7 +28,7 @@ _LOAD = (
 
 
 class Linear4bit(torch.nn.Linear):
-    """Replaces a linear layer of bitsandbytes when its weight is sharded, and computes with the unpacked full weight.
+    """The class that replaces bitsandbytes' Linear4bit in a sharded model. It computes with the unpacked full weight.
 
     compute_dtype: the dtype of the computation; None uses the dtype of the input.
     """
@@ -64,7 +64,7 @@ def refuse_quantized(model: torch.nn.Module, why: str) -> None:
 
 
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Return {name: how bitsandbytes has quantized the weight}, which must be equal on all ranks.
+    """Return {name: format and dtype} of the weights that bitsandbytes has quantized, to compare between ranks.
 
     Call `admit_quantized` first.
     """
@@ -80,18 +80,18 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
     A weight in one block becomes a PackedParameter, which is later sharded without unpacking it. A weight outside
     blocks, or shared by several blocks, is unpacked into an ordinary parameter. Their layers become the Linear4bit of
     this file, so reading a weight of the model gives unpacked values. Therefore the attributes by which transformers
-    marks a quantized model are removed: Trainer, and configurations that are saved, treat it as an ordinary model. Call
+    marks a quantized model are removed, so that Trainer and saved configurations treat it as an ordinary model. Call
     `admit_quantized` first.
 
     Args:
         model: the model that is about to be sharded.
-        blocks: its blocks.
+        blocks: its blocks (transformer layers).
         outside: the modules outside blocks.
-        device: the device on which root parameters are unpacked.
+        device: the device on which weights outside blocks, and shared ones, are unpacked.
     """
     found = _find(model)
     root = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
-    made: dict[int, torch.nn.Parameter] = {}  # new parameters by the old ones' ids, so that tied weights stay tied
+    made: dict[int, torch.nn.Parameter] = {}  # {id of the old parameter: the new one}, so that tied weights stay tied
     unpacked: list[str] = []
     for name, (module, key, parameter) in found.items():
         if id(parameter) not in made:
@@ -171,7 +171,7 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
 
 
 def _state(module: Any, parameter: Any) -> Any:
-    """Return the weight's `quant_state`. Code that re-creates the Parameter leaves it on the layer."""
+    """Return bitsandbytes' `quant_state` of a weight. Code that re-creates the Parameter leaves it on the layer."""
     return getattr(parameter, "quant_state", None) or getattr(module, "quant_state", None)
 
 

@@ -17,19 +17,20 @@ _NO_MATRICES = (
 
 
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
-    """Choose the parameters in `blocks` to pack, and return them in a PackedKind, or None if `name` is None.
+    """Choose the parameters in `blocks` to pack, and return them in a PackedKind; None if `name` is None.
 
-    These are frozen matrices with a dtype of 16 or 32 bits and at least CELL elements (a smaller one would still take a
-    whole cell). There are two kinds: each 2-D parameter named `weight`; and each 3-D parameter, under any name, that
-    stacks two or more matrices with at least BLOCK rows and columns (fused experts). Stacks of narrower matrices are
-    left out, because they are not weights of matrix products but convolution kernels, tables, or decays of state-space
-    layers. Embeddings, convolutions and parametrizations are left out too.
+    These are frozen matrices with a dtype of 16 or 32 bits and at least CELL elements (the unit of packing: a smaller
+    matrix would take as much memory as one of CELL elements). There are two kinds: each 2-D parameter named `weight`;
+    and each 3-D parameter, under any name, that stacks two or more matrices with at least BLOCK rows and columns (fused
+    experts). Stacks of narrower matrices are left out, because they are not weights of matrix products but convolution
+    kernels, tables, or decays of state-space layers. Embeddings, convolutions and parametrizations are left out too.
 
     Args:
         model: the model that is about to be sharded.
-        blocks: its blocks.
-        without: the ids of parameters to leave out: adapters, which may be trained later, and root parameters.
-        name: the name of the format, or None.
+        blocks: its blocks (transformer layers).
+        without: the ids of parameters to leave out: adapters, which may be trained later, and parameters
+            that several blocks share.
+        name: the name of the packed format, "nf4" or "fp8"; None packs nothing.
 
     Raises:
         ValueError: no parameter in `blocks` can be packed.
@@ -53,7 +54,7 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
 
 
 def _holds_matrices(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether the parameter `key` of `module` can be packed: a matrix or a stack of matrices."""
+    """Return whether `parameter`, stored as `key` in `module`, is a matrix or stack of matrices to pack."""
     if isinstance(module, _NO_MATRICES) or parameter.dtype not in _DTYPES or parameter.numel() < CELL:
         return False
     if parameter.dim() == 3:

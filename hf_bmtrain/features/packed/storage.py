@@ -22,7 +22,7 @@ from .arithmetic import CELL, Format
 
 @dataclass(frozen=True)
 class PackedKind(StorageKind):
-    """The kind of parameters whose shards are stored packed, in one format.
+    """The storage kind of frozen parameters that are packed (quantized to 4 or 8 bits) in one format.
 
     Attributes:
         form: the packed format.
@@ -43,7 +43,8 @@ class PackedKind(StorageKind):
 class PackedParameter(torch.nn.Parameter):
     """A frozen full parameter, on the meta device, whose values are already packed.
 
-    It replaces a parameter in a model that auto_wrap is about to shard, so that the values need not be unpacked.
+    It replaces a parameter that bitsandbytes has quantized, in a model that auto_wrap is about to shard, so that the
+    values need not be unpacked.
 
     Attributes:
         form: the packed format.
@@ -57,7 +58,7 @@ class PackedParameter(torch.nn.Parameter):
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, form: Format, pack: Callable[[], torch.Tensor]) -> Any:
-        """Return a PackedParameter.
+        """Create a PackedParameter from its shape and a function that returns its packed values.
 
         Args:
             shape: the shape of the parameter.
@@ -77,8 +78,8 @@ class PackedStorage(Storage):
 
     An all-gather sends packed bytes. Only `after_gather` allocates the full buffer and unpacks into it, in one launch
     on the current stream. Until then, a prefetched block takes only packed memory. The full buffer is separate memory
-    even with one rank. The flat buffer's `shard` only has the length, dtype and device of an unpacked shard: it is one
-    NaN that is expanded to this length.
+    even with one rank. The flat buffer's `shard` has only the length, dtype and device of an unpacked shard: it is one
+    NaN, expanded to this length.
 
     Attributes:
         full: the unpacked values of all ranks, allocated only while the block is unsharded.
@@ -111,7 +112,7 @@ class PackedStorage(Storage):
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Pack rank 0's values of `parameters`, and keep this rank's cells of them in `stored`.
+        """Pack rank 0's values of `parameters`, and store this rank's part of the packed cells in `stored`.
 
         Collective: every rank must call it. Parameters are broadcast one at a time, so that at most one full parameter
         is in memory. Every rank receives the full parameter, packs it, and copies its own cells. A PackedParameter is
@@ -177,7 +178,7 @@ class PackedStorage(Storage):
         return super().memory()._replace(stored=[self.stored])
 
     def unpacked(self, index: int) -> torch.Tensor:
-        """Return this rank's unpacked elements of the parameter with this index: (n,) in new memory."""
+        """Return this rank's unpacked elements of the parameter `index` of the buffer: (n,) in new memory."""
         local_range, nbytes, shard = self.buffer.local_ranges[index], self.form.cell_bytes, self.buffer.shard
         begin, count = local_range.shard_start // CELL, -(-local_range.length // CELL)
         values = torch.empty(count * CELL, dtype=shard.dtype, device=shard.device)
@@ -233,14 +234,14 @@ class QuantizedParameter(DistributedParameter):
 
     @property
     def quant_state(self) -> NoReturn:
-        """Raises RuntimeError. Only PEFT reads this attribute of bitsandbytes' weights, to merge adapters."""
+        """Raises RuntimeError. Only PEFT reads this attribute of quantized weights, to merge adapters into them."""
         raise written(self)
 
 
 class UnpackedSlice(ShardTensor):
-    """This rank's elements of a quantized parameter, unpacked into new memory, or a view of them.
+    """This rank's elements of a quantized parameter after unpacking, or a view of them.
 
-    A write raises RuntimeError, because it would not change the parameter.
+    A write raises RuntimeError, because it would change only this copy and not the parameter.
     """
 
     @classmethod
@@ -267,7 +268,7 @@ def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
 
 
 def _unpack(parameter: QuantizedParameter) -> ShardTensor:
-    """Return this rank's elements of `parameter` in new memory."""
+    """Return this rank's elements of `parameter`, unpacked into new memory."""
     return UnpackedSlice.of(parameter.part, parameter.placement)
 
 

@@ -1,4 +1,4 @@
-"""Recompute a layer whose forward changes buffers, attributes, generators, or containers in its arguments."""
+"""Recompute a layer's forward that changes buffers, attributes, random generators, or containers in its arguments."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .snapshot import Attributes, Buffers, Contents, Generators, Snapshot, gener
 
 
 class Replay:
-    """Lets a layer's forward be recomputed although it changes state (running means, counters, a cache).
+    """Makes recomputations of a layer's forward correct if it changes state (running means, counters, a cache).
 
     `record` saves the state before the first forward. `restore` sets the state back for a recomputation, and afterwards
     undoes the changes of the recomputation.
 
-    The first forward in training mode, and the first in evaluation mode, copies all buffers and compares their values
-    afterwards, for which the host waits for the device. Later forwards copy only the buffers that changed in that first
-    one. Random generators are handled in the same way, except torch's default ones, which torch's checkpoint restores.
+    The first forward in each mode (training, evaluation) copies all buffers and compares their values afterwards, for
+    which the host waits for the device. Later forwards in this mode copy only the buffers that the first one changed.
+    Random generators are handled in the same way, except torch's default ones, which torch's checkpoint restores.
     Attributes and containers are restored in place; tensors in them are not copied.
     """
 
@@ -29,8 +29,8 @@ class Replay:
         # A weak reference, because the layer refers to this object.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
-        # For training mode and evaluation mode (the key is `layer.training`): the indices in `_places` of the buffers
-        # that a forward changes, and the generators that it uses.
+        # For each mode (the key is `layer.training`): the indices in `_places` of the buffers that a forward changes,
+        # and the random generators that it uses.
         self._changing: dict[bool, set[int]] = {}
         self._drawn: dict[bool, list[Any]] = {}
         self._attributes: Attributes | None = None
@@ -68,7 +68,9 @@ class Replay:
         yield snapshot
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
-        if known is None:  # batch norm writes its buffers without incrementing their versions
+        if (
+            known is None
+        ):  # compare values too, because batch norm writes its buffers without incrementing their versions
             changed |= {n for n, b in before.items() if not torch.equal(b, copies[n])}
         if changed - copies.keys():
             names = sorted(self._places[n][1] for n in changed - copies.keys())
@@ -102,7 +104,7 @@ class Replay:
             undo()
 
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
-        """Return `copies`, {index in `_places`: copy}, as pairs of a module's `_buffers` and {name: copy}."""
+        """Convert {index in `_places`: copy of this buffer} to pairs (module._buffers, {name: copy}) for Snapshot."""
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:
@@ -111,15 +113,15 @@ class Replay:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return a tensor's version, or 0 for an inference tensor, which has none."""
+    """Return a tensor's version (torch's counter of writes), or 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 # -- TorchScript ------------------------------------------------------------------------------------------------------
-# TorchScript profiles the first call of a function and optimizes the second. The optimized function makes autograd save
-# other tensors, in another order. torch's checkpoint matches the saved tensors of the forward and the recomputation by
-# their order, so it would mix them up. Therefore, from the first recomputed layer on, TorchScript must not optimize any
-# more functions. Each function stays as it is, optimized or not.
+# TorchScript profiles the first call of a function, and optimizes the function in the second. The optimized function
+# makes autograd save other tensors, in another order. torch's checkpoint matches the saved tensors of the forward and
+# the recomputation by their order, so it would mix them up. Therefore, from the first recomputed layer on, TorchScript
+# must not optimize any more functions. Each function stays as it is, optimized or not.
 
 
 def keep_scripts() -> None:
@@ -131,8 +133,8 @@ def ends_recomputation(error: RuntimeError) -> bool:
     """Return whether `error` is the exception by which torch ends a recomputation early, converted by TorchScript.
 
     torch raises that exception, without a message, once all tensors are recomputed. TorchScript converts every
-    exception into a RuntimeError that contains a stack and the original message, which is empty in this case. If an
-    unrelated error looked the same, torch would report afterwards that recomputed tensors are missing.
+    exception into a RuntimeError that contains a stack trace and the original message, which is empty in this case. If
+    an unrelated error looked the same, torch would report afterwards that recomputed tensors are missing.
     """
     message = str(error)
     return "TorchScript interpreter" in message and message.rstrip().endswith("RuntimeError:")

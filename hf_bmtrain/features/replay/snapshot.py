@@ -19,13 +19,14 @@ import torch
 from ...engine.blocks.containers import ATOMS, containers_of, items_of
 
 _STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "float8_state", "config", "forward"}
-"""Attributes that a forward does not change: those of every module, those of this library, and `config`."""
+"""Names of attributes that are not saved, because a forward does not change them: those of every torch.nn.Module, those
+of this library, and `config`."""
 Buffers = Sequence[tuple[dict[str, Any], dict[str, torch.Tensor | None]]]
-"""Pairs of a module's `_buffers` and the saved buffers, by name. A module may occur in several pairs."""
+"""Pairs (module._buffers, {name: saved copy of the buffer}). A module may occur in several pairs."""
 
 
 class Snapshot:
-    """The state that a forward may change, at the time when this object is created.
+    """A saved copy of the state that a forward of a layer or model may change.
 
     Args:
         buffers: copies of modules' buffers.
@@ -76,9 +77,9 @@ class Snapshot:
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
-        """Set the modules to the saved state, with copies of the saved buffers. The present buffers are not written.
+        """Set the modules to the saved state. Their buffers are replaced by copies of the saved ones, and not written.
 
-        Returns a function that undoes this: it restores the state before the call, and puts the present buffers back
+        Returns a function that undoes this: it restores the state before the call, and puts the replaced buffers back
         into the modules.
         """
         present = []
@@ -97,8 +98,8 @@ class Snapshot:
     def _restore_others(self) -> Callable[[], None]:
         """Restore attributes, containers and generators, but not buffers.
 
-        Returns a function that undoes this. Attributes that are unchanged, which is cheap to check, are not copied; the
-        function then restores the saved ones.
+        Returns a function that undoes this. If no attribute has changed since the snapshot, which is cheap to check,
+        the present attributes are not copied, because the saved ones are equal.
         """
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
@@ -116,7 +117,7 @@ class Snapshot:
 
 
 class Contents:
-    """The items of all mutable containers in `values`, including nested ones, as they are when this object is created.
+    """A saved copy of the items of all mutable containers (such as lists and dicts) in `values`, including nested ones.
 
     Each container is copied shallowly: tensors and other items in the copy are the same objects.
     """
@@ -147,7 +148,7 @@ class Contents:
         return [container for container, _ in self._copies.values()]
 
     def restore(self) -> Contents:
-        """Put the saved items back into the containers. Return the items that they had before this call."""
+        """Put the saved items back into the containers. Return the items that they had, to undo this."""
         present = Contents(())
         for key, (container, copy) in self._copies.items():
             present._copies[key] = container, _copy(container)
@@ -163,7 +164,7 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, contents: Any) -> None:
-    """Replace the items of `container` by `contents`. Overridden methods of a dict or list are not called."""
+    """Replace the items of `container` by `contents`, for dicts and lists without calling methods of subclasses."""
     if isinstance(container, dict):
         base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
         base.clear(container)
@@ -177,16 +178,16 @@ def _fill(container: Any, contents: Any) -> None:
 
 
 class Attributes:
-    """The attributes of a layer's modules, and the items of containers in them, when this object is created.
+    """A saved copy of the attributes of a layer's modules, and of the items of containers in these attributes.
 
-    torch's own modules are left out unless they have hooks, because their forwards change no attributes.
+    Modules of torch.nn without hooks are left out, because their forwards change no attributes.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         """Copy the attributes of `modules`, which are the layer, followed by all modules inside it."""
         # The layer refers to this object, so a strong reference to the layer or its `__dict__` would make a cycle.
         self._layer = weakref.ref(modules[0])
-        # For each module: its `__dict__` (None for the layer's), and a copy of its own attributes.
+        # For each module: its `__dict__` (None for that of the layer), and the attributes that a forward may change.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
         self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
         children = []
@@ -196,7 +197,11 @@ class Attributes:
             hooked = module._forward_hooks or module._forward_pre_hooks
             if hooked or not type(module).__module__.startswith("torch.nn."):
                 own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
-                names = [*own, "training", "_modules"]  # at least two: a getter of one name returns no tuple
+                names = [
+                    *own,
+                    "training",
+                    "_modules",
+                ]  # at least two: itemgetter returns a tuple only for several names
                 self._modules.append((attributes, own))
                 self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
         self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])
@@ -206,7 +211,7 @@ class Attributes:
         self._values = self._read()
 
     def _read(self) -> list[Any] | None:
-        """Return all attributes and items, for comparison by identity, or None if attributes were added or removed."""
+        """Return all present attributes and items, to compare by identity; None if attributes were added or removed."""
         values: list[Any] = []
         try:
             for attributes, getter, count in self._getters:
@@ -224,7 +229,7 @@ class Attributes:
         return values
 
     def is_present(self) -> bool:
-        """Return whether all attributes and items are still the saved objects."""
+        """Return whether all attributes, and all items of containers, are still the saved objects."""
         known, values = self._values, self._read()
         assert known is not None
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
@@ -252,7 +257,7 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
-    """In `attributes`, the `__dict__` of a module, replace all items that a forward may change by `own`."""
+    """Replace the attributes that a forward may change, in `attributes` (a module's `__dict__`), by `own`."""
     for name in _own(attributes).keys() - own.keys():
         del attributes[name]
     attributes.update(own)
@@ -264,7 +269,7 @@ def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
 def generators_of(layer: torch.nn.Module) -> list[Any]:
     """Return the global generators of Python and NumPy, and those that are attributes of the layer's modules.
 
-    Returns an empty list while torch.compile traces the layer, because reading their states cannot be traced.
+    Returns an empty list while torch.compile traces the layer, because it cannot trace reads of their states.
     """
     if torch.compiler.is_compiling():
         return []
@@ -274,17 +279,17 @@ def generators_of(layer: torch.nn.Module) -> list[Any]:
 
 
 class Generators:
-    """The states of some random generators when this object is created."""
+    """Saved states of random generators."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
         self._states = [(generator, _read(generator)) for generator in generators]
 
     def moved(self) -> list[Any]:
-        """Return the generators whose state has changed since this object was created."""
+        """Return the generators whose state has changed since it was saved."""
         return [generator for generator, state in self._states if not _equal(state, _read(generator))]
 
     def restore(self) -> Generators:
-        """Set the generators back to the saved states. Return the states that they had before this call."""
+        """Set the generators back to the saved states. Return the states that they had, to undo this."""
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:
             access = _access(generator)
@@ -294,7 +299,7 @@ class Generators:
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return functions that get and set the state of `generator`, or None if it is not a random generator."""
+    """Return (function that gets the state of `generator`, function that sets it); None if it is not a generator."""
     if isinstance(generator, random.Random) or generator is random:
         return generator.getstate, generator.setstate
     if isinstance(generator, torch.Generator):

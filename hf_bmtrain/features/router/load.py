@@ -1,4 +1,4 @@
-"""RouterLoad: counts on the device how many tokens each expert gets, and sums the auxiliary loss."""
+"""RouterLoad, which counts on the device how many tokens each expert gets, and averages the auxiliary loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class RouterLoad(Observer):
-    """Counts how many tokens the routers of a transformers model send to each expert in training, until `close`.
+    """Counts how many tokens a model's routers send to each expert in training. Starts at once, and ends with `close`.
 
     The counts stay on the device until `read`, the only call for which the host waits. A training forward launches one
     more kernel per layer. Recomputations are not counted. A model without experts costs nothing and reports nothing.
@@ -50,12 +50,12 @@ class RouterLoad(Observer):
             self._forwards += 1
 
     def read(self) -> dict[str, float]:
-        """Return a summary over all ranks since the last call, and log the counts of the busiest expert's layer.
+        """Return statistics over all ranks since the last call, and log the counts of the busiest expert's layer.
 
         Collective: every rank must call it.
 
         Returns:
-            busiest_share: the share of its layer's tokens that the busiest expert of all layers got; 1 / E if all E
+            busiest_share: the largest share of a layer's tokens that one expert got, in any layer; 1 / E if all E
                 experts of every layer got the same number. A token counts once for each of its experts.
             unused_experts: the number of experts, over all layers, that got no token.
             aux_loss: the mean of the auxiliary loss in the model's outputs, before it is multiplied by its coefficient.
@@ -88,13 +88,14 @@ class RouterLoad(Observer):
 
 
 class TokenCounter:
-    """A forward pre-hook of a module with experts, which counts their tokens while `switch` is 1.
+    """A forward pre-hook of a module with experts. It counts the tokens of each expert while `switch` is 1.
 
     `switch` is a tensor, so that the hook has no branch on the host and can be compiled with its layer. The hook is
     never removed from its module, because a compiled layer ignores hooks that are added later.
 
     Attributes:
-        counts: (experts + 1,) int64. The last element counts tokens that expert parallelism sends to no expert.
+        counts: (experts + 1,) int64, the tokens of each expert. The last element counts tokens that transformers'
+            expert parallelism has marked as belonging to experts of other ranks.
         switch: scalar int64, 0 or 1, shared by all layers of a model.
     """
 
@@ -110,14 +111,15 @@ class TokenCounter:
 
 
 def _counters_of(model: torch.nn.Module, world: World) -> tuple[torch.Tensor, dict[str, TokenCounter]]:
-    """Return the switch that the model's TokenCounters share, and {name of module: counter}. Add missing counters.
+    """Register a TokenCounter on each module of experts that has none.
 
-    Experts that do not use transformers' interface, such as Llama 4's, are left out.
+    Returns the switch that all counters of the model share (1 while they count), and {name of module: counter}. Experts
+    that do not use transformers' interface, such as Llama 4's, are left out.
     """
     counters: dict[str, TokenCounter] = {}
     missing = []
     for name, module in model.named_modules():
-        if hasattr(module, "num_experts") and hasattr(module, "_apply_gate"):  # these are experts of transformers
+        if hasattr(module, "num_experts") and hasattr(module, "_apply_gate"):  # true for the experts of transformers
             hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, TokenCounter)]
             if hooks:
                 counters[name] = hooks[0]

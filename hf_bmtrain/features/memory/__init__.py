@@ -151,7 +151,10 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
 
 
 class Memory(Extension):
-    """The extension that applies `auto_wrap(keep_frozen=)`, and makes out-of-memory errors say how to save memory."""
+    """The extension that applies `auto_wrap(keep_frozen=)`, and makes out-of-memory errors say how to save memory.
+
+    keep_frozen selects frozen parameters that stay unsharded between steps.
+    """
 
     def __init__(self, options: Options) -> None:
         self._options = options

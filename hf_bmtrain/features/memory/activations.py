@@ -1,6 +1,6 @@
 """The option use_checkpoint="auto": recompute only as many blocks as memory requires.
 
-If no block need be recomputed and memory is left, some blocks stay unsharded from their forward to their backward.
+If no block has to be recomputed and memory is left, some blocks stay unsharded from their forward to their backward.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class MeasuredInputs:
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # cache of `cover`: for these shapes, the highest `number` with True
+        self._covered: dict[Shapes, int] = {}  # for shapes: the highest `number` that `cover` accepts
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
         """Add the input shapes of a measured forward.
@@ -165,7 +165,8 @@ class Meter:
     def enters_pass(self, backwards: int) -> bool:
         """Return whether the training forward that begins now begins a pass: whether it is the first since a backward.
 
-        backwards: the number of backwards that have ended so far.
+        backwards: the number of backwards that have ended so far. A pass begins when this number has changed since the
+            last call.
         """
         if backwards == self._backwards:
             return False

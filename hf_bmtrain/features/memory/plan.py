@@ -45,7 +45,7 @@ class Plan:
     left: int = 0
 
     def table(self, sizes: Sizes, forward_room: int) -> str:
-        """Return a table for the log: how many blocks keep activations, attention outputs or parameters, and the GiB.
+        """Return a table for the log: how many blocks keep what until backward, and how many GiB that takes.
 
         sizes, forward_room: the arguments of `make_plan`.
         """

@@ -272,7 +272,7 @@ class Residents:
 
 
 def _frozen(units: Sequence[Sequence[ShardedBuffer]]) -> list[list[ShardedBuffer]]:
-    """Return `units`, groups of buffers, with only the frozen buffers in each group."""
+    """Return the frozen buffers of each group of buffers in `units`."""
     return [[buffer for buffer in unit if not buffer.gradient.trainable] for unit in units]
 
 

@@ -248,7 +248,7 @@ class MuonOptimizer(AdamOptimizer):
         return None if found_inf is None else found_inf.reshape(()) != 0
 
     def _part(self, matrix: Matrix) -> slice:
-        """Return the slice of this rank's elements of a matrix in the flat tensors of its run, such as momentum."""
+        """Return where this rank's elements of a matrix are in the flat tensors of its run, such as the momentum."""
         run = self._states[matrix.run].run
         rank = 0 if run.buffer is None else run.buffer.rank
         start, stop = matrix.local(rank)

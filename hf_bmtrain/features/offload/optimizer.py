@@ -168,9 +168,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        tickets = dict.fromkeys(
-            used, DONE
-        )  # stays DONE for an owner without chunks: this rank has none of its elements
+        # DONE remains for an owner without chunks, of which this rank stores no element.
+        tickets = dict.fromkeys(used, DONE)
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
             tickets[chunk.owner] = ticket

@@ -268,5 +268,5 @@ def variant(form: Format, dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all kernel variants of this module: one for each format and output dtype, on any architecture `arch`."""
+    """Return the kernel variants of this module, one for each format and output dtype. `arch` makes no difference."""
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

@@ -33,7 +33,7 @@ def check_parity(
     bound: float | None = None,
     verbose: bool = True,
 ) -> Parity:
-    """Compare one training step of a wrapped model with the same step in plain torch, and print a table.
+    """Compare one training step of a wrapped model with the same step in plain torch, and print a table of differences.
 
     Collective: every rank must call it. Both steps run on this rank's `batch`, in the model's current mode (dropout
     included), from the same random states. The sharded step runs the wrapped model. The plain step runs the model's own
@@ -70,6 +70,7 @@ def check_parity(
         RuntimeError: a rank has too little memory for the full copies (the message gives the bytes), or the ranks
             called different modules.
         ValueError: the model is not wrapped, no scalar loss was found, or `bound` is negative.
+        NotImplementedError: the model was wrapped with `tp_size`.
         TypeError: `model` is not a module, or `optimizer` is not a function.
     """
     world = current_world()
@@ -121,7 +122,7 @@ def _check_arguments(model: Any, optimizer: Any, bound: Any) -> None:
 
 
 def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """Run the forward and backward of `model` on one batch, and return the loss. loss: as for `check_parity`."""
+    """Run forward and backward of `model` on a batch, and return the loss. Arguments: as for `check_parity`."""
     with torch.enable_grad():
         if isinstance(batch, dict):
             outputs = model(**batch)
@@ -140,7 +141,7 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
 
 
 def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> str | None:
-    """Return a message if this rank has too little memory for full copies and gradients; otherwise None."""
+    """Return an error message if this rank has too little memory for two full copies and gradients; otherwise None."""
     needed = 3 * sum(sharded.numel() * sharded.element_size() for sharded in sharded_params)
     memory = world.device_memory
     if memory is None:
@@ -169,7 +170,7 @@ class _Comparison:
         self._names = {p: name for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
 
     def _allowed(self, tensor: torch.Tensor) -> float:
-        """Return the allowed relative difference of `tensor`: the user's bound, or the default for the dtypes."""
+        """Return the allowed relative difference of `tensor`: the user's bound, or the default for these dtypes."""
         if self._bound is not None:
             return self._bound
         device = self._world.device.type
@@ -183,9 +184,9 @@ class _Comparison:
         return max(_BOUNDS.get(dtype.to_real(), 1e-5) for dtype in dtypes)
 
     def _add(self, kind: str, block: str, name: str, got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
-        """Add the Difference between a tensor of the sharded step, `got`, and the same of the plain step, `wanted`.
+        """Add the Difference between `got`, a tensor of the sharded step, and `wanted`, the one of the plain step.
 
-        kind, block, name, allowed: as for Difference.
+        kind, block, name, allowed: the attributes of the Difference.
         """
         self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
 
@@ -203,7 +204,7 @@ class _Comparison:
             allowed = max((self._allowed(tensor) * largest_of(tensor) for tensor in wanted), default=0.0)
             differences = [largest_difference(a, b) for a, b in zip(got, wanted)]
             if len(got) != len(wanted) or ((block, name) in sharded) != ((block, name) in plain):
-                differences = [float("inf")]  # the module ran in one step only, or returned fewer tensors
+                differences = [float("inf")]  # the module ran in one step only, or the numbers of tensors differ
             self.differences.append(Difference("output", block, name, max(differences, default=0.0), allowed))
         self._add("output", "", "", mine, expected, self._allowed(expected) * largest_of(expected))
 
@@ -212,7 +213,9 @@ class _Comparison:
         """Compare each gradient of the sharded step with the mean over ranks of the plain step's gradients.
 
         Collective: every rank must call it. Afterwards `.grad` of each full parameter is the all-gathered gradient of
-        the sharded step, or None if it has none, so that `of_update` gives both optimizers the same gradients.
+        the sharded step (or None), so that `of_update` gives both optimizers the same gradients.
+
+        full_params: {local parameter: full parameter}, with the gradients of the plain step in `.grad`.
         """
         found = []
         for sharded, full in reversed(full_params.items()):
@@ -230,7 +233,7 @@ class _Comparison:
             )
 
     def _mean(self, full: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the mean of `full.grad` over ranks, in float32 or wider; None if no rank has one.
+        """Return the mean of `full.grad` over ranks, in float32 or wider; None if no rank has a gradient.
 
         Collective: every rank must call it.
         """
@@ -251,7 +254,7 @@ class _Comparison:
         Collective: every rank must call it.
 
         Args:
-            full_params: the full parameters, with the sharded step's gradients in `.grad`.
+            full_params: {local parameter: full parameter}, with the sharded step's gradients in `.grad`.
             make: a function that returns an optimizer for a list of parameters.
         """
         trained = [sharded for sharded in full_params if sharded.requires_grad]
@@ -269,6 +272,6 @@ class _Comparison:
                 self._add("update", self._block(sharded), self._names[sharded], got, wanted, allowed)
 
     def _block(self, sharded: DistributedParameter) -> str:
-        """Return the name of the block that contains the parameter `sharded`, or its own name outside blocks."""
+        """Return the name of the block that contains `sharded`, or the parameter's own name if it is outside blocks."""
         name, origin = self._names[sharded], sharded.origin
         return name if origin is None or not origin.block else origin.block

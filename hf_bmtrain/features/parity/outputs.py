@@ -1,4 +1,4 @@
-"""Record the outputs of blocks, and of modules with parameters outside blocks, in the order of a forward."""
+"""Record the outputs of blocks, and of modules with parameters outside blocks, in the order of their calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ...engine.blocks.block import CheckpointBlock
 from ...engine.blocks.schedule import Schedule
 
 Outputs = dict[tuple[str, str], list[torch.Tensor]]
-"""{(module name, call name): copies, in host memory, of the floating-point tensors that the call returned}."""
+"""{(module name, call name): copies, in host memory, of the floating-point tensors that the call returned}. The call
+name is the module name, followed by " (call 2)" and so on if the module is called several times."""
 
 
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return, by name, the outermost CheckpointBlocks of `model`, and the modules outside them that own parameters."""
+    """Return {name: module} of the modules to compare: outermost blocks, and modules outside them with parameters."""
     found: dict[str, torch.nn.Module] = {}
     inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
@@ -32,7 +33,7 @@ def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterator[Outputs]:
-    """Under `with`, record the outputs of `modules` in forwards. Recomputations are not recorded.
+    """Return a context that records the outputs of `modules` in forwards, but not in recomputations.
 
     Args:
         modules: the modules to record, by name.

@@ -1,4 +1,4 @@
-"""The result of `check_parity`: the difference of each compared tensor, and the first difference that is too large."""
+"""The result of `check_parity`: the difference of each compared tensor, and the first one that is too large."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _COLUMNS = ("what", "block", "worst in it", "difference", "allowed", "rank")
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one tensor between the sharded step and the plain step.
+    """The difference of one tensor between the two steps of `check_parity`: the sharded step and the plain step.
 
     Attributes:
         kind: "output" (of a module), "gradient" (of a parameter, averaged over the ranks) or "update" (of a parameter,
             by one optimizer step).
-        block: the name of the block, or of the module or parameter if it is outside blocks.
+        block: the name of the block that contains the module or parameter, or its own name if it is outside blocks.
         name: the name of the module or parameter.
         largest: the largest absolute difference of an element; inf if an element is finite in only one of the steps.
         allowed: the largest absolute difference that is allowed.
@@ -38,7 +38,7 @@ class Difference:
 
     @property
     def error(self) -> float:
-        """The difference divided by the allowed difference."""
+        """The largest difference divided by the allowed difference: above 1 if the tensor differs too much."""
         if self.largest == 0:
             return 0.0
         return self.largest / self.allowed if self.allowed else float("inf")
@@ -88,7 +88,7 @@ class Parity:
 
 
 def _cells(each: Difference) -> tuple[str, ...]:
-    """Return the cells of the table's row for the difference `each`."""
+    """Return the row of Parity's table for one Difference: the texts of its cells."""
     mark = "  <- differs" if each.differs else ""
     inside = each.name[len(each.block) :].lstrip(".") if each.name.startswith(each.block) else each.name
     numbers = f"{each.largest:.3g}", f"{each.allowed:.3g}", f"{each.rank}{mark}"
@@ -105,7 +105,7 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
         if own != names[0]:
             mine, theirs = next(
                 (a, b) for a, b in zip([*names[0], "nothing"], [*own, "nothing"]) if a != b
-            )  # "nothing" ends each list, so that a list that is shorter differs at its end
+            )  # "nothing" ends each list, so that a shorter list differs at its end
             raise RuntimeError(
                 f"check_parity: the ranks called different modules: where rank 0 has {mine}, rank {rank} has {theirs}. "
                 "Every rank must call the same modules in the same order."

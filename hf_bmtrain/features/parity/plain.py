@@ -1,4 +1,4 @@
-"""Run a wrapped model as plain torch would: with full weights in its modules, which get their original classes."""
+"""Run a wrapped model as in plain torch: with full weights, and with the original classes of its modules."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.slots import find_slots
 
 Wholes = dict[DistributedParameter, torch.nn.Parameter]
-"""{local parameter: full parameter}."""
+"""{local parameter (this rank's elements): full parameter}."""
 
 
 @torch.no_grad()
 def gather_full_params(model: torch.nn.Module) -> Wholes:
     """Return a full copy of each sharded parameter of `model`. Collective: every rank must call it.
 
-    The copies are assembled from the local parameters, independently of a forward's all-gathers, which are under test.
+    The copies are assembled from the local parameters, independently of the all-gathers of a forward, because those are
+    under test.
     """
     full_params: Wholes = {}
     for sharded in model.parameters():
         if isinstance(sharded, DistributedParameter):
             full: Any = torch.nn.Parameter(sharded.placement.gather(sharded.part), sharded.requires_grad)
-            full.is_unsharded = True  # otherwise a forward would refuse this parameter, which is not sharded
+            full.is_unsharded = True  # otherwise a forward would raise, because it is not sharded
             full_params[sharded] = full
     return full_params
 
 
 @contextmanager
 def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
-    """Under `with`, `model` runs its own code on `full_params`, without all-gathers, reductions or recomputation.
+    """Return a context in which `model` runs its original code with `full_params` as its weights.
 
-    Compiled blocks run their forward without compilation.
+    There are no all-gathers, reductions or recomputations in it, and compiled blocks run without compilation.
 
     Args:
         model: the wrapped model.

@@ -1,4 +1,4 @@
-"""Save everything that a training step changes, and restore it afterwards."""
+"""Save everything that the steps of `check_parity` change, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..replay.snapshot import Snapshot
 class TrainingState:
     """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
 
-    Of the weights, it copies only this rank's shards. Until `restore`, local parameters have no gradients and no
-    gradient hooks, and every block is recomputed, except blocks whose policy is to keep activations. This prevents
-    use_checkpoint="auto" from measuring the memory of these steps, which are not training.
+    Only this rank's shards of the weights are copied. Until `restore`, local parameters have no gradients and no
+    gradient hooks, and every block is recomputed, except blocks that training never recomputes. So
+    use_checkpoint="auto" does not measure the memory of these steps, which are not training.
     """
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:
@@ -34,12 +34,15 @@ class TrainingState:
         self._gradients = [b.gradient.set_aside() for b in dict.fromkeys(sharded.buffer for sharded in sharded_params)]
 
     def rewind(self) -> None:
-        """Restore buffers, attributes and generators, so that the next forward begins like the first one."""
+        """Restore buffers, attributes and random generators, so that the next forward starts from the same state."""
         self._forward.restore()
 
     @torch.no_grad()
     def restore(self, weights: bool) -> None:
-        """Restore everything, but the weights only if `weights` is True, which is needed if they were written."""
+        """Restore the saved gradients, buffers, attributes, random generators and recomputation policies.
+
+        weights: whether to restore the weights too, which is needed only if they may have been written.
+        """
         self._world.schedule.discard_failed_backward()
         self.rewind()
         if weights:

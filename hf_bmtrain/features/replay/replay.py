@@ -68,9 +68,7 @@ class Replay:
         yield snapshot
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
-        if (
-            known is None
-        ):  # compare values too, because batch norm writes its buffers without incrementing their versions
+        if known is None:  # batch norm writes its buffers without incrementing their versions, so compare values too
             changed |= {n for n, b in before.items() if not torch.equal(b, copies[n])}
         if changed - copies.keys():
             names = sorted(self._places[n][1] for n in changed - copies.keys())

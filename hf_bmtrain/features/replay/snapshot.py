@@ -197,11 +197,7 @@ class Attributes:
             hooked = module._forward_hooks or module._forward_pre_hooks
             if hooked or not type(module).__module__.startswith("torch.nn."):
                 own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
-                names = [
-                    *own,
-                    "training",
-                    "_modules",
-                ]  # at least two: itemgetter returns a tuple only for several names
+                names = [*own, "training", "_modules"]  # itemgetter returns a tuple only for two or more names
                 self._modules.append((attributes, own))
                 self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
         self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])

@@ -304,7 +304,7 @@ class Activations:
             return
         free = self._read_free()
         replan = self._stale or free < self._free
-        if self.together:  # each rank may have measured alone before layers with collectives were wrapped
+        if self.together:  # `replan` may differ between ranks if they measured alone earlier
             replan = self._planner.world.control.any(replan, _OCCASION)
         self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
         if replan:
@@ -376,9 +376,9 @@ class Activations:
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
         """Make the first plan if an optimizer has stepped, and return whether it was made.
 
-        Collective: every rank must call it. As long as no optimizer has stepped on any rank, its state is not allocated
-        yet, so it is too early for a plan. The plan is the same on every rank, except in an uneven model (one of which
-        ranks may enter different blocks).
+        Collective: every rank must call it. Before an optimizer has stepped on any rank, it is too early for a
+        plan, because the optimizer's state is not allocated yet. The plan is the same on every rank, except in an
+        uneven model, whose ranks may enter different blocks.
 
         blocks: the policies of the measured blocks.
         """

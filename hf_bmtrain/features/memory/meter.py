@@ -1,4 +1,4 @@
-"""Measure how much device memory is free and how much training takes, as the basis of memory plans."""
+"""Measure how much device memory is free and how much training takes, for the plans of the options with "auto"."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _finish(self) -> None:
         """Make the host wait until the last step has updated the weights and copied the state back to host memory."""
         if self._mover is not None:
-            self._mover.downloaded.synchronize()  # all updates are complete when the last download is
+            self._mover.downloaded.synchronize()  # the last download follows all updates
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        # DONE remains for an owner without chunks, of which this rank stores no element.
+        # An owner of which this rank stores no element has no chunks, and keeps DONE (an event that is complete).
         tickets = dict.fromkeys(used, DONE)
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):

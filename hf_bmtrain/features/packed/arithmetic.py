@@ -201,7 +201,7 @@ class Format:
         )
 
     def _reference(self, packed: Tensor, out: Tensor) -> None:
-        """Unpack `packed` into `out` with operations of torch, on any device."""
+        """Unpack `packed` into `out` with torch's operations, as a reference for the kernel. Used on the CPU."""
         rows = packed.view(-1, self.cell_bytes)
         for cells, target in zip(rows.split(_CHUNK), out.view(-1, _BLOCKS, BLOCK).split(_CHUNK)):
             codes = cells[:, : self._codes]

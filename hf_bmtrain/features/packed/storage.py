@@ -139,7 +139,7 @@ class PackedStorage(Storage):
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
 
     def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the packed cells of rank 0's `parameter`, on this rank's device.
+        """Return all packed cells (of CELL elements each) of rank 0's `parameter`, on this rank's device.
 
         Collective: every rank must call it.
         """

@@ -148,7 +148,7 @@ class Contents:
         return [container for container, _ in self._copies.values()]
 
     def restore(self) -> Contents:
-        """Put the saved items back into the containers. Return the items that they had, to undo this."""
+        """Put the saved items back into the containers. Return their previous items, whose `restore` undoes this."""
         present = Contents(())
         for key, (container, copy) in self._copies.items():
             present._copies[key] = container, _copy(container)
@@ -285,7 +285,7 @@ class Generators:
         return [generator for generator, state in self._states if not _equal(state, _read(generator))]
 
     def restore(self) -> Generators:
-        """Set the generators back to the saved states. Return the states that they had, to undo this."""
+        """Set the generators back to the saved states. Return their previous states, whose `restore` undoes this."""
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:
             access = _access(generator)

@@ -22,8 +22,8 @@ class BadNumbers:
 
     Trainer applies gradients with inf or nan, as torch does. With a GradScaler it skips such steps, any number of them.
     If a logged gradient norm is not finite, or the loss scale is below 1, this class logs a warning, examines the
-    gradients of the next steps, and logs the rank, block and parameter where inf or nan first occurred. Until then, it
-    never makes the host wait for the device. All methods are collective: every rank must call them.
+    gradients of the next steps, and logs the rank, block and parameter where inf or nan first occurred. Before that
+    warning, it never makes the host wait for the device. All methods are collective: every rank must call them.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -31,7 +31,7 @@ class BadNumbers:
         self._logs = 0
 
     def end_step(self, step: int) -> None:
-        """If `look` has found inf or nan, examine the gradients of step number `step`, and log where they came from."""
+        """After `look` has found inf or nan, examine the gradients of step `step`, and log where they came from."""
         own = _watcher().watch_of(self)
         if own is None:
             return

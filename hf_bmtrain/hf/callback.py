@@ -162,7 +162,7 @@ class BMTrainCallback(TrainerCallback):
         self._close()
 
     def _close(self) -> None:
-        if self._checkpoints is not None:  # not None if an earlier training failed, perhaps during a save
+        if self._checkpoints is not None:  # an earlier training has failed, perhaps in a save
             self._checkpoints.withdraw()
         for part in (self._speed, self._router, self._termination, self._numbers):
             if part is not None:
@@ -185,8 +185,8 @@ class BMTrainCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_step(args, state, control, "after an epoch", **kwargs)
-        # A callback that runs after `_compare` may have stopped only this rank. Then it waits in this barrier while the
-        # other ranks train on. Without the barrier, its next collective could be paired with a different one of theirs.
+        # A callback after `_compare` may have stopped only this rank. Then this rank waits in the barrier while
+        # the others train on. Without it, its next collective could be paired with a different one of theirs.
         current_world().barrier(f"the end of an epoch, {_flags(control)} in the TrainerControl")
         _average_train_loss(calling_trainer())
 
@@ -250,7 +250,7 @@ class BMTrainCallback(TrainerCallback):
     # -- logs ---------------------------------------------------------------------------------------------------
 
     def take_report(self, logs: dict[str, float]) -> None:
-        """Move the speed and memory measured since the last log entry into the new entry `logs`.
+        """Move the metrics measured since the last log entry (such as tokens_per_second) into the new entry `logs`.
 
         Args:
             logs: the entry. It is changed only if it contains the training loss.
@@ -268,9 +268,9 @@ class BMTrainCallback(TrainerCallback):
 
 
 def _average_train_loss(trainer: Any) -> None:
-    """Replace the sum of the losses since the last log entry by its mean over ranks. Collective.
+    """Average Trainer's sum of the losses since the last log entry over the ranks, in place. Collective.
 
-    Trainer itself averages it when it writes a log entry, but not at the end of training, when it adds it to
+    Trainer averages this sum when it writes a log entry, but not at the end of training, when it adds the sum to
     `train_loss`.
     """
     loss = getattr(trainer, "_tr_loss", None)
@@ -281,9 +281,9 @@ def _average_train_loss(trainer: Any) -> None:
 
 
 def _compare(control: Any, when: str) -> None:
-    """Compare this rank's flags of Trainer's control with those of the other ranks, without waiting for them.
+    """Compare this rank's flags (such as `should_save`) in Trainer's control with those of the other ranks.
 
-    If two ranks differ, one of them raises RuntimeError.
+    This does not wait for the other ranks. If two ranks differ, one of them raises RuntimeError.
 
     Args:
         control: Trainer's TrainerControl.

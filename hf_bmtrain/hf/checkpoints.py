@@ -1,4 +1,4 @@
-"""The sharded part of Trainer's checkpoints (weights and optimizer state, written by all ranks), and their damage."""
+"""Save, load and verify the sharded part of Trainer's checkpoints: weights and optimizer state, from all ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TrainerCheckpoints:
 
     @property
     def staged(self) -> Path | None:
-        """The folder that `save` has created and to which Trainer has yet to add its own files, or None."""
+        """The folder that `save` has created, and that Trainer has not completed yet; None if there is none."""
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:
@@ -89,7 +89,7 @@ class TrainerCheckpoints:
         if folder is None:
             return
         world, problem = current_world(), None
-        world.gather_objects(None)  # waits until every rank has written its random state
+        world.gather_objects(None)  # wait until every rank has written its random state
         if world.rank == 0:
             try:
                 add_checksums(folder)
@@ -101,13 +101,13 @@ class TrainerCheckpoints:
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
 
     def withdraw(self) -> None:
-        """Restore the optimizer's state_dict(). Rank 0 also deletes the checkpoint if Trainer has not completed it."""
+        """Restore the optimizer's own state_dict() after `save`. Rank 0 deletes the checkpoint if it is incomplete."""
         folder = self._forget()
         if folder is not None and current_world().rank == 0 and folder.is_dir() and _missing(folder):
             remove(folder)
 
     def close(self) -> None:
-        """Unlock the folder, so that other jobs can save to it. Collective: every rank must call it."""
+        """Unlock `output_dir`, so that other jobs can save checkpoints to it. Collective: every rank must call it."""
         self.withdraw()
         let_others_save(self._args.output_dir)
 
@@ -252,7 +252,7 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return the damage of a checkpoint, or None. Each rank verifies a part of the bytes.
+    """Return a description of the damage of a checkpoint, or None if it is intact. Each rank verifies a part of it.
 
     Collective: every rank must call it.
     """
@@ -260,7 +260,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | None:
-    """Call `look` on every rank, and return the damage that the lowest rank found, or None.
+    """Call `look` on every rank. Return the damage found by the lowest rank that found any, or None.
 
     Collective: every rank must call it.
 
@@ -278,8 +278,7 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` finds an earlier one.
 
-    It also deletes checkpoints that earlier calls renamed, if there are new ones to rename. Not collective: only rank 0
-    calls it.
+    If there are any, also delete the checkpoints that earlier calls renamed. Not collective: only rank 0 calls it.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}
@@ -310,7 +309,7 @@ def _missing(folder: Path) -> str | None:
         if manifest is not None and any(name.startswith("optimizer") for name in manifest.files):
             for path in (folder / "optimizer.pt", folder / "scheduler.pt"):
                 torch.load(path, map_location="cpu", weights_only=True)
-            if not (folder / ADDED).exists():  # `complete` has not confirmed that all ranks wrote these
+            if not (folder / ADDED).exists():  # `complete` did not run, so a rank's random state may be missing
                 ranks = [f"_{rank}" for rank in range(manifest.world_size)] if manifest.world_size > 1 else [""]
                 for rank in ranks:
                     zipfile.ZipFile(folder / f"rng_state{rank}.pth").close()
@@ -327,7 +326,7 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _weights_were_replaced(checkpoint: Path) -> bool:
-    """Return whether the weight files of a checkpoint were replaced by other ones, with an index.
+    """Return whether someone has replaced the weight files of a checkpoint by other files with an index.
 
     Collective: every rank must call it. If so, log a warning: Trainer has loaded the other files, which have no
     checksums here.
@@ -362,7 +361,7 @@ def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]
 
 
 def _identity(folder: Path) -> str | None:
-    """Return the id that `TrainerCheckpoints.save` gave to a checkpoint, or None for other checkpoints."""
+    """Return the id that `TrainerCheckpoints.save` stored in a checkpoint, or None if another program saved it."""
     return _extra(folder).get("id")
 
 

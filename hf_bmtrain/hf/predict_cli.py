@@ -183,7 +183,7 @@ def remedies(given: argparse.Namespace, config: Any) -> str:
         if not changed or ("gpus" in way and any("--gpus" in line for line in fitting)):
             continue
         other = argparse.Namespace(**(vars(given) | changed))
-        with contextlib.suppress(ValueError):  # options that cannot be combined
+        with contextlib.suppress(ValueError):  # the changed options cannot be combined
             least = peak(other, config, given.rows)
             if least <= usable_bytes(total(other), other.gpus):
                 words = " ".join(

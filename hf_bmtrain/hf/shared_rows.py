@@ -17,7 +17,7 @@ from ..features.sequence.loader import share_batches
 
 
 class _SharedRows(ParallelismConfig):
-    """Tells Trainer and TRL how many ranks get the same batch, as if it were a tensor-parallel size.
+    """A ParallelismConfig that tells Trainer and TRL how many ranks get the same batch, as its tensor-parallel size.
 
     Accelerate must neither parallelize the model nor create a device mesh, because the model is already parallelized.
     """
@@ -36,7 +36,7 @@ class _SharedRows(ParallelismConfig):
 def follow_shared_rows(model: Any, args: Any) -> None:
     """Make Trainer give the same batches to ranks that share rows, and count their samples and tokens once.
 
-    For a model that was wrapped without `sequence_parallel`, undo the changes for an earlier model.
+    If the model was wrapped without `sequence_parallel`, undo what an earlier call changed for another model.
 
     Args:
         model: the model.
@@ -48,7 +48,9 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     size, ranks = ranks_per_row(model), current_world().size
     if size == 1:
         state = AcceleratorState()
-        if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # an earlier Trainer has set it
+        if isinstance(
+            getattr(state, "parallelism_config", None), _SharedRows
+        ):  # set for the model of an earlier Trainer
             state.parallelism_config, state.device_mesh = ParallelismConfig(), None
         return
     if not args.average_tokens_across_devices:

@@ -54,7 +54,7 @@ class Speedometer(Observer):
         inputs = next((tensor for tensor in tensors if tensor is main), tensors[0])
         tokens = inputs.numel() if inputs is main and inputs.dim() == 2 else 0
         flops = tokens * (self._weights + self._attention * inputs.shape[-1])
-        shared = ranks_per_row(model)  # the number of ranks that count the same rows
+        shared = ranks_per_row(model)  # each of these ranks counts the same rows
         self._samples += len(inputs) / shared
         self._tokens += tokens / shared
         self._flops += flops / shared
@@ -93,9 +93,9 @@ class Speedometer(Observer):
 
 
 def _flops_a_token(model: Any) -> tuple[float, float]:
-    """Return the FLOPs per token of the weights, and those of the attention divided by the sequence length.
+    """Return (FLOPs per token of the weights, FLOPs per token of the attention divided by the sequence length).
 
-    Both are zero if they are unknown.
+    Both numbers are 0 if they are unknown for this kind of model.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -145,7 +145,7 @@ class ParameterCount:
         return self._answer
 
     def renew(self) -> None:
-        """Make Trainer's next request count again. Called when training begins."""
+        """Recount at Trainer's next request instead of repeating the last answer. Called when training begins."""
         self._left = 0
 
     def _count(self, only_trainable: bool, exclude_embeddings: bool) -> int:
@@ -180,7 +180,8 @@ class ParameterCount:
 
 
 _END = (object(),)
-"""Ends each list of values, so that a list never equals the beginning of a longer one: `map` stops at the shorter."""
+"""Last item of each list of values that `map` compares. As `map` stops at the shorter list, a list would otherwise seem
+equal to a longer one that begins with it."""
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -28,7 +28,7 @@ class StagedWeights:
     def __init__(self, model: Any) -> None:
         self.model, self._state, self._versions = model, None, None
         self._in_checkpoint = False
-        self.written: Path | None = None  # a folder to which the current weights and config were already saved
+        self.written: Path | None = None  # the folder in which the current weights and config are already saved, if any
         if hasattr(model, "save_pretrained"):
             self._save_pretrained = type(model).save_pretrained
             model.save_pretrained = self.save_pretrained
@@ -80,7 +80,7 @@ class StagedWeights:
         if self.fresh and options.get("state_dict") is None:
             if self._state is None:
                 return None
-            # a copy, because save_pretrained empties the dict
+            # Pass a copy, because save_pretrained empties the dictionary.
             options["state_dict"] = OrderedDict(self._state)
             with shown_plain(self.model, self._full_params(self._state)):  # PEFT also calls state_dict() of modules
                 return self._save_pretrained(self.model, **options)

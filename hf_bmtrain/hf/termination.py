@@ -9,7 +9,10 @@ from ..engine.runtime.world import current_world
 
 
 class Termination:
-    """Records SIGTERM instead of ending the process, until `close`. Construct it in the main thread."""
+    """A handler of SIGTERM that records the signal instead of ending the process. `close` removes it.
+
+    It must be constructed in the main thread.
+    """
 
     def __init__(self) -> None:
         self._received = False

@@ -75,7 +75,7 @@ class TrainerMixin:
         return super().train(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load this rank's elements of the weights. (Trainer's own method would read the full weights on every rank.)
+        """Load this rank's elements of the weights, where Trainer's method would read the full weights on every rank.
 
         If the checkpoint has an optimizer.pt, nothing is read here, because the weights are loaded with the optimizer
         when training begins.

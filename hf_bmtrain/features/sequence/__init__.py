@@ -1,8 +1,9 @@
-"""auto_wrap(sequence_parallel=P): groups of P ranks share each row, a sequence that is too long for one GPU.
+"""Sequence parallelism, `auto_wrap(sequence_parallel=P)`: each group of P ranks shares the tokens of its rows.
 
-Each rank computes a part of the row's tokens. For attention, the ranks of a group exchange queries, keys and values:
-each rank gets all tokens of some heads, computes their attention with transformers' own functions and masks, and sends
-the results back. Parameters stay sharded over all ranks.
+A row is one sequence of a batch, which may be too long for one GPU. Each rank processes a part of its tokens. For
+attention, the ranks of a group exchange queries, keys and values: each rank gets all tokens of some heads, computes
+their attention with transformers' own functions and masks, and sends the results back. Parameters stay sharded over all
+ranks.
 
 Files: `choose` finds the blocks, or the reason why the model is not supported. `rows` divides inputs, labels and loss
 among the ranks. `attention` is the attention function, and `exchange` its collectives. `parts` defines which tokens and
@@ -80,7 +81,7 @@ class SequenceParallel(Extension):
         rows.watch(self._blocks, trunk_of(plan.model, self._blocks[0]))
         setattr(plan.model, _ROWS, rows)
         plan.world.schedule.collective_layers = True
-        if plan.world.device.type == "meta":  # a prediction of memory, which reads no data
+        if plan.world.device.type == "meta":  # a memory prediction on the meta device, which reads no data
             return
         share_batches(self._size, plan.world.size)
         if plan.world.rank == 0:

@@ -1,8 +1,8 @@
 """The attention function of models whose rows (sequences) are shared by several ranks.
 
-Each rank gets all tokens of some heads, and calls the model's own attention function for them. For each such function
-("sdpa", "flash_attention_2", ...), the function of this file is registered with transformers under a new name; no
-existing entry is replaced. transformers makes the same masks as for the model's own function.
+It sends each rank all tokens of some heads, and calls the model's own attention function ("sdpa", "flash_attention_2",
+...) for them. It is registered with transformers under a new name for each of these functions; no existing entry is
+replaced. transformers makes the same masks as for the model's own function.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .exchange import heads_from_rows, rows_from_heads
 from .parts import Heads, Parts
 
 ROW = "sequence_row"
-"""The attribute of an attention module that contains the `Row` of the current forward. A recomputation finds it too."""
+"""Name of the attribute in which an attention module finds the `Row` of the current forward, also when recomputing."""
 _PREFIX = "sequence_of_"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What an attention module must know of the row (sequence) whose tokens it processes.
+    """How the rows (sequences) of the current forward are divided. Attention modules read it from the attribute `ROW`.
 
     Attributes:
-        parts: the division of the row's tokens among the ranks.
-        positions: the position ids of all tokens, or None if the block is called without. Flash attention uses them to
+        parts: the division of the tokens among the ranks.
+        positions: the position ids of all tokens, or None if the block gets none. Flash attention uses them to
             tell packed documents apart.
     """
 
@@ -47,9 +47,9 @@ def is_attention(module: torch.nn.Module) -> bool:
 
 
 def register(inner: str) -> str:
-    """Register an attention function with transformers that shares rows among ranks. Return the name that selects it.
+    """Register the attention function for shared rows with transformers, and return the name that selects it.
 
-    inner: the name of the function that computes the attention of each rank's heads, such as "sdpa".
+    inner: the name of the attention function that it calls for each rank's heads, such as "sdpa".
     """
     if inner.startswith(_PREFIX):
         return inner
@@ -63,7 +63,7 @@ def register(inner: str) -> str:
     return name
 
 
-@disable_compiler  # its collectives must not be traced
+@disable_compiler  # torch.compile must not trace its collectives
 def _attend(
     inner: str,
     module: torch.nn.Module,
@@ -78,7 +78,7 @@ def _attend(
     Collective: every rank of the group must call it. The signature is that of transformers' attention interface.
 
     Args:
-        inner: the name of the function that computes the attention of this rank's heads.
+        inner: the name of the attention function to call for this rank's heads, such as "sdpa".
         module: the attention module.
         query: (rows, query heads, this rank's tokens, d).
         key: (rows, key-value heads, this rank's tokens, d).
@@ -91,7 +91,7 @@ def _attend(
     """
     function = _function(inner, module)
     row: Row | None = vars(module).get(ROW)
-    if row is None:  # a model that is not wrapped, but shares the configuration object
+    if row is None:  # the module of a model that is not wrapped, but shares this configuration
         return function(_Share(module, inner), query, key, value, attention_mask, **options)
     parts = row.parts
     _check(module, parts, query, key, options)
@@ -122,7 +122,7 @@ def _attend(
 
 
 def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which to exchange the tensors: that of autocast or, without it, the promoted one of all."""
+    """Return the dtype in which to exchange the tensors: the autocast dtype, or else their promoted dtype."""
     device = autocast_type(tensors[0].device)
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -130,7 +130,10 @@ def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the attention function named `inner`. For "eager", it is in the source file of the module's class."""
+    """Return the attention function of transformers named `inner`.
+
+    "eager" is not registered under its name; it is looked up in the file that defines the class of `module`.
+    """
     functions: Any = getattr(sys.modules["transformers.modeling_utils"], _INTERFACE)
     files = [sys.modules.get(each.__module__) for each in type(module).__mro__] if inner == "eager" else []
     eager = next((found for file in files if (found := getattr(file, "eager_attention_forward", None))), None)
@@ -162,15 +165,15 @@ def _check(
 
 
 class _Share:
-    """Takes the place of an attention module in a call of its attention function, which gets only this rank's heads.
+    """Replacement for an attention module, passed to an attention function that computes only this rank's heads.
 
-    Attributes that depend on the heads are adapted; all others are those of the module.
+    Attributes that depend on the heads are adapted; all others are read from the module.
 
     Args:
         module: the attention module.
-        inner: the name of the model's own attention function, which the function may read from the configuration.
+        inner: the name of the attention function, which that function may read from the module's configuration.
         heads: this rank's query heads. None means all.
-        groups: the number of query heads for each key-value head. None means that of the module.
+        groups: the number of query heads for each key-value head. None means the module's `num_key_value_groups`.
     """
 
     def __init__(
@@ -188,7 +191,10 @@ class _Share:
 
 
 class _Configuration:
-    """A model's configuration in which `_attn_implementation` is the name of the model's own attention function."""
+    """A copy of a model's configuration with another `_attn_implementation`; other attributes are read from `config`.
+
+    inner: the name of the model's own attention function, such as "sdpa".
+    """
 
     def __init__(self, config: Any, inner: str) -> None:
         self._config, self._attn_implementation = config, inner

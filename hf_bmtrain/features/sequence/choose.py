@@ -1,4 +1,4 @@
-"""Choose the blocks of a model whose rows (sequences) several ranks share, or find why the model is not supported."""
+"""Choose the blocks of a model that process rows (sequences) shared by several ranks, or say why none can."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _OTHERS = {
     "doge": "its attention computes a mask from its tokens, of which each rank has only a part",
     "hrm_text": "between its blocks it adds the embeddings of all tokens, but each rank has only a part of the tokens",
 }
-"""Model types that are not supported for reasons that cannot be seen from their modules."""
+"""Unsupported model types, each with the reason. The modules of these models do not reveal it."""
 _SHIFTED = {"ForCausalLMLoss"}
 _PLAIN = {"ForMaskedLMLoss", "ForTokenClassification"}
 _WAY_OUT = "Wrap this model without sequence_parallel."
 
 
 def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the blocks among `layers` whose rows the ranks can share: those that process the tokens of a text.
+    """Return the blocks among `layers` in which each rank will process only its part of the tokens.
 
-    Blocks of a vision or audio tower are left out. Raises ValueError with the reason if the model is not supported.
+    These are the blocks that process text. Blocks of a vision or audio tower are left out. Raises ValueError with the
+    reason if the model is not supported.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -74,7 +75,7 @@ def attentions_of(layer: torch.nn.Module) -> list[Any]:
 
 
 def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that calls `layer`: the one with a ModuleList that contains it, or else `model`."""
+    """Return the module that calls the block `layer`: the parent of the ModuleList with the block, or else `model`."""
     for module in model.modules():
         for child in module.children():
             if isinstance(child, torch.nn.ModuleList) and any(item is layer for item in child):
@@ -83,21 +84,24 @@ def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def sets_shape(trunk: torch.nn.Module) -> bool:
-    """Return whether `trunk` reshapes the output of its last block to the shape of its own input, as GPT-2 does.
+    """Return whether the forward of `trunk` reshapes the output of its last block to the shape of its own input.
 
-    It then needs hidden states for all tokens of the row. trunk: the module that calls the blocks.
+    GPT-2 does, for example. The output of the last block must then have all tokens of the row.
+
+    trunk: the module that calls the blocks.
     """
     code = getattr(inspect.unwrap(type(trunk).forward), "__code__", None)
     return code is not None and "output_shape" in code.co_varnames
 
 
 def loss_kind(model: Any) -> str | None:
-    """Return how `model` computes its loss from labels.
+    """Return which kind of loss the forward of `model` computes from labels.
 
     Returns:
-        "shifted" for transformers' loss of causal models, which also accepts labels that are already shifted; "plain"
-        for another loss of transformers, which does not shift the labels; "mean" for the mean that torch's cross
-        entropy computes, without a shift of the labels; None for any other loss.
+        "shifted": transformers' causal loss, which shifts the labels by one, or gets shifted ones as `shift_labels`.
+        "plain": another loss of transformers, which does not shift the labels and takes `num_items_in_batch`.
+        "mean": the mean of torch's CrossEntropyLoss over labels that are not shifted.
+        None: any other loss, which is not supported.
     """
     forward = inspect.unwrap(type(model).forward)
     code: Any = getattr(forward, "__code__", None)
@@ -137,16 +141,18 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
 
 
 def _scores(model: Any) -> bool:
-    """Return whether `model` may compute an output from only some of a row's tokens, such as a score of the row."""
+    """Return whether `model` may have one output for a whole row, such as a score, instead of one for each token."""
     name = type(model).__name__
-    if "For" not in name and "LMHead" not in name:  # no head; CLIP-like models then use one token of a row
+    if (
+        "For" not in name and "LMHead" not in name
+    ):  # without a head; of these, CLIP-like models use only one token of a row
         return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return head is None and "TokenClassification" not in name
 
 
 def _pools(module: Any) -> bool:
-    """Return whether the forward of `module` pools tokens: computes one vector for a whole row."""
+    """Return whether the forward of `module` computes one vector for a whole row (pools its tokens)."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     pools = code is not None and any("pool" in name for name in code.co_varnames)
     return pools and getattr(module, "pooler", module) is not None
@@ -169,5 +175,5 @@ def _why_not_layer(layer: torch.nn.Module, attentions: Sequence[Any]) -> str | N
 
 
 def _mixes(module: torch.nn.Module) -> bool:
-    """Return whether `module` may combine several tokens by other means than attention (convolution, recurrence)."""
+    """Return whether `module` may combine tokens in another way than attention, as a convolution or recurrence does."""
     return isinstance(module, torch.nn.modules.conv._ConvNd) or _MIXERS.search(type(module).__name__) is not None

@@ -1,8 +1,9 @@
-"""Differentiable exchanges between the ranks of a group, which share rows (sequences).
+"""Differentiable exchanges between the ranks of a group that share rows (sequences).
 
-All are collective in the group: every rank of the group must call them. In backward they run in the opposite order.
-Each rank computes gradients of parameters from its own tokens only. So the gradient that one process would compute is
-the sum over the ranks of the group, but gradients are averaged over ranks. The loss of each rank is therefore
+Every rank of the group must call each of these functions, and run its backward.
+
+Each rank computes gradients of parameters from its own tokens only. The gradient for whole rows is the sum over the
+ranks of the group, but gradients are later averaged over all ranks. To correct this, the loss of each rank is
 multiplied by the size of the group.
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from .parts import Parts
 
 Division = Sequence[Sequence[range]]
-"""For each tensor that is exchanged, the attention heads of each rank."""
+"""For each tensor that is exchanged, a list with the range of attention heads of each rank."""
 
 
 def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -56,8 +57,8 @@ def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Ten
 def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
     """Gather the tokens of all ranks that share rows: (rows, this rank's tokens, ...) becomes (rows, all tokens, ...).
 
-    Collective: every rank of the group must call it. All must compute the same from the result, because the backward
-    assumes that its gradient is equal on all ranks.
+    Collective: every rank of the group must call it. All ranks must compute the same loss from the result, because
+    backward does not communicate: it assumes that the gradient of the result is equal on all ranks.
     """
     return _GatherTokens.apply(parts, tensor)
 
@@ -65,14 +66,17 @@ def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
 def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
     """Return the mean of the losses (scalars) of the ranks that share rows.
 
-    Collective: every rank of the group must call it. In backward, each rank's own loss gets the gradient of the mean
-    undivided, because parameter gradients are later averaged over the ranks.
+    Collective: every rank of the group must call it. Backward passes the gradient of the mean
+    to each rank's loss without dividing it by the number of ranks, because parameter gradients are averaged later.
     """
     return _MeanOverGroup.apply(parts, loss)
 
 
 def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Do the exchange of `heads_from_rows`, without autograd. Collective: every rank of the group must call it."""
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads, without autograd.
+
+    Collective: every rank of the group must call it.
+    """
     own, rows = len(parts.own), tensors[0].shape[1]
     widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
     sent = tensors[0].new_empty(own * rows * sum(widths))
@@ -88,11 +92,12 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
 
 
 def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-    """Do the inverse exchange of `_scatter_heads`. Where several ranks have the same head, add up their values.
+    """Exchange all tokens of this rank's heads for this rank's tokens of all heads, without autograd.
 
-    Collective: every rank of the group must call it.
+    Where several ranks have the same head, the result is the sum of their values. Collective: every rank of the group
+    must call it.
 
-    totals: for each tensor, the number of heads of all ranks together.
+    totals: for each tensor, the number of different heads of all ranks together.
     """
     own, rows = len(parts.own), tensors[0].shape[1]
     widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
@@ -121,7 +126,7 @@ def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> 
     """Split `packed` (tokens, rows, width) into one view (tokens, rows, heads, d) for each of `tensors`.
 
     counts: the number of heads of each view.
-    tensors: only their last sizes are used, as d of the views.
+    tensors: their last dimensions are the sizes d. Nothing else of them is used.
     """
     sizes = [count * tensor.shape[3] for count, tensor in zip(counts, tensors)]
     starts = [0, *accumulate(sizes)]

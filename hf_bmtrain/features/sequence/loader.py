@@ -18,10 +18,10 @@ class _Dimension:
 
 
 class GroupMesh:
-    """Takes the place of a DeviceMesh for Accelerate's data loaders: groups of `size` consecutive ranks get equal data.
+    """Replacement for the DeviceMesh from which Accelerate's data loaders compute which batches a rank gets.
 
-    Accelerate divides the number of ranks by the size of the dimension "cp" (context parallelism), and reads no other
-    attributes.
+    With it, each group of `size` consecutive ranks gets the same batches, as in context parallelism: the dimension "cp"
+    has the size of a group. Accelerate reads nothing but the names and sizes of the dimensions.
     """
 
     mesh_dim_names = ("dp_shard", "cp")
@@ -36,7 +36,7 @@ class GroupMesh:
 def share_batches(size: int, ranks: int) -> None:
     """Make the data loaders that Accelerate prepares from now on give each group of `size` ranks the same batches.
 
-    Does nothing if no Accelerator has been created. ranks: the number of all ranks.
+    Does nothing if no Accelerator has been created. ranks: the total number of ranks.
     """
     module = sys.modules.get("accelerate.state")
     if module is not None and module.AcceleratorState._shared_state:

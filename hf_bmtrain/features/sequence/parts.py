@@ -1,4 +1,4 @@
-"""The division of tokens and attention heads among the ranks of a group, which share rows (sequences)."""
+"""The division of tokens and attention heads among the ranks of a group that share rows (sequences) of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...engine.runtime.world import current_world
 def divide(count: int, size: int) -> list[range]:
     """Divide `count` items among `size` ranks, in order, and return the range of each rank's items.
 
-    If the division leaves a remainder, the first ranks get one item more.
+    If `count` is not a multiple of `size`, the first ranks get one item more than the others.
     """
     least, more = divmod(count, size)
     starts = [rank * least + min(rank, more) for rank in range(size + 1)]
@@ -23,13 +23,15 @@ def divide(count: int, size: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The division of the tokens of rows (sequences) among the ranks of a group, which share the rows.
+    """The division of a row's tokens among the ranks of a group. A row is one sequence of a batch.
 
-    length: the number of tokens in a row.
-    size: the number of ranks in the group.
-    rank: the index of this rank in the group.
+    The communicator of the group is looked up instead of stored, so that a model that refers to this object can be
+    deep-copied.
 
-    This object stores no communicator, so that a model that refers to it can be copied.
+    Attributes:
+        length: the number of tokens in a row.
+        size: the number of ranks in the group.
+        rank: the index of this rank in the group.
     """
 
     length: int
@@ -48,17 +50,17 @@ class Parts:
 
     @property
     def group(self) -> Communicator:
-        """The communicator of the group of ranks that share rows."""
+        """The communicator between the ranks that share the rows."""
         return current_world().open_group(self.size)
 
     def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a view of this rank's tokens of `tensor`. dim: the dimension of the tokens."""
+        """Return a view of this rank's tokens of `tensor`, which has all tokens of the row in dimension `dim`."""
         return tensor.narrow(dim, self.own.start, len(self.own))
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The division of attention heads among the ranks of a group, which share rows (sequences).
+    """The division of attention heads among the ranks of a group that share rows (sequences).
 
     Query heads are divided as evenly as possible. Each rank gets the key-value heads that its query heads use, so
     several ranks may get the same key-value head.
@@ -75,21 +77,22 @@ class Heads:
 
     @cached_property
     def of_queries(self) -> list[range]:
-        """Each rank's query heads, possibly none."""
+        """For each rank of the group, the indices of its query heads. A rank may have none."""
         return divide(self.queries, self.size)
 
     @cached_property
     def of_keys(self) -> list[range]:
-        """Each rank's key-value heads, possibly none."""
+        """For each rank of the group, the indices of the key-value heads that its query heads use."""
         share = self.queries // self.keys
         return [range(heads.start // share, -(-heads.stop // share) if heads else heads.start // share)
                 for heads in self.of_queries]  # fmt: skip
 
     def repeated(self, rank: int) -> list[int] | None:
-        """Return, for each query head of `rank`, the index of its key-value head among those of the rank.
+        """Return which key-value head each query head of `rank` uses, or None if that is evident.
 
-        Returns None if every key-value head of the rank has the same number of query heads, in order. Attention
-        functions then need no such indices.
+        Returns:
+            For each query head of the rank, an index into the key-value heads of the rank. None if each of these
+            key-value heads belongs to the same number of consecutive query heads, as attention functions assume.
         """
         share, queries, keys = self.queries // self.keys, self.of_queries[rank], self.of_keys[rank]
         places = [head // share - keys.start for head in queries]

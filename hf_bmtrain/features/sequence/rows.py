@@ -1,8 +1,8 @@
-"""SharedRows: the hooks that make the ranks of a group share rows, around a model's forward and before its blocks.
+"""SharedRows: hooks on the forwards of a model and its blocks that make the ranks of a group share rows.
 
 A row is a sequence of the batch. The model itself gets the whole row: it embeds all tokens, and makes positions and
-masks for all of them. A hook before the first block selects this rank's tokens, and the rest of the model (blocks, last
-norm, head, loss) processes only these. So this file need not know how a model makes its hidden states from the row.
+masks for all of them. A hook before each block selects this rank's tokens, and the rest of the model (blocks, last
+norm, head, loss) processes only these. So the hooks do not depend on how a model computes its embeddings and masks.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ _log_once = functools.cache(_log.info)
 _IGNORED = -100
 _COUNT = "num_items_in_batch"
 _CACHES = ("cache", "past_key_values")
-"""The names of the arguments of transformers' models that contain a key-value cache."""
+"""The names of the arguments in which models of transformers take a key-value cache."""
 _DIVIDED = {
     "", "logits", "prediction_logits", "last_hidden_state", "hidden_states", "log_probs", "entropy", "is_top1",
     "label_mask", "log_sum_sq_probs", "mean_logits",
 }  # fmt: skip
-"""Names of outputs (of transformers and TRL) that each rank has only for its own tokens; "" is an unnamed output."""
+"""Names of outputs (of transformers and TRL) that each rank has only for its own tokens; "" is an unnamed output.
+
+After the forward, they are gathered for all tokens."""
 _ROTARY = ("position_embeddings", "freqs", "rotary", "cos", "sin")
 
 
 class SharedRows:
-    """Makes groups of `size` consecutive ranks share each row (sequence) of one model's batches.
+    """Hooks on a model that make each group of `size` consecutive ranks share the rows (sequences) of its batches.
+
+    In the blocks, each rank processes only a part of each row's tokens.
 
     Attributes:
         size: the number of ranks in a group.
@@ -53,16 +57,19 @@ class SharedRows:
         """
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
-        self._parts: Parts | None = None  # the division in the last forward
-        self._active: Parts | None = None  # the division in the running forward
-        self._weight: Tensor | None = None  # the factor of this rank's loss, if that is a mean over its own labels
+        self._parts: Parts | None = None  # how the last forward divided the tokens among the ranks
+        self._active: Parts | None = None  # the same for the forward that is running; otherwise None
+        self._weight: Tensor | None = None  # the factor of this rank's loss, if it is a mean over its labels
         self._as_tuple = self._in_training = False
         self._rows = 0
         self._handles: list[Any] = []
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Move the hooks around the forward to `model`, the outermost module, whose forward gets the whole row."""
+        """Register the hooks before and after the forward on `model`, the outermost module, and remove earlier ones.
+
+        Also make `generate` of the model and its modules raise an error.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles = [
@@ -74,7 +81,7 @@ class SharedRows:
                 module.generate = _refuse_generate  # pyright: ignore[reportArgumentType]
 
     def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
-        """Register the hooks before each of the blocks `layers`, and after `trunk`, the module that calls them."""
+        """Register the hooks of the blocks `layers`, and of `trunk`, the module that calls them."""
         for layer in layers:
             hook = functools.partial(self._before_layer, attentions_of(layer))
             layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -85,7 +92,7 @@ class SharedRows:
 
     # -- before the forward ---------------------------------------------------------------------------------------
 
-    @disable_compiler  # if the user compiles the model, the hooks must not be traced
+    @disable_compiler  # torch.compile must not trace the hooks if the user compiles the model
     def _before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
         given = _by_name(model, args, kwargs)
@@ -119,7 +126,10 @@ class SharedRows:
         return (), given
 
     def _divide_labels(self, base: Any, given: dict[str, Any], rows: int, parts: Parts) -> None:
-        """Replace the labels of all tokens in `given`, the model's arguments, by the labels of this rank's tokens."""
+        """Replace the labels of all tokens in `given`, the model's arguments, by the labels of this rank's tokens.
+
+        Also choose the factor of this rank's loss such that the mean over the group is the loss of the whole rows.
+        """
         labels, kind, name = given["labels"], loss_kind(base), type(base).__name__
         if tuple(labels.shape) != (rows, parts.length):
             raise NotImplementedError(
@@ -142,11 +152,13 @@ class SharedRows:
         count = targets.ne(_IGNORED).sum() if count is None else count
         given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
-            given[_COUNT] = count / parts.size  # so that the rank's part of the loss is multiplied by the group's size
+            given[_COUNT] = (
+                count / parts.size
+            )  # the loss is a sum divided by this count, and then averaged over the group
             return
         present = own.ne(_IGNORED).sum()
         self._weight = present * parts.size / count
-        # A mean over no labels would be nan. Use a mean over one label instead, with the weight 0.
+        # A mean over no labels would be nan. Use a mean over one label instead, and multiply it by 0.
         own[0, 0] = torch.where(present == 0, 0, own[0, 0])
 
     def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:
@@ -154,7 +166,7 @@ class SharedRows:
 
         Collective: every rank of the group must call it.
         """
-        if row.is_meta:  # a prediction of memory, which has no values to compare
+        if row.is_meta:  # a memory prediction on the meta device, without values to compare
             return
         facts = [torch.tensor([*row.shape[:2]], device=row.device)]
         for tensor in (row, labels):
@@ -180,7 +192,9 @@ class SharedRows:
     def _before_layer(
         self, attentions: Sequence[torch.nn.Module], layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict]:
-        """Select this rank's tokens in the arguments of the block `layer`, and tell its attention about the row.
+        """Select this rank's tokens in the arguments of the block `layer`, before its forward.
+
+        Also set the attribute `ROW` of its attention modules, from which they read how the tokens are divided.
 
         attentions: the attention modules in `layer`.
         """
@@ -203,7 +217,10 @@ class SharedRows:
 
     @staticmethod
     def _own_tokens(layer: torch.nn.Module, parts: Parts, name: str, value: Any) -> Any:
-        """Return the argument `name` of a block with only this rank's tokens. Masks and caches are not changed."""
+        """Return `value`, the argument `name` of the block `layer`, with only this rank's tokens.
+
+        Masks, caches and values without a dimension of tokens are returned unchanged.
+        """
         if value is None or "mask" in name or name in _CACHES:
             return value
         if any(word in name for word in _ROTARY):
@@ -214,7 +231,7 @@ class SharedRows:
             return _narrow(parts, value, -1)
         if value.dim() > 1 and value.shape[1] == parts.length:
             own = parts.take(value, 1)
-            return own.clone() if name == "hidden_states" else own  # the clone frees the embeddings of all tokens
+            return own.clone() if name == "hidden_states" else own  # a view would keep all tokens' embeddings
         places = [dim for dim in range(2, value.dim()) if value.shape[dim] == parts.length]
         if not places or value.shape[1] == len(parts.own):  # no dimension of tokens, or already only this rank's tokens
             return value
@@ -228,7 +245,10 @@ class SharedRows:
 
     @disable_compiler
     def _after_last_layer(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Pad this rank's tokens with zeros to the length of the row, which the trunk's `view` needs (`sets_shape`)."""
+        """Pad the output of the last block, which has this rank's tokens, with zeros to the length of the row.
+
+        This hook exists only if the module that calls the blocks reshapes this output to the shape of its own input.
+        """
         parts = self._active
         if parts is None:
             return output
@@ -237,9 +257,9 @@ class SharedRows:
 
     @disable_compiler
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Select this rank's tokens in the output of the trunk (the module that calls the blocks).
+        """Remove the padding of `_after_last_layer` from the output of the trunk (the module that calls the blocks).
 
-        The routers' logits are gathered for all tokens instead, because the model computes the routers' loss from them.
+        In a mixture of experts, gather the routers' logits of all tokens, from which the model computes their loss.
         """
         parts = self._active
         if parts is None:
@@ -276,7 +296,9 @@ class SharedRows:
         return self._whole(parts, "", output)
 
     def _whole(self, parts: Parts, name: str, value: Any) -> Any:
-        """Return the output `name` with all tokens of the rows instead of this rank's.
+        """Return `value`, the model's output `name`, with all tokens of the rows instead of this rank's.
+
+        Outputs that are not divided among the ranks are returned unchanged.
 
         Collective: every rank of the group that shares the rows must call it.
         """
@@ -291,7 +313,7 @@ class SharedRows:
 
 
 def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to the first tensor in the output of a module, which is the hidden states."""
+    """Return the output of a module after applying `change` to its first tensor, the hidden states."""
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, dict):
@@ -322,7 +344,11 @@ def _by_name(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dic
 
 
 def _refuse_arguments(base: Any, given: dict[str, Any]) -> None:
-    """Raise NotImplementedError if a forward got an argument that needs tokens of other ranks, such as a cache."""
+    """Raise NotImplementedError if an argument of the forward needs tokens of other ranks, as a cache does.
+
+    base: the model, without PEFT's wrapper.
+    given: the arguments of the forward, {name: value}.
+    """
     kept = given.get("logits_to_keep", 0)
     refused = {
         **{name: given.get(name) is not None for name in _CACHES},

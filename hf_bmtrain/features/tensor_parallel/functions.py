@@ -54,9 +54,10 @@ def add(grid: Grid, x: Tensor) -> Tensor:
 
 
 def share(grid: Grid, x: Tensor) -> Tensor:
-    """Return `x`, which is equal on all ranks of the group. Collective in backward.
+    """Return `x` unchanged, and sum its gradients over the ranks of the group in backward. Collective in backward.
 
-    Each rank uses the result differently. Backward therefore sums the ranks' gradients, in an all-reduce.
+    `x` must be equal on all ranks. Each rank uses the result differently. Backward therefore sums the ranks' gradients,
+    in an all-reduce.
     """
     return _Share.apply(grid, x)
 
@@ -91,7 +92,7 @@ def same_rows_of(grid: Grid, x: Tensor) -> Tensor:
 
 
 def _gathered(grid: Grid, x: Tensor) -> Tensor:
-    """All-gather the tensors `x` of all ranks of the group: (grid.size, *x.shape)."""
+    """All-gather and stack the tensors `x` of all ranks of the group: (grid.size, *x.shape). Collective."""
     part = x.detach().contiguous()
     every = part.new_empty((grid.size, *part.shape))
     if part.numel():

@@ -1,4 +1,4 @@
-"""The tensor-parallel groups, and which ranks shard a parameter with `tp_mode=True` and average its gradient."""
+"""Tensor-parallel groups, and which ranks shard a parameter with `tp_mode=True` and average its gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .storage import PartStorage, WholeStorage
 
 
 def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
-    """Divide the ranks into tensor-parallel groups of consecutive ranks.
+    """Divide the ranks into tensor-parallel groups of consecutive ranks, and open their communicators.
 
     Collective: every rank must call it.
 
@@ -25,8 +25,8 @@ def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
         rank: this rank.
         ranks: the number of ranks.
         size: the number of ranks of a group. It must divide `ranks`.
-        open_group: a function that returns the communicator of this rank's group, given the number of its ranks and the
-            distance between them.
+        open_group: a function that returns the communicator of this rank's group, given the number of ranks in a group
+            and the distance between them.
     """
     together, across = open_group(size), open_group(ranks // size, size)
     return Grid(size, rank % size, ranks // size, rank // size, together, across)
@@ -48,7 +48,7 @@ class Groups:
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return the kind of storage for parameters that are split on dimension `dim`, or not split if it is -1."""
+        """Return the StorageKind of parameters that are split on `dim`, or that are not split if `dim` is -1."""
         return SameRows(self) if dim < 0 else Part(self, dim)
 
     def ranks_with_this_part(self, world: World) -> World:
@@ -65,7 +65,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class SameRows(StorageKind):
-    """The kind of parameters that are not split, and that all ranks of a tensor-parallel group use for the same rows.
+    """The StorageKind of parameters that are not split, and that a group's ranks use for the same rows.
 
     They are sharded over all ranks, and their gradients are averaged over all ranks.
     """
@@ -81,7 +81,7 @@ class SameRows(StorageKind):
 
 @dataclass(frozen=True)
 class Part(StorageKind):
-    """The kind of parameters that are parts of whole tensors, split on dimension `dim` over a tensor-parallel group.
+    """The StorageKind of parameters that are parts of tensors, split on dimension `dim` over a tensor-parallel group.
 
     They are sharded over the ranks that have the same part, one per group, and their gradients are averaged over these.
     """
@@ -97,9 +97,9 @@ class Part(StorageKind):
 
 
 class _Posts(ObjectComm):
-    """Posts texts between the ranks that have the same parts of split tensors. It has no collectives.
+    """Exchanges posted texts between the ranks that have the same parts of split tensors, without collectives.
 
-    It uses the store of all ranks, with separate keys for each of these sets of ranks.
+    The texts go through the store of all ranks, under keys that begin with the index of this set of ranks.
     """
 
     def __init__(self, control: ObjectComm, size: int, group: int) -> None:

@@ -23,7 +23,7 @@ class ReduceType(Enum):
 
 
 class OpParallelLinear:
-    """The product that `ColumnParallelLinear` and `RowParallelLinear` compute, under BMTrain's name and interface."""
+    """The product of `ColumnParallelLinear` and `RowParallelLinear`, with BMTrain's name and arguments."""
 
     @staticmethod
     def apply(
@@ -41,9 +41,9 @@ class OpParallelLinear:
         Collective: every rank must call it. "All ranks" here are those of this rank's tensor-parallel group.
 
         Args:
-            input: the input, (rows, ..., features). Its rows are this rank's with `gather_input`, otherwise those of
-                all ranks. Its features are this rank's if `reduce_output_type` is given without `split_input`,
-                otherwise all.
+            input: the input, (rows, ..., features). With `gather_input`, it has this rank's rows, otherwise the rows of
+                all ranks. With `reduce_output_type` and without `split_input`, it has this rank's features, otherwise
+                all features.
             weight: this rank's part of the weight: with `reduce_output_type`, (out_features, in_features / tp_size),
                 otherwise (out_features / tp_size, in_features).
             bias: the bias for this rank's outputs, or None. It is added before the outputs are summed.
@@ -52,6 +52,9 @@ class OpParallelLinear:
             split_input: whether to use only this rank's features of `input`.
             reduce_output_type: how to sum the outputs of all ranks. With None they are not summed.
             async_gather_chunks: for compatibility with BMTrain; ignored.
+
+        Returns:
+            The output, (rows, ..., features).
         """
         grid = current_world().grid
         if grid is None:
@@ -254,7 +257,7 @@ class VPEmbedding(DistributedModule):
 
         Args:
             x: tokens (...) or, with `projection`, hidden states (..., embedding_size).
-            projection: whether to project.
+            projection: whether `x` is hidden states to project, instead of tokens to look up.
 
         Returns:
             The embeddings of `x`, (..., embedding_size). With `projection`, the logits of this rank's part of the

@@ -2,7 +2,7 @@
 
 A plan (`model.tp_plan`) maps names of modules to styles. In a "colwise" layer, each rank computes a part of the output
 features. In a "rowwise" layer, each rank uses a part of the input features, and the ranks' outputs are summed. All
-other modules compute the same rows on all ranks of a group. The modules keep their classes; hooks communicate.
+other modules compute the same rows on all ranks of a group. The modules keep their classes; forward hooks communicate.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..options import Options
 from .functions import add, share
 from .groups import Part
 
-_SPLIT = {"colwise": 0, "rowwise": 1}  # the dimension of the weight
+_SPLIT = {"colwise": 0, "rowwise": 1}  # {style: the dimension on which the weight is split}
 _WHOLE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise"}
-"""Styles of layers whose inputs and outputs are whole tensors. Here each rank computes these layers in full."""
+"""Styles of layers whose inputs and outputs are whole tensors. They are not split: each rank computes them in full."""
 _PART_OF_ROWS = "replicated_with_grad_allreduce"
-"""The style of parameters that are not split, but used by each rank for its own features, such as norms of heads."""
+"""The style of parameters that are not split, and that each rank uses for its own features, as in norms of heads."""
 
 
 def has_parts(model: torch.nn.Module) -> bool:
     """Return whether the model already has parameters that are parts of whole tensors."""
-    # The class does not tell: a deep copy has plain Parameters, and those that are split have this attribute.
+    # Do not check the class: a deep copy has plain Parameters, but the split ones keep this attribute.
     return any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters())
 
 
@@ -131,7 +131,7 @@ def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, An
 
 
 def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Yield (name, module, style) for each module that a pattern of the plan matches."""
+    """Yield (name, module, style) for each module whose name matches a pattern in `styles`, {pattern: style}."""
     patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in styles.items()]
     for name, module in model.named_modules():
         for pattern, style in patterns:
@@ -140,9 +140,11 @@ def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[
 
 
 def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]]) -> str | None:
-    """Return the name of a parameter that belongs to a module with split layers but not to `found`, or None.
+    """Return the name of a parameter beside split layers that the model's plan does not name, or None.
 
-    Such a module is an MLP or attention: a module inside a block.
+    "Beside" means in the same MLP or attention, that is, in a module of a block that contains split layers.
+
+    found: the (name, module, style) of all modules that the plan names.
     """
     named = {parameter for _, module, _ in found for parameter in module.parameters()}
     parents = {name.rpartition(".")[0] for name, _, style in found if style in _SPLIT}
@@ -173,7 +175,7 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
 
 
 def _split(module: Any, dim: int) -> None:
-    """Replace the weight and bias of a linear layer by this rank's parts of rank 0's values.
+    """Replace the weight and bias of a linear layer by this rank's parts, taken from rank 0's values.
 
     Also add the hook that communicates in each forward. Collective: every rank must call it.
 
@@ -207,4 +209,4 @@ def _add_outputs(module: torch.nn.Module, args: Any, output: torch.Tensor) -> to
 
 
 for _hook in (_share_input, _add_outputs):
-    setattr(_hook, STAYS, True)  # a deep copy of the model has the same parts, so it needs the hooks too
+    setattr(_hook, STAYS, True)  # keep the hooks in deep copies, which have the same parts

@@ -1,4 +1,4 @@
-"""Models and arguments of `auto_wrap` that are refused with `tp_size`."""
+"""Refuse models and arguments of `auto_wrap` that do not work with `tp_size`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .plan import has_parts, has_plan
 
 
 class TensorParallel(Extension):
-    """The extension that refuses models without split layers, and arguments of `auto_wrap` that exclude `tp_size`."""
+    """The extension that refuses models without split layers, and arguments that exclude `tp_size`."""
 
     def __init__(self, options: Options) -> None:
         # quantize_frozen shards rank 0's weights over all ranks, so all ranks would get rank 0's part of split weights.

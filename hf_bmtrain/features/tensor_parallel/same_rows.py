@@ -1,8 +1,8 @@
 """Find parameters with a wrong `tp_mode`, whose gradient would be tp_size times too large or too small.
 
-With `tp_mode`, the user declares whether the ranks of a tensor-parallel group use a parameter for the same rows (their
-gradients are averaged) or for different rows (they are summed). The check: for the same rows, the ranks' gradients are
-equal, and for different rows they differ.
+With `tp_mode=True`, the user declares that the ranks of a tensor-parallel group use a parameter for the same rows of
+the batch; then their gradients are averaged. Without it, they use different rows, and their gradients are summed. The
+check compares these gradients: for the same rows they are equal, and for different rows they differ.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .groups import Part, SameRows
 
 _log = logging.getLogger("hf_bmtrain")
 _EQUAL, _SIMILAR = 1e-6, 0.05
-"""Limits of the relative difference between the norms of gradients. Up to the first, the gradients are considered
-equal. Up to the second, they may be equal except for rounding."""
+"""Limits of the relative difference between the norms of the ranks' gradients.
+
+Below `_EQUAL`, the gradients count as equal. Above `_SIMILAR`, they count as different."""
 _QUIET = 100
 """The check ends after this many backwards in which no parameter had its first gradient."""
 
 
 class SameRowsCheck(Observer):
-    """Compares the gradients of each parameter on the ranks of a tensor-parallel group, by their norms, in its first
-    backward.
+    """Compares the gradient norms of each parameter between the ranks of a tensor-parallel group.
 
-    `end_backward` raises RuntimeError on every rank if `tp_mode` is wrong. It logs a warning if `tp_mode` may be wrong
-    for some parameters.
+    Each parameter is checked once, in the first backward in which it has a gradient. `end_backward` raises RuntimeError
+    on every rank if `tp_mode` is wrong. It logs a warning if `tp_mode` may be wrong for some parameters.
     """
 
     def __init__(self, world: World) -> None:
@@ -51,7 +51,7 @@ class SameRowsCheck(Observer):
         if (key := (same, f"{name}, of shape {tuple(local.full_shape)}")) in self._seen:
             return
         wide = torch.promote_types(values.dtype, torch.float32)
-        squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()  # without a copy
+        squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()  # copies no values
         self._squares[key] = self._squares[key] + squares if key in self._squares else squares
 
     def end_backward(self) -> None:

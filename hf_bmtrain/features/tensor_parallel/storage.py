@@ -9,7 +9,10 @@ from ...engine.sharding.storage import Storage, StorageKind
 
 
 class WholeStorage(Storage):
-    """Stores the elements of parameters as they are. Parameters that are moved to another flat buffer keep `kind`."""
+    """Storage of parameters with `tp_mode=True` that are not split. It stores their elements as they are.
+
+    kind: the StorageKind, which is kept if the parameters are moved to another flat buffer.
+    """
 
     def __init__(self, kind: StorageKind) -> None:
         self.kind = kind
@@ -19,7 +22,7 @@ class PartStorage(WholeStorage):
     """Stores the elements of parameters that are parts of whole tensors, split over a tensor-parallel group.
 
     Args:
-        kind: the kind of storage.
+        kind: the StorageKind, which is kept if the parameters are moved to another flat buffer.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """
@@ -43,7 +46,7 @@ class PartStorage(WholeStorage):
         return torch.cat(parts.unbind(), self.dim)
 
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
-        """Return the shape of parameter `index` in checkpoints, and the place there of this rank's first element.
+        """Return the shape of parameter `index` in checkpoints, and the index there of the first element on this rank.
 
         Checkpoints contain the parts one after another, so that the elements of each rank are contiguous. For a split
         on dimension 0, that is the whole tensor. Otherwise it is a stack of the parts, (grid.size, *shape of a part).

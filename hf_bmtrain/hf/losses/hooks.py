@@ -20,7 +20,10 @@ _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^crit
 
 
 def claim_hooks(model: Any, trainer: object) -> bool:
-    """Return False if `trainer` has already added its hooks to `model`. Otherwise remove those of another Trainer."""
+    """Prepare `model` for the loss hooks of `trainer`: remove those of another Trainer.
+
+    Returns False, and changes nothing, if `trainer` has already added its hooks; otherwise True.
+    """
     record = vars(base_of(model))  # the same record with and without PEFT's wrapper
     owner, handles = record.get(_HOOKS, (None, []))
     if owner is not None and owner() is trainer:
@@ -36,7 +39,7 @@ def hook_loss(
     correct: Callable[[dict[str, Any], Any, torch.Tensor], torch.Tensor],
     around: tuple[Callable[[], None], Callable[[], None]] | None = None,
 ) -> None:
-    """Add hooks to `model` that correct the loss of each forward that gets `num_items_in_batch`, as Trainer's do.
+    """Add hooks to `model` that correct the loss of each forward that gets `num_items_in_batch` (from Trainer).
 
     Args:
         model: the sharded model, after `claim_hooks`.
@@ -44,7 +47,8 @@ def hook_loss(
         around: two functions, called before and after such a forward, even if it raises.
     """
 
-    asked = False  # whether the caller passed num_items_in_batch; a later hook, as of sequence_parallel, may add it
+    # Whether Trainer passed num_items_in_batch. A later hook, such as that of sequence_parallel, may add it.
+    asked = False
 
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
         nonlocal asked

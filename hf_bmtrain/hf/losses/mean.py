@@ -1,4 +1,4 @@
-"""Correct losses that are a mean over a rank's labels, which Trainer would multiply by the number of ranks."""
+"""Correct losses that are a mean over this rank's labels. Trainer would multiply them by the number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .hooks import COUNT, base_of, chooses_loss, hook_loss, ignores_count, names
 
 _log = logging.getLogger("hf_bmtrain")
 _OF_ROWS = re.compile("CTC|RNNT|TDT")
-"""Matches the names of losses that are a mean over rows, each of which has many labels."""
+"""Matches the names of losses that are a mean over rows (sequences), instead of one over labels."""
 
 
 def follow_mean_loss(model: Any, args: Any) -> None:
@@ -28,7 +28,7 @@ def follow_mean_loss(model: Any, args: Any) -> None:
     such a model by this rank's share of the labels of all ranks, before Trainer multiplies it.
 
     For the same reason, Trainer adds up the losses of micro-batches instead of averaging them, in one process too. This
-    is not changed, but a warning is logged.
+    function does not change that, but logs a warning.
 
     Args:
         model: the sharded model, after `claim_hooks`.
@@ -122,7 +122,7 @@ def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Ten
     Args:
         labels: this rank's labels.
         loss: a tensor with the device and dtype of the result.
-        of_rows: count rows that have a label, instead of labels.
+        of_rows: whether to count rows that have a label, instead of labels.
     """
     world = current_world()
     counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)

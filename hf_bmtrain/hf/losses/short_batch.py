@@ -1,4 +1,4 @@
-"""The loss of the last evaluation batch, which Accelerate fills up with repeated rows if it is too short."""
+"""Correct the loss of the last evaluation batch, which Accelerate fills up with repeated rows if it is short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("hf_bmtrain")
 IGNORED = -100
 _OF_PAIRS = ("trl.trainer.reward_trainer", "trl.trainer.dpo_trainer")
 _OF_BATCHES = {"aot", "aot_unpaired", "sft"}
-"""Losses of DPOTrainer that are not a mean over pairs."""
+"""Names of losses of TRL's DPOTrainer that are not a mean over pairs of rows."""
 
 
 def follow_short_batch(trainer: transformers.Trainer) -> None:
@@ -59,7 +59,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         if loss is not None and (of_labels or generates):
             loss = _weigh(trainer, inputs, loss, world)
         elif loss is not None and flattened and left is None:
-            # Trainer drops the losses that it gathers for repeated rows, so each rank returns the mean over ranks.
+            # Trainer drops losses gathered for repeated rows. So that it drops no rank's, return the mean on all ranks.
             mean = loss.detach().reshape(1).to(trainer.args.device, copy=True)
             world.reduce.all_reduce_mean(mean).wait()
             loss = mean[0]
@@ -111,10 +111,10 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 class _GatherRows:
     """Replaces `trainer.gather_function`: gathers the outputs of all ranks, without repeated rows.
 
-    Trainer gathers the loss of a batch first, then the other outputs. The loss is gathered by `gather_loss`. For
+    Trainer gathers the loss of a batch first, then the other outputs. `gather_loss` gathers the loss. For
     Seq2SeqTrainer this is its own function, which gives each batch of an evaluation the same weight, as in one process.
 
-    loss_comes: whether the next call gets a loss.
+    loss_comes: whether the next call gets a loss. Set by the replaced `prediction_step`.
     """
 
     def __init__(self, accelerator: Any, gather_loss: Callable[[Any], Any]) -> None:
@@ -129,7 +129,7 @@ class _GatherRows:
 
 
 def _is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether TRL's SFTTrainer evaluates `inputs`. Its loss is a mean over this rank's labels."""
+    """Return whether the loss of `inputs` is that of TRL's SFTTrainer, which is a mean over this rank's labels."""
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     own = all(method.__module__ == "trl.trainer.sft_trainer" for method in methods)
     return own and trainer.compute_loss_func is None and isinstance(inputs.get("labels"), torch.Tensor)
@@ -159,7 +159,10 @@ def starts_of_rows(inputs: Any) -> torch.Tensor | None:
 
 
 def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]:
-    """Return `inputs`, with concatenated rows that begin at `starts`. Ignore the labels after the first `kept` rows."""
+    """Return `inputs`, whose rows are concatenated, with the labels after the first `kept` rows ignored (-100).
+
+    starts: the index of the first token of each row.
+    """
     labels = inputs["labels"].clone()
     if kept < len(starts):
         labels[:, int(starts[max(kept, 0)]) :] = IGNORED
@@ -167,13 +170,13 @@ def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]
 
 
 def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether `inputs` are one row, to which a collator has concatenated several rows of this rank."""
+    """Return whether a collator has concatenated the rows of this rank, so that `inputs` have only one row."""
     divided = isinstance(trainer.accelerator.gradient_state.active_dataloader, DataLoaderDispatcher)
     return not divided and _rows_of_rank(trainer) > 1 and starts_of_rows(inputs) is not None
 
 
 def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> dict[str, Any] | None:
-    """Return `inputs`, with concatenated rows, in which the labels of repeated rows are ignored.
+    """Return `inputs`, one row of concatenated rows, with the labels of repeated rows ignored (-100).
 
     Return None if this is not possible: the rows were already packed in the dataset, so that their number differs, or
     the loss is not averaged over the labels of all ranks.
@@ -182,7 +185,7 @@ def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> 
         trainer: the Trainer that evaluates.
         inputs: this rank's batch.
         left: the number of rows of all ranks that are not repeated. They come first.
-        of_labels: whether the loss is a mean over labels in any case.
+        of_labels: whether the caller averages the loss over the labels of all ranks, whatever Trainer's arguments are.
     """
     starts, rows = starts_of_rows(inputs), _rows_of_rank(trainer)
     counted = computes_loss(trainer) and trainer.model_accepts_loss_kwargs
@@ -258,7 +261,7 @@ def _is_mean_over_pairs(trainer: Any) -> bool:
 
 
 def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: World) -> torch.Tensor | None:
-    """Return the mean loss of the first `left` pairs of the batch of all ranks, or None if it is not one of pairs.
+    """Return the mean loss of the first `left` pairs of the batch of all ranks, or None if it has no pairs.
 
     Collective: every rank must call it. All ranks compute the loss of their first pair, then of the second, and so on,
     because the trainer gathers tensors that must have the same shape on all ranks.
@@ -268,7 +271,7 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
     if not all(world.gather_objects(None not in pairs)):
         return None
     metrics, total = trainer._metrics["eval"], torch.zeros(1, dtype=torch.float64, device=trainer.args.device)
-    trainer._metrics["eval"] = defaultdict(list)  # this batch was already counted
+    trainer._metrics["eval"] = defaultdict(list)  # the plain prediction_step has already added this batch
     try:
         with torch.no_grad(), trainer.compute_loss_context_manager():
             for row, pair in enumerate(pairs):

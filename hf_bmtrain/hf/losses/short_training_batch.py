@@ -35,7 +35,7 @@ class _Short:
 
 
 def follow_short_training_batch(trainer: transformers.Trainer) -> None:
-    """Make `trainer` train on several ranks as on one, even with a short last batch of an epoch.
+    """Make a short last batch of an epoch count in training on several ranks as it does in one process.
 
     Accelerate fills up that batch with rows of the first one, so that all ranks take the same number of steps. These
     rows would count twice in this epoch, so they are removed. A rank that has only repeated rows keeps one of
@@ -112,7 +112,7 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
     if not isinstance(sampler, BatchSamplerShard) or not sampler.even_batches or not sampler.batch_size:
         return None, None
     ranks = sampler.num_processes
-    if ranks == 1:  # all ranks share rows
+    if ranks == 1:  # all ranks get the same rows, so none are repeated
         return None, None
     total = sampler.batch_size if sampler.split_batches else sampler.batch_size * ranks
     rows = getattr(sampler.batch_sampler, "sampler", loader.dataset)
@@ -190,7 +190,7 @@ def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | 
 
 
 def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether there is one label per token. Other labels may have -100 as a value, which is not ignored."""
+    """Return whether `inputs` have one label per token. In other labels, -100 may be a value that is not ignored."""
     model: Any = trainer.model
     labels, read = inputs["labels"], inputs.get(getattr(model, "main_input_name", "input_ids"))
     if labels.is_floating_point() or labels.ndim != 2 or not isinstance(read, torch.Tensor):

@@ -48,9 +48,7 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     size, ranks = ranks_per_row(model), current_world().size
     if size == 1:
         state = AcceleratorState()
-        if isinstance(
-            getattr(state, "parallelism_config", None), _SharedRows
-        ):  # set for the model of an earlier Trainer
+        if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # set for an earlier model
             state.parallelism_config, state.device_mesh = ParallelismConfig(), None
         return
     if not args.average_tokens_across_devices:

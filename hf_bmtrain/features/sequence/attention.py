@@ -191,7 +191,7 @@ class _Share:
 
 
 class _Configuration:
-    """A copy of a model's configuration with another `_attn_implementation`; other attributes are read from `config`.
+    """Proxy of a model's configuration with another `_attn_implementation`. All else is read from `config`.
 
     inner: the name of the model's own attention function, such as "sdpa".
     """

@@ -66,8 +66,8 @@ def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
 def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
     """Return the mean of the losses (scalars) of the ranks that share rows.
 
-    Collective: every rank of the group must call it. Backward passes the gradient of the mean
-    to each rank's loss without dividing it by the number of ranks, because parameter gradients are averaged later.
+    Collective: every rank of the group must call it. Backward passes the gradient of the mean to each
+    rank's loss without dividing it by the number of ranks, because parameter gradients are averaged later.
     """
     return _MeanOverGroup.apply(parts, loss)
 

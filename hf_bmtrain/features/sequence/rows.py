@@ -152,9 +152,8 @@ class SharedRows:
         count = targets.ne(_IGNORED).sum() if count is None else count
         given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
-            given[_COUNT] = (
-                count / parts.size
-            )  # the loss is a sum divided by this count, and then averaged over the group
+            # The loss is a sum divided by this count, and then averaged over the group.
+            given[_COUNT] = count / parts.size
             return
         present = own.ne(_IGNORED).sum()
         self._weight = present * parts.size / count

@@ -261,7 +261,7 @@ def _is_mean_over_pairs(trainer: Any) -> bool:
 
 
 def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: World) -> torch.Tensor | None:
-    """Return the mean loss of the first `left` pairs of the batch of all ranks, or None if it has no pairs.
+    """Return the mean loss of the first `left` pairs of the batch of all ranks, or None if `inputs` are not pairs.
 
     Collective: every rank must call it. All ranks compute the loss of their first pair, then of the second, and so on,
     because the trainer gathers tensors that must have the same shape on all ranks.

@@ -151,7 +151,10 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
 
 def checksums(path: Path) -> list[Checked]:
-    """Flush a file that other code has written to disk. Return the offset, size and checksum of each of its chunks."""
+    """Return the offset, size and checksum of each chunk (`PIECE_BYTES`) of a file that other code has written.
+
+    Also call fsync on the file, so that it is on disk when this returns.
+    """
     chunks, start = [], 0
     with open(path, "rb") as file:
         while data := file.read(PIECE_BYTES):

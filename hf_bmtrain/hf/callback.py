@@ -185,8 +185,9 @@ class BMTrainCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_step(args, state, control, "after an epoch", **kwargs)
-        # A callback after `_compare` may have stopped only this rank. Then this rank waits in the barrier while
-        # the others train on. Without it, its next collective could be paired with a different one of theirs.
+        # A callback that runs after `_compare` may stop training on this rank only. The barrier then raises an error,
+        # because the other ranks train on and do not reach it. Without the barrier, the next collective of this rank
+        # could be paired with a different collective of the other ranks.
         current_world().barrier(f"the end of an epoch, {_flags(control)} in the TrainerControl")
         _average_train_loss(calling_trainer())
 

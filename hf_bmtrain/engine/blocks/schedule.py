@@ -458,8 +458,9 @@ class Schedule:
         self._start(gradients)
 
     def _start(self, gradients: list[GradientBuffer]) -> None:
-        # `_receive` calls gradient hooks, which may be collective. If ranks may enter different blocks, they call
-        # `make_room` at different points. So wait for all reductions here, which all ranks reach together.
+        # `_receive` calls gradient hooks, which may be collective, so all ranks must call it at the same points. If
+        # ranks may enter different blocks (`negotiated` is not None), `make_room`, which also calls it, is not such a
+        # point, so leave no reduction for it. All ranks reach this line together: they have agreed on this reduction.
         self._receive(self.blocks.ahead if self.negotiated is None else 0)
         for gradient in gradients:
             if gradient.is_pending:

@@ -256,12 +256,16 @@ class _PeerReducer(CollectingReducer):
         return self._peers.boxes.part(box, other, start, start + local_range.length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
-        """Write this rank's part of the mean to `shard`, or add it to `total` and write the sum to `shard`.
+        """Average the gradients of all ranks, and write this rank's part of the mean to `shard`.
 
-        Also zero the padding of `shard` and `total`, and write to `squares`, for each tensor, the sum of squares of its
-        new elements in `shard`.
+        If `total` is not None, the mean is added to it in place, and `shard` gets this sum instead of the mean. The
+        padding of both is zeroed.
 
-        rows: (ranks - 1, n), the gradients that the other ranks have copied here. sources: this rank's gradients.
+        rows: (ranks - 1, n), the other ranks' gradients of this rank's shard, which they have copied here.
+        sources: this rank's own gradients, each the full tensor, flat.
+        shard: (n,), overwritten.
+        total: (n,), the running sum over micro-batches, or None. It may be `shard` itself.
+        squares: (number of tensors,), overwritten with the sum of squares of each tensor's elements in `shard`.
         """
         parts = [squares.new_empty(0)] * len(sources)
         for index, local_range in self._own:

@@ -19,7 +19,7 @@ class Event(Ticket, Protocol):
     """A point in a queue of work, like a CUDA event. `wait` makes the current stream wait for all work before it."""
 
     def synchronize(self) -> None:
-        """Make the host wait until the work before this point is complete."""
+        """Block the host until all work that was queued before this event is complete."""
 
 
 class _Done:

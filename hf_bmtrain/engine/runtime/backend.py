@@ -474,7 +474,12 @@ def _versions(device: torch.device) -> dict[str, Any]:
 
 
 def _smallest_copied(
-    rank: int, device: torch.device, gather: str, members: Sequence[int], hosts: Groups, exchange
+    rank: int,
+    device: torch.device,
+    gather: str,
+    members: Sequence[int],
+    hosts: Groups,
+    exchange: Callable[[Any], list[Any]],
 ) -> int | None:
     """Return the size in bytes from which shards are exchanged with peer copies, or None to use only collectives.
 
@@ -508,10 +513,17 @@ def _smallest_copied(
     return smallest
 
 
-def _hindrance(device: torch.device, members: Sequence[int], hosts: Groups, exchange) -> str | None:
+def _hindrance(
+    device: torch.device, members: Sequence[int], hosts: Groups, exchange: Callable[[Any], list[Any]]
+) -> str | None:
     """Return the reason why the ranks `members` cannot access each other's memory, or None if they can.
 
-    Collective: every rank must call it. The result is equal on all ranks.
+    Collective: all ranks must call it, not only `members`. The result is equal on all ranks.
+
+    device: this rank's device.
+    members: the ranks that share the shards with this rank, including itself.
+    hosts: the ranks of each host.
+    exchange: a collective function that takes any object and returns the objects of all ranks, in rank order.
     """
     if not any(set(members) <= set(host) for host in hosts):
         return f"the ranks are on {len(hosts)} hosts"

@@ -163,9 +163,15 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of B, dB = s dyᵀ u, in `dtype`. s is the scaling, which u includes already if it is split.
+    """Return the gradient of B in `dtype`: dB = s dyᵀ u, where s is the adapter's scaling.
 
-    rank: the rank r of the adapter.
+    Args:
+        dy: (rows, N), the gradient of the layer's output.
+        u: the result of `enter` for A and the layer's input, with scaled=False. If the adapter is split
+            (`Adapter.split`), `u` includes s nevertheless, so this function does not multiply by s again.
+        adapter: the settings of the adapter.
+        rank: the rank r of the adapter.
+        dtype: the dtype of the result.
     """
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)

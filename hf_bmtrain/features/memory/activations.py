@@ -407,7 +407,8 @@ class Activations:
         """Choose anew which blocks are recomputed: on this rank alone, or on all ranks if they plan together.
 
         blocks: the policies of the measured blocks.
-        free: the least bytes that were free at the start of a pass since the first plan.
+        free: the bytes of free memory to plan with: of the pass of the first plan and all passes after it, the smallest
+            number of bytes that were free when one of them began.
         """
         world = self._planner.world
         mine = Reading(

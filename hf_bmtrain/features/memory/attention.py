@@ -89,7 +89,11 @@ class _Attention(TorchDispatchMode):
 
 
 class _Keep(_Attention):
-    """A context for the first forward: appends each output of attention to `outputs`."""
+    """A context for the forward of a block that will be recomputed in the backward.
+
+    It appends the output of each call of attention without dropout to `outputs`, from which `_Reuse` returns it in the
+    recomputation.
+    """
 
     def __init__(self, outputs: list[Any]) -> None:
         super().__init__()

@@ -59,7 +59,8 @@ class LiveBytes(TorchDispatchMode):
         # {address of a storage: (weak reference to the storage, its bytes, its number)}
         self._known: dict[int, tuple[Any, int, int]] = {}
         self._hosted: dict[int, Any] = {}  # {address of a page-locked storage: weak reference to it}
-        self._all: set[int | None] = set()  # numbers of the storages with results of `all`, which read as True
+        # The numbers of storages that hold a result of torch.all. They have no values: the host reads True from them.
+        self._all: set[int | None] = set()
         self._count = 0  # the last number given to a storage
 
     def reset_peak(self) -> None:

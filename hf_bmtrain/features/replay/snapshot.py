@@ -275,7 +275,13 @@ def generators_of(layer: torch.nn.Module) -> list[Any]:
 
 
 class Generators:
-    """Saved states of random generators."""
+    """The states of random generators (of Python, NumPy or torch), saved when this object is created.
+
+    `restore` sets the generators back to these states, and `moved` tells which generators have been used since.
+
+    Args:
+        generators: the generators. The modules `random` and `numpy.random` stand for their global generators.
+    """
 
     def __init__(self, generators: Iterable[Any]) -> None:
         self._states = [(generator, _read(generator)) for generator in generators]

@@ -143,9 +143,9 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
 def _scores(model: Any) -> bool:
     """Return whether `model` may have one output for a whole row, such as a score, instead of one for each token."""
     name = type(model).__name__
-    if (
-        "For" not in name and "LMHead" not in name
-    ):  # without a head; of these, CLIP-like models use only one token of a row
+    # A model without a head has one output for each token, unless it is like CLIP, which uses one token of a row. Such
+    # models have one of these attributes.
+    if "For" not in name and "LMHead" not in name:
         return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return head is None and "TokenClassification" not in name

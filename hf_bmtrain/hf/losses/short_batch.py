@@ -243,7 +243,10 @@ def _loss_of_rows(
         prepared = trainer._prepare_inputs(short)
         count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
         loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
-    counted = count is not None and trainer.args.average_tokens_across_devices  # then the loss is the mean over ranks
+    # If True, the loss of a rank is its sum over tokens, divided by the tokens of all ranks and multiplied by the
+    # number of ranks, so the loss of the batch is the mean over ranks. Otherwise, it is a mean over this rank's own
+    # rows, and counts in proportion to their number.
+    counted = count is not None and trainer.args.average_tokens_across_devices
     share = 1 / world.size if counted else mine / left / shared
     total = loss.detach().double().mean().reshape(1) * share if mine else torch.zeros(1, dtype=torch.float64)
     total = total.to(loss.device)

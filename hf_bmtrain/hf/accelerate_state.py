@@ -1,4 +1,4 @@
-"""Accelerate's checkpoints for a sharded model: each rank writes its own elements."""
+"""Save and load Accelerate's checkpoints of a sharded model; each rank writes only its own elements."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..engine.wrap.accelerator import check_accelerator
 
 
 def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
-    """Make `accelerator.save_state` and `load_state` save and load checkpoints as `bmt.save_state` does.
+    """Make `accelerator.save_state` and `accelerator.load_state` work with a sharded model.
 
     Each rank writes its own elements of weights and optimizer state, so nothing is gathered, and any number of ranks
-    can resume. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random states) to
-    the same folder, which is checksummed and then renamed into place. Afterwards, checkpoints beyond `total_limit` are
-    deleted. Both methods become collective: every rank must call them.
+    can load the checkpoint. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random
+    states) to the same folder, which is checksummed and then renamed into place. Afterwards, checkpoints beyond
+    `total_limit` are deleted. Both methods become collective: every rank must call them.
 
     Args:
         accelerator: the Accelerator whose two methods are replaced.
@@ -48,8 +48,8 @@ class _AcceleratorStates:
     """The methods that replace `save_state` and `load_state` of an Accelerator.
 
     With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. If the caller
-    names a folder, the checkpoint is a subfolder of it: checkpoint-1, or one with a higher number. The next call with
-    the same folder saves a new subfolder, and then deletes the previous one.
+    names a folder instead, each call saves a new subfolder of it (checkpoint-1, checkpoint-2 and so on), and then
+    deletes the previous one.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -105,17 +105,19 @@ class _AcceleratorStates:
         return saved.folder if automatic else root
 
     def load(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """Load `input_dir` or, with automatic naming, the newest intact checkpoint.
+        """Load the newest intact checkpoint in a folder: in `input_dir` or, with automatic naming, in Accelerate's own.
 
         Collective: every rank must call it. Damaged checkpoints are skipped, and the log says why. A folder in
         Accelerate's own format is loaded by Accelerate.
 
         Args:
-            input_dir: the folder. None uses automatic naming.
+            input_dir: the folder that was passed to `save_state`, or one checkpoint. None stands for the folder of
+                automatic naming.
             load_kwargs: passed to Accelerate's `load_state`.
             **options: passed to Accelerate's `load_state`.
 
         Raises:
+            ValueError: `input_dir` is None, and automatic naming is off or has not saved a checkpoint.
             RuntimeError: on every rank, if no checkpoint is intact, or if a rank cannot load it.
         """
         world, configuration = self._begin("accelerator.load_state"), self._accelerator.project_configuration
@@ -135,7 +137,7 @@ class _AcceleratorStates:
         try:
             with self._left_to_accelerate():
                 self._load_state(str(resumed.folder), load_kwargs, **options)
-            # Accelerate itself restores the step only if as many ranks load as saved.
+            # Accelerate itself restores its step counter only if the number of ranks is the same as when saving.
             if isinstance(resumed.extra, dict):
                 self._accelerator.step = resumed.extra.get("step", self._accelerator.step)
             small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)
@@ -170,7 +172,7 @@ class _AcceleratorStates:
 
     @contextmanager
     def _left_to_accelerate(self) -> Iterator[None]:
-        """Under `with`, Accelerate saves or loads everything except models and optimizers.
+        """Under `with`, let Accelerate's own `save_state` or `load_state` leave out models and optimizers.
 
         Hooks that the user has registered for saving or loading still get the models. Hooks for saving also get the
         full weights.
@@ -223,9 +225,9 @@ def _refuse_existing(folder: Path) -> None:
 
 
 def _fresh(folder: Path, stack: ExitStack) -> Path | None:
-    """Return a temporary folder that becomes `folder` when `stack` is closed, so that `folder` is never incomplete.
+    """Create a temporary folder that is renamed to `folder` when `stack` is closed, so `folder` is never incomplete.
 
-    If `folder` already has contents, keep them, and return None.
+    Returns the temporary folder, or None if `folder` already has contents, which are kept.
     """
     if folder.exists() and os.listdir(folder):
         delete_abandoned(folder)

@@ -100,7 +100,7 @@ def agree_on_arguments(args: TrainingArguments) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if all parameters of `optimizer` are frozen and sharded."""
+    """Raise RuntimeError if all parameters of `optimizer` are frozen parameters of a sharded model."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if held and all(isinstance(p, DistributedParameter) and not p.requires_grad for p in held):
         raise RuntimeError(

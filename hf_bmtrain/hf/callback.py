@@ -118,7 +118,7 @@ class BMTrainCallback(TrainerCallback):
                 model.num_parameters = ParameterCount(model)
 
     def _follow_losses(self, model: Any) -> None:
-        """Correct the losses of training and evaluation, so that they equal those of one process."""
+        """Add hooks to `model` and its Trainer, so that the losses with several ranks equal those of one process."""
         trainer = calling_trainer()
         if trainer is None:
             return
@@ -208,7 +208,7 @@ class BMTrainCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if self._checkpoints is None:
-            return  # the event belongs to an evaluation outside training
+            return  # this evaluation is not part of a training
         _compare(control, "after an evaluation")
         best = args.save_strategy == "best"
         if _is_best(args, state, metrics or {}) if best else control.should_save:
@@ -288,7 +288,7 @@ def _compare(control: Any, when: str) -> None:
 
     Args:
         control: Trainer's TrainerControl.
-        when: the time of the comparison, for the error.
+        when: the time of the comparison, such as "after a step", for the error.
     """
     current_world().control.note_decision(f"{_flags(control)} in the TrainerControl {when}")
 

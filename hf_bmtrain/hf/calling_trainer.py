@@ -23,10 +23,10 @@ def resumed_folder() -> str | None:
 
 
 def _trainer_frames() -> Iterator[FrameType]:
-    """Yield the frames of this thread that run a method of class Trainer itself, innermost first.
+    """Yield the stack frames of this thread that run a method of class Trainer itself, innermost first.
 
-    Until Python 3.13, reading the locals of a frame stores references to them in it, which would keep the program's own
-    objects alive. So only frames of transformers' own file are read.
+    Before Python 3.13, reading the local variables of a frame stores references to them in the frame, which would keep
+    objects of the user's program alive. Therefore only frames of the file that defines Trainer are read.
     """
     frame = sys._getframe(1)
     while frame is not None:

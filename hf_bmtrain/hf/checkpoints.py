@@ -1,4 +1,4 @@
-"""Save, load and verify the sharded part of Trainer's checkpoints: weights and optimizer state, from all ranks."""
+"""Save, load and verify the part of Trainer's checkpoints that all ranks write together: weights, optimizer state."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ class TrainerCheckpoints:
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
 
     def withdraw(self) -> None:
-        """Restore the optimizer's own state_dict() after `save`. Rank 0 deletes the checkpoint if it is incomplete."""
+        """End a `save` that was not followed by `complete`, for example because Trainer failed in between.
+
+        Restore the optimizer's own state_dict(). Rank 0 deletes the checkpoint if some of Trainer's files are missing.
+        """
         folder = self._forget()
         if folder is not None and current_world().rank == 0 and folder.is_dir() and _missing(folder):
             remove(folder)
@@ -112,7 +115,10 @@ class TrainerCheckpoints:
         let_others_save(self._args.output_dir)
 
     def _refer(self, reference: dict[str, Any]) -> None:
-        """Replace the optimizer's state_dict() by one that returns only the parameter groups and `reference`."""
+        """Replace the optimizer's state_dict() by one that returns only the parameter groups and `reference`.
+
+        reference: the id and the folder of the checkpoint that contains the optimizer state.
+        """
 
         def state_dict() -> dict[str, Any]:
             groups, count = [], 0
@@ -121,7 +127,8 @@ class TrainerCheckpoints:
                 groups.append({**group, "params": numbers})
                 count += len(numbers)
             groups[0][_REFERENCE] = dict(reference)
-            # Trainer calls this method shortly before it would delete old checkpoints. Hide the limit until `_forget`.
+            # Trainer calls state_dict() shortly before it would delete old checkpoints. So hide save_total_limit from
+            # it here; `_forget` restores it.
             if self._args.save_total_limit is not None:
                 self._limit, self._args.save_total_limit = self._args.save_total_limit, None
             return {"state": {}, "param_groups": groups}
@@ -150,8 +157,8 @@ class TrainerCheckpoints:
         not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
 
         Args:
-            folder: the checkpoint from which Trainer has resumed; None if it has not. A program may also have loaded
-                `optimizer.pt` itself.
+            folder: the checkpoint from which Trainer has resumed; None if it has not. Then, if the user's program has
+                loaded an `optimizer.pt` itself, the folder to which that file refers is used.
 
         Raises:
             RuntimeError: the checkpoint is incomplete or damaged.
@@ -177,7 +184,8 @@ class TrainerCheckpoints:
                 "per_device_train_batch_size or gradient_accumulation_steps so that a step has %d rows.",
                 place, saved, rows, saved,
             )  # fmt: skip
-        # Keep Trainer's groups: they were saved later, and a scheduler may have changed them after `save`.
+        # Keep the parameter groups that Trainer has loaded: they were saved later than those of `save`, and a scheduler
+        # may have changed them in between.
         groups = [{**group} for group in self._optimizer.param_groups]
         own = writes_own_weights(self._model) and not _weights_were_replaced(place)
         load_state(place, self._model, self._optimizer, weights=own, random=False)
@@ -185,16 +193,16 @@ class TrainerCheckpoints:
             group.update(loaded)
 
     def _rows_per_step(self) -> int:
-        """Return the number of rows, on all ranks together, of one step of the optimizer."""
+        """Return the number of rows (sequences) that all ranks together process for one step of the optimizer."""
         groups = current_world().size // ranks_per_row(self._model)
         batches = 1 if self._args.accelerator_config.split_batches else groups
         return self._args.train_batch_size * self._args.gradient_accumulation_steps * batches
 
     def _verify_without_reference(self, place: Path) -> None:
-        """Verify a checkpoint from which Trainer has loaded no `optimizer.pt` that refers to sharded state.
+        """Verify the checkpoint `place`, from which Trainer has resumed without loading sharded optimizer state.
 
         Collective: every rank must call it. A checkpoint that Trainer alone has saved is not verified. Raises
-        RuntimeError if the checkpoint is damaged, or if it contains optimizer state that was not loaded.
+        RuntimeError if the checkpoint is damaged, or if it does contain sharded optimizer state.
         """
         if not current_world().control.broadcast_object((place / MANIFEST).exists()):
             return
@@ -302,7 +310,7 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Return why Trainer cannot resume from a checkpoint, as the error from reading it, or None if it is complete."""
+    """Return the error from reading the files that Trainer needs to resume from a checkpoint, or None if it can."""
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
         manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
@@ -326,10 +334,10 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _weights_were_replaced(checkpoint: Path) -> bool:
-    """Return whether someone has replaced the weight files of a checkpoint by other files with an index.
+    """Return whether the user has replaced the weight files of a checkpoint by other files with an index.
 
-    Collective: every rank must call it. If so, log a warning: Trainer has loaded the other files, which have no
-    checksums here.
+    Collective: every rank must call it. If the files were replaced, log a warning, because Trainer has loaded the new
+    files, which cannot be verified.
     """
     saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
     index = checkpoint / "model.safetensors.index.json"

@@ -128,7 +128,7 @@ def from_pretrained(
 
 
 def _check_arguments(auto_class: Any, name_or_path: Any, blocks: Any) -> None:
-    """Raise TypeError or ValueError for wrong arguments that would otherwise raise only after the files were read."""
+    """Raise TypeError or ValueError for wrong arguments before any file is read, instead of afterwards."""
     if not callable(getattr(auto_class, "from_pretrained", None)):
         raise TypeError(f"auto_class must be a class such as AutoModelForCausalLM, got a {type(auto_class).__name__}")
     if name_or_path is not None:
@@ -150,7 +150,7 @@ def _find_block(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if `bmt.hf.from_pretrained` does not support an argument in `kwargs` or the checkpoint."""
+    """Raise ValueError for an unsupported argument in `kwargs`, or a checkpoint that is quantized or has an adapter."""
     way_out = "Load the model with the class's own from_pretrained instead, and pass it to bmt.auto_wrap."
     asked = [name for name in _REFUSED if kwargs.get(name)]
     if asked:
@@ -199,8 +199,9 @@ def _synchronous() -> Iterator[None]:
 def _scattering(world: World) -> Iterator[None]:
     """Under `with`, keep only this rank's elements of each parameter that transformers reads from a file.
 
-    A hook on the registration of parameters replaces them. transformers marks parameters that it has read with the
-    attribute `_is_hf_initialized`, to distinguish them from those that it has yet to initialize.
+    A hook on the registration of parameters replaces each of these parameters by a SourcedParameter, which has only
+    this rank's elements. They are recognized by the attribute `_is_hf_initialized`, with which transformers marks the
+    parameters that it has read.
     """
     thread = threading.get_ident()
 
@@ -262,9 +263,9 @@ def _check_alike(model: torch.nn.Module, world: World) -> None:
 def _tie_equal(model: Any, world: World) -> None:
     """Tie two weights that the model declares as tied, if the files contain both and they are equal.
 
-    Collective: every rank must call it. If the files contain only one of them, transformers has already tied them. If
-    they contain both, transformers would compare their values. Here no rank has all values, so each rank compares its
-    own elements.
+    Collective: every rank must call it. If the files contain only one of the two, transformers has already tied them.
+    If the files contain both, transformers would compare their values. But no rank has all values, so each rank
+    compares its own elements here. Weights with different values are not tied, and a warning is logged.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):

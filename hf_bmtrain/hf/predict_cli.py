@@ -121,9 +121,9 @@ def total(given: argparse.Namespace) -> int:
 
 
 def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
-    """Return the peak memory of a step with `rows` sequences per GPU, in bytes.
+    """Return the peak memory in bytes of a step with `rows` sequences per GPU and the options in `given`.
 
-    An option that is "auto" counts as the value that takes the least memory.
+    For an option that is "auto", the value that takes the least memory is used.
     """
     least = {"recompute": "true"} if given.recompute == "auto" else {}
     least |= {"keep_frozen": "false"} if given.keep_frozen == "auto" else {}
@@ -131,7 +131,7 @@ def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
 
 
 def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
-    """Predict the memory of a step with `rows` sequences per GPU."""
+    """Predict the memory of a step with `rows` sequences per GPU and the options in `given`."""
     model = meta_model(config, _DTYPES[given.dtype], given.lora, given.head == "fused")
     make_optimizer = _OPTIMIZERS.get(given.optimizer, lambda parameters: MuonOptimizer(model))
     if given.offload:
@@ -146,10 +146,10 @@ def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
 
 
 def most_rows(peak: Callable[[int], int], usable: int) -> int:
-    """Return the largest number of rows whose peak is at most `usable` bytes, or 0 if a single row exceeds it.
+    """Return the largest number of rows (sequences per GPU) whose peak memory is at most `usable` bytes, possibly 0.
 
-    peak: a function that returns the peak in bytes for a number of rows. It must be increasing, and is slow; the closer
-        it is to linear, the fewer calls are needed.
+    peak: a function that returns the peak memory in bytes for a number of rows. It must be increasing, and is slow. The
+        closer it is to linear, the fewer calls are needed.
     """
     known = {0: 0, 1: peak(1)}
     # `low` rows are known to fit. `high` rows are known (or, for _MOST_ROWS, assumed) not to fit.
@@ -170,7 +170,7 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
 
 
 def remedies(given: argparse.Namespace, config: Any) -> str:
-    """Return the text to print for a step that does not fit: the changes of options of which each makes it fit."""
+    """Return the text to print if a step does not fit: a list of changes to the options, each of which makes it fit."""
     ways: list[dict[str, Any]] = [{"recompute": "true"}, {"zero": 3}, {"head": "fused"}]
     if given.optimizer in ("adam", "adamw") and not given.offload:
         ways += [{"optimizer": "adam8"}, {"optimizer": "adam", "offload": True}]
@@ -183,7 +183,7 @@ def remedies(given: argparse.Namespace, config: Any) -> str:
         if not changed or ("gpus" in way and any("--gpus" in line for line in fitting)):
             continue
         other = argparse.Namespace(**(vars(given) | changed))
-        with contextlib.suppress(ValueError):  # the changed options cannot be combined
+        with contextlib.suppress(ValueError):  # raised if the changed options cannot be combined
             least = peak(other, config, given.rows)
             if least <= usable_bytes(total(other), other.gpus):
                 words = " ".join(

@@ -41,7 +41,8 @@ class StagedWeights:
         Collective: every rank must call it.
 
         Args:
-            checkpoint: whether the weights are for a checkpoint of Trainer, whose keys `save_pretrained` must keep.
+            checkpoint: whether the weights are for a checkpoint of Trainer. Then `save_pretrained` does not convert
+                their keys to an older format.
         """
         world = current_world()
         if world.size > 1 and not self.fresh:
@@ -66,7 +67,8 @@ class StagedWeights:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `save_pretrained`, with the gathered weights if they are up to date.
 
-        Do nothing if the current weights were already saved to `save_directory` (`written`).
+        Do nothing if the current weights were already saved to `save_directory`, or on ranks other than 0 if the
+        gathered weights are up to date.
         """
         if self.written is not None and Path(save_directory).absolute() == self.written:
             return None
@@ -82,14 +84,17 @@ class StagedWeights:
                 return None
             # Pass a copy, because save_pretrained empties the dictionary.
             options["state_dict"] = OrderedDict(self._state)
-            with shown_plain(self.model, self._full_params(self._state)):  # PEFT also calls state_dict() of modules
+            # PEFT also calls state_dict() of single modules, so set the full parameters in all modules meanwhile.
+            with shown_plain(self.model, self._full_params(self._state)):
                 return self._save_pretrained(self.model, **options)
         return self._save_pretrained(self.model, **options)
 
     def _full_params(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
-        """Return {local parameter: full parameter}. The full parameters share the memory of the tensors in `state`.
+        """Return {sharded parameter of the model: parameter with its full values}, sharing the memory of `state`.
 
-        A local parameter that is not in `state`, because a hook has removed it, is mapped to itself.
+        A sharded parameter that is not in `state`, because a hook has removed it, is mapped to itself.
+
+        state: the full weights by name, as `gather` has collected them on this rank.
         """
         return {
             piece: torch.nn.Parameter(state[name], requires_grad=False) if name in state else piece

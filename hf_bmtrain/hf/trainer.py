@@ -75,10 +75,11 @@ class TrainerMixin:
         return super().train(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load this rank's elements of the weights, where Trainer's method would read the full weights on every rank.
+        """Load the weights of a checkpoint to resume from; each rank reads only its own elements.
 
-        If the checkpoint has an optimizer.pt, nothing is read here, because the weights are loaded with the optimizer
-        when training begins.
+        The trainer's own method would read the full weights on every rank. It is called only if the ranks did not write
+        their elements of the weights to the checkpoint. If the checkpoint has an optimizer.pt, nothing is read here,
+        because the weights are loaded with the optimizer when training begins.
         """
         folder = Path(resume_from_checkpoint)
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):

@@ -14,7 +14,7 @@ import torch
 
 COUNT = "num_items_in_batch"
 _HOOKS = "_bmt_loss_hooks"
-"""Attribute of the base model: (weak reference to the Trainer that added the hooks, handles of the hooks)."""
+"""Name of an attribute of the base model: (weak reference to the Trainer that added the hooks, the hooks' handles)."""
 _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^criterion$")
 """Matches the names of functions, classes and attributes that compute a loss."""
 
@@ -39,7 +39,7 @@ def hook_loss(
     correct: Callable[[dict[str, Any], Any, torch.Tensor], torch.Tensor],
     around: tuple[Callable[[], None], Callable[[], None]] | None = None,
 ) -> None:
-    """Add hooks to `model` that correct the loss of each forward that gets `num_items_in_batch` (from Trainer).
+    """Add hooks to `model` that correct the loss of each forward to which Trainer passes `num_items_in_batch`.
 
     Args:
         model: the sharded model, after `claim_hooks`.
@@ -47,7 +47,7 @@ def hook_loss(
         around: two functions, called before and after such a forward, even if it raises.
     """
 
-    # Whether Trainer passed num_items_in_batch. A later hook, such as that of sequence_parallel, may add it.
+    # Whether Trainer passed num_items_in_batch. It is recorded first, because a later hook may add this argument.
     asked = False
 
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Correct losses that are a mean over this rank's labels. Trainer would multiply them by the number of ranks."""
+"""Correct losses that are a mean over this rank's labels, which Trainer would multiply by the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _OF_ROWS = re.compile("CTC|RNNT|TDT")
 def follow_mean_loss(model: Any, args: Any) -> None:
     """Make Trainer's loss of `model` on several ranks the mean over the labels of all ranks, as in one process.
 
-    With `average_tokens_across_devices`, the default, Trainer multiplies the loss by the number of ranks if the model's
-    forward takes keyword arguments, because it expects a sum over labels that the model has divided by
-    `num_items_in_batch`. Many models ignore this number and return a mean: BERT's forward does not use it, other models
-    do not pass it to their `loss_function`, and some of these functions do not use it. A hook multiplies the loss of
-    such a model by this rank's share of the labels of all ranks, before Trainer multiplies it.
+    Trainer expects a model whose forward takes keyword arguments to return a sum over this rank's labels, divided by
+    `num_items_in_batch`, the number of labels on all ranks. With `average_tokens_across_devices`, the default, it
+    therefore multiplies the loss by the number of ranks. But many models ignore `num_items_in_batch` and return a mean
+    over this rank's labels: BERT's forward does not use it, other models do not pass it to their `loss_function`, and
+    some of these functions do not use it. A hook multiplies the loss of such a model by this rank's share of the labels
+    of all ranks, before Trainer multiplies it by the number of ranks.
 
-    For the same reason, Trainer adds up the losses of micro-batches instead of averaging them, in one process too. This
-    function does not change that, but logs a warning.
+    Trainer also adds up the losses of micro-batches, which is wrong for a mean, even in one process. This function does
+    not change that, but logs a warning.
 
     Args:
         model: the sharded model, after `claim_hooks`.
@@ -128,7 +129,8 @@ def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Ten
     counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
     mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
     everyone = mine.clone()
-    # If ranks may run different blocks, first take part in the collectives for which other ranks still need this one.
+    # If ranks may run different blocks, other ranks may still be in their forward and need this rank for collectives.
+    # Take part in these first.
     if (entry := world.schedule.negotiated) is not None:
         world.schedule.negotiation.finish(entry)
     world.reduce.all_reduce(everyone).wait()

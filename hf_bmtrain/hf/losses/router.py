@@ -23,8 +23,8 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
     A mixture of experts returns the sum of a cross entropy, divided by `num_items_in_batch` (the number of labels in
     all micro-batches on all ranks), and of `router_aux_loss_coef * aux_loss`. Trainer adds up the losses of the
     micro-batches and multiplies them by the number of ranks. This is right for the cross entropy. But the auxiliary
-    loss is already a mean, so it would count once per micro-batch and rank. A hook therefore divides it by their
-    number before Trainer gets the loss.
+    loss is already a mean, so it would count once per micro-batch and rank. Before Trainer gets the loss, a hook
+    therefore divides the auxiliary loss by the number of micro-batches times the number of ranks.
 
     Args:
         model: the sharded model, with or without PEFT's adapters.

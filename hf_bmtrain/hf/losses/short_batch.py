@@ -35,8 +35,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     * TRL's SFTTrainer: the labels of repeated rows are ignored, and the loss is averaged over the labels of all ranks.
     * Rows that a collator has concatenated: the labels of repeated rows are ignored.
     * TRL's RewardTrainer and DPOTrainer: the loss is computed for one pair after another.
-    * `split_batches`: Trainer repeats a batch's loss once for each row of all ranks, so that a short batch would count
-      too little. Only the repetitions for this rank's rows are gathered.
+    * `split_batches`: as the weight of a loss, Trainer repeats it once for each row of a full batch. It would count the
+      rows of all ranks, so that a short batch would have too little weight. Only this rank's rows are counted instead.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
@@ -59,7 +59,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         if loss is not None and (of_labels or generates):
             loss = _weigh(trainer, inputs, loss, world)
         elif loss is not None and flattened and left is None:
-            # Trainer drops losses gathered for repeated rows. So that it drops no rank's, return the mean on all ranks.
+            # Trainer drops the last of the gathered losses, one for each repeated row. So that no rank's loss is
+            # lost, return the mean over all ranks on every rank.
             mean = loss.detach().reshape(1).to(trainer.args.device, copy=True)
             world.reduce.all_reduce_mean(mean).wait()
             loss = mean[0]
@@ -111,10 +112,15 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 class _GatherRows:
     """Replaces `trainer.gather_function`: gathers the outputs of all ranks, without repeated rows.
 
-    Trainer gathers the loss of a batch first, then the other outputs. `gather_loss` gathers the loss. For
-    Seq2SeqTrainer this is its own function, which gives each batch of an evaluation the same weight, as in one process.
+    Trainer gathers the loss of a batch first, then the other outputs.
 
-    loss_comes: whether the next call gets a loss. Set by the replaced `prediction_step`.
+    Args:
+        accelerator: the trainer's Accelerator, which gathers the other outputs.
+        gather_loss: gathers the loss. For Seq2SeqTrainer this is its own function, which gives each batch of an
+            evaluation the same weight, as in one process.
+
+    Attributes:
+        loss_comes: whether the next call gets a loss. Set by the replaced `prediction_step`.
     """
 
     def __init__(self, accelerator: Any, gather_loss: Callable[[Any], Any]) -> None:
@@ -149,7 +155,7 @@ def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
 
 
 def starts_of_rows(inputs: Any) -> torch.Tensor | None:
-    """Return the index of the first token of each row if a collator has concatenated the rows to one, else None."""
+    """Return the index of the first token of each row if a collator has concatenated the rows, otherwise None."""
     positions, labels = inputs.get("position_ids"), inputs.get("labels")
     if not isinstance(positions, torch.Tensor) or not isinstance(labels, torch.Tensor):
         return None
@@ -170,7 +176,7 @@ def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]
 
 
 def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether a collator has concatenated the rows of this rank, so that `inputs` have only one row."""
+    """Return whether a collator has concatenated all rows of this rank, so that `inputs` contain one long row."""
     divided = isinstance(trainer.accelerator.gradient_state.active_dataloader, DataLoaderDispatcher)
     return not divided and _rows_of_rank(trainer) > 1 and starts_of_rows(inputs) is not None
 
@@ -274,7 +280,8 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
     if not all(world.gather_objects(None not in pairs)):
         return None
     metrics, total = trainer._metrics["eval"], torch.zeros(1, dtype=torch.float64, device=trainer.args.device)
-    trainer._metrics["eval"] = defaultdict(list)  # the plain prediction_step has already added this batch
+    # Discard the metrics of the pairs: the trainer's own prediction_step has already recorded those of the batch.
+    trainer._metrics["eval"] = defaultdict(list)
     try:
         with torch.no_grad(), trainer.compute_loss_context_manager():
             for row, pair in enumerate(pairs):
@@ -300,7 +307,7 @@ def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
 
 
 def computes_loss(trainer: transformers.Trainer) -> bool:
-    """Return whether `trainer` computes the loss with transformers' methods, whose loss needs only this rank's rows."""
+    """Return whether `trainer` computes losses by transformers' own methods, which also work for some of the rows."""
     if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
         return False  # segmentation, where a label of -100 is out of range
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)

@@ -184,7 +184,8 @@ class _AcceleratorStates:
         if not (accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook):
             accelerator._models = []  # no hook needs models; without them, Accelerate does not gather weights
         accelerator._optimizers, configuration.automatic_checkpoint_naming = [], False
-        handles = [  # registered last, so they run after the user's hooks
+        # These hooks are registered last, so they run after the user's. They leave Accelerate no weights or models.
+        handles = [
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
             accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()),
         ]

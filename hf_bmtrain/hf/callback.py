@@ -162,7 +162,7 @@ class BMTrainCallback(TrainerCallback):
         self._close()
 
     def _close(self) -> None:
-        if self._checkpoints is not None:  # an earlier training has failed, perhaps in a save
+        if self._checkpoints is not None:  # undo a save if training has failed in it
             self._checkpoints.withdraw()
         for part in (self._speed, self._router, self._termination, self._numbers):
             if part is not None:
@@ -208,7 +208,7 @@ class BMTrainCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if self._checkpoints is None:
-            return  # this evaluation is not part of a training
+            return  # the evaluation was started outside training
         _compare(control, "after an evaluation")
         best = args.save_strategy == "best"
         if _is_best(args, state, metrics or {}) if best else control.should_save:
@@ -224,7 +224,9 @@ class BMTrainCallback(TrainerCallback):
         self._weights.written = self._checkpoints.staged if own else None
 
     def stage(self, args: Any, model: Any) -> None:
-        """Gather the weights on rank 0, before rank 0 alone calls `save_model`. Collective: every rank must call it.
+        """Gather the full weights on rank 0, so that it can save them without the other ranks (`save_model`).
+
+        Collective: every rank must call it.
 
         Args:
             args: the trainer's TrainingArguments.

@@ -35,11 +35,11 @@ _REFERENCE = "hf_bmtrain"
 class TrainerCheckpoints:
     """Saves and loads the weights and the optimizer state of a sharded model in Trainer's checkpoint folders.
 
-    `save` creates the folder `checkpoint-N` with all sharded state, flushed to disk and checksummed. Then Trainer
-    adds its own files; its `optimizer.pt` contains only the parameter groups and a reference to the folder. `complete`
-    adds the checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0
-    while other ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load`
-    loads the sharded state.
+    `save` creates the folder `checkpoint-N` with this state, flushed to disk and checksummed. Then Trainer adds its own
+    files; its `optimizer.pt` contains only the parameter groups and a reference to the folder. `complete` adds the
+    checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0 while other
+    ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load` loads the
+    weights and the optimizer state.
     """
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, args: Any) -> None:
@@ -147,7 +147,7 @@ class TrainerCheckpoints:
             self._args.save_total_limit, self._limit = self._limit, None
         if reference is None:
             return None
-        del self._optimizer.state_dict  # the instance attribute, which hides the method
+        del self._optimizer.state_dict  # set by `_refer` on the instance; it hides the method of the class
         return Path(reference["folder"])
 
     def load(self, folder: str | None) -> None:
@@ -286,7 +286,8 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` finds an earlier one.
 
-    If there are any, also delete the checkpoints that earlier calls renamed. Not collective: only rank 0 calls it.
+    Their new names are incomplete-checkpoint-N. If there are any, also delete the checkpoints that earlier calls
+    renamed. Not collective: only rank 0 calls it.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}

@@ -1,8 +1,9 @@
 """The attention function of models whose rows (sequences) are shared by several ranks.
 
-It sends each rank all tokens of some heads, and calls the model's own attention function ("sdpa", "flash_attention_2",
-...) for them. It is registered with transformers under a new name for each of these functions; no existing entry is
-replaced. transformers makes the same masks as for the model's own function.
+The function exchanges queries, keys and values, so that each rank has all tokens of some heads. For these heads it
+calls the model's own attention function ("sdpa", "flash_attention_2", ...). It is registered with transformers under a
+new name for each of these functions, such as "sequence_of_sdpa"; no existing entry is replaced. transformers makes the
+same masks as for the model's own function.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .exchange import heads_from_rows, rows_from_heads
 from .parts import Heads, Parts
 
 ROW = "sequence_row"
-"""Name of the attribute in which an attention module finds the `Row` of the current forward, also when recomputing."""
+"""Name of the attribute of an attention module with the `Row` (the division of the tokens) of its last forward."""
 _PREFIX = "sequence_of_"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
@@ -171,7 +172,7 @@ class _Share:
 
     Args:
         module: the attention module.
-        inner: the name of the attention function, which that function may read from the module's configuration.
+        inner: the name of the attention function. The function may read it from the configuration of the replacement.
         heads: this rank's query heads. None means all.
         groups: the number of query heads for each key-value head. None means the module's `num_key_value_groups`.
     """

@@ -18,7 +18,7 @@ _OTHERS = {
     "doge": "its attention computes a mask from its tokens, of which each rank has only a part",
     "hrm_text": "between its blocks it adds the embeddings of all tokens, but each rank has only a part of the tokens",
 }
-"""Unsupported model types, each with the reason. The modules of these models do not reveal it."""
+"""{model type: why it is not supported}, for models whose modules do not show this."""
 _SHIFTED = {"ForCausalLMLoss"}
 _PLAIN = {"ForMaskedLMLoss", "ForTokenClassification"}
 _WAY_OUT = "Wrap this model without sequence_parallel."

@@ -3,8 +3,8 @@
 Every rank of the group must call each of these functions, and run its backward.
 
 Each rank computes gradients of parameters from its own tokens only. The gradient for whole rows is the sum over the
-ranks of the group, but gradients are later averaged over all ranks. To correct this, the loss of each rank is
-multiplied by the size of the group.
+ranks of the group, but gradients are later averaged over all ranks. To correct this, the backward of `gather_tokens`
+and `mean_over_group` multiplies gradients by the size of the group.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Ten
 def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
     """Gather the tokens of all ranks that share rows: (rows, this rank's tokens, ...) becomes (rows, all tokens, ...).
 
-    Collective: every rank of the group must call it. All ranks must compute the same loss from the result, because
-    backward does not communicate: it assumes that the gradient of the result is equal on all ranks.
+    Collective: every rank of the group must call it. All ranks must compute the same loss from the result: backward
+    does not communicate, but takes this rank's tokens of the gradient, which must be equal on all ranks. It multiplies
+    them by the number of ranks in the group, because gradients of parameters are averaged over all ranks later.
     """
     return _GatherTokens.apply(parts, tensor)
 
@@ -66,8 +67,8 @@ def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
 def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
     """Return the mean of the losses (scalars) of the ranks that share rows.
 
-    Collective: every rank of the group must call it. Backward passes the gradient of the mean to each
-    rank's loss without dividing it by the number of ranks, because parameter gradients are averaged later.
+    Collective: every rank of the group must call it. Backward passes the gradient of the mean to each rank's loss
+    without dividing it by the number of ranks, because gradients of parameters are averaged over all ranks later.
     """
     return _MeanOverGroup.apply(parts, loss)
 
@@ -76,6 +77,8 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
     """Exchange this rank's tokens of all heads for all tokens of this rank's heads, without autograd.
 
     Collective: every rank of the group must call it.
+
+    tensors: (this rank's tokens, rows, all heads, d). The results are (all tokens, rows, this rank's heads, d).
     """
     own, rows = len(parts.own), tensors[0].shape[1]
     widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
@@ -97,6 +100,7 @@ def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], tot
     Where several ranks have the same head, the result is the sum of their values. Collective: every rank of the group
     must call it.
 
+    tensors: (all tokens, rows, this rank's heads, d). The results are (this rank's tokens, rows, all heads, d).
     totals: for each tensor, the number of different heads of all ranks together.
     """
     own, rows = len(parts.own), tensors[0].shape[1]
@@ -126,7 +130,7 @@ def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> 
     """Split `packed` (tokens, rows, width) into one view (tokens, rows, heads, d) for each of `tensors`.
 
     counts: the number of heads of each view.
-    tensors: their last dimensions are the sizes d. Nothing else of them is used.
+    tensors: tensors whose last dimensions are the sizes d of the views. Nothing else of them is used.
     """
     sizes = [count * tensor.shape[3] for count, tensor in zip(counts, tensors)]
     starts = [0, *accumulate(sizes)]

@@ -22,6 +22,10 @@ class GroupMesh:
 
     With it, each group of `size` consecutive ranks gets the same batches, as in context parallelism: the dimension "cp"
     has the size of a group. Accelerate reads nothing but the names and sizes of the dimensions.
+
+    Args:
+        size: the number of ranks in a group.
+        ranks: the total number of ranks.
     """
 
     mesh_dim_names = ("dp_shard", "cp")
@@ -36,7 +40,9 @@ class GroupMesh:
 def share_batches(size: int, ranks: int) -> None:
     """Make the data loaders that Accelerate prepares from now on give each group of `size` ranks the same batches.
 
-    Does nothing if no Accelerator has been created. ranks: the total number of ranks.
+    This has no effect if no Accelerator has been created.
+
+    ranks: the total number of ranks.
     """
     module = sys.modules.get("accelerate.state")
     if module is not None and module.AcceleratorState._shared_state:

@@ -57,18 +57,19 @@ class SharedRows:
         """
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
-        self._parts: Parts | None = None  # how the last forward divided the tokens among the ranks
-        self._active: Parts | None = None  # the same for the forward that is running; otherwise None
-        self._weight: Tensor | None = None  # the factor of this rank's loss, if it is a mean over its labels
+        self._parts: Parts | None = None  # the division of the tokens among the ranks in the last forward
+        self._active: Parts | None = None  # the division in the forward that is running, or None
+        self._weight: Tensor | None = None  # the factor of the loss, if that is a mean over this rank's labels
         self._as_tuple = self._in_training = False
         self._rows = 0
         self._handles: list[Any] = []
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Register the hooks before and after the forward on `model`, the outermost module, and remove earlier ones.
+        """Register the hooks that run before and after the forward of `model`, the outermost module.
 
-        Also make `generate` of the model and its modules raise an error.
+        If another module was outermost before, as before PEFT wrapped the model, remove the hooks from it. Also make
+        `generate` of the model and its modules raise an error.
         """
         for handle in self._handles:
             handle.remove()
@@ -81,7 +82,7 @@ class SharedRows:
                 module.generate = _refuse_generate  # pyright: ignore[reportArgumentType]
 
     def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
-        """Register the hooks of the blocks `layers`, and of `trunk`, the module that calls them."""
+        """Register the hooks on the blocks `layers`, and on `trunk`, the module that calls these blocks."""
         for layer in layers:
             hook = functools.partial(self._before_layer, attentions_of(layer))
             layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -152,7 +153,8 @@ class SharedRows:
         count = targets.ne(_IGNORED).sum() if count is None else count
         given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
-            # The loss is a sum divided by this count, and then averaged over the group.
+            # The model divides the sum of this rank's losses by this count, and the results are averaged over the
+            # group. So that the whole sum is divided by `count`, pass `count / parts.size`.
             given[_COUNT] = count / parts.size
             return
         present = own.ne(_IGNORED).sum()
@@ -230,7 +232,7 @@ class SharedRows:
             return _narrow(parts, value, -1)
         if value.dim() > 1 and value.shape[1] == parts.length:
             own = parts.take(value, 1)
-            return own.clone() if name == "hidden_states" else own  # a view would keep all tokens' embeddings
+            return own.clone() if name == "hidden_states" else own  # a view would keep all tokens in memory
         places = [dim for dim in range(2, value.dim()) if value.shape[dim] == parts.length]
         if not places or value.shape[1] == len(parts.own):  # no dimension of tokens, or already only this rank's tokens
             return value
@@ -258,7 +260,8 @@ class SharedRows:
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
         """Remove the padding of `_after_last_layer` from the output of the trunk (the module that calls the blocks).
 
-        In a mixture of experts, gather the routers' logits of all tokens, from which the model computes their loss.
+        In a mixture of experts, gather the routers' logits of all tokens, from which the model computes the auxiliary
+        loss.
         """
         parts = self._active
         if parts is None:

@@ -54,10 +54,10 @@ def add(grid: Grid, x: Tensor) -> Tensor:
 
 
 def share(grid: Grid, x: Tensor) -> Tensor:
-    """Return `x` unchanged, and sum its gradients over the ranks of the group in backward. Collective in backward.
+    """Return `x` unchanged. Backward sums its gradients over the ranks of the group, in an all-reduce. Collective.
 
-    `x` must be equal on all ranks. Each rank uses the result differently. Backward therefore sums the ranks' gradients,
-    in an all-reduce.
+    `x` must be equal on all ranks. The gradients must be summed because each rank uses the result differently, for
+    example with its part of a weight. Only backward communicates.
     """
     return _Share.apply(grid, x)
 
@@ -72,6 +72,8 @@ def gather_features(grid: Grid, x: Tensor) -> Tensor:
 
 def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
     """Return this rank's features of all ranks' rows, given all features of this rank's rows. Collective.
+
+    Backward returns all features of the gradient of this rank's rows.
 
     Args:
         grid: the tensor-parallel groups.

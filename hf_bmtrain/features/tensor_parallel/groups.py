@@ -1,4 +1,4 @@
-"""Tensor-parallel groups, and which ranks shard a parameter with `tp_mode=True` and average its gradient."""
+"""Make tensor-parallel groups, and define which ranks shard a tensor-parallel parameter and average its gradient."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
 class Groups:
     """Defines which ranks shard a parameter with `tp_mode=True`, and over which ranks its gradient is averaged.
 
+    With `tp_mode=True`, a parameter is either a part of a split tensor, or used for the same rows by all ranks of a
+    tensor-parallel group.
+
     Args:
         grid: the tensor-parallel groups.
         device: this rank's device.
@@ -48,7 +51,7 @@ class Groups:
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return the StorageKind of parameters that are split on `dim`, or that are not split if `dim` is -1."""
+        """Return the StorageKind (how to shard) of parameters that are split on `dim`, or not split if it is -1."""
         return SameRows(self) if dim < 0 else Part(self, dim)
 
     def ranks_with_this_part(self, world: World) -> World:
@@ -65,7 +68,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class SameRows(StorageKind):
-    """The StorageKind of parameters that are not split, and that a group's ranks use for the same rows.
+    """The StorageKind (how to shard) of unsplit parameters that a group's ranks use for the same rows of the batch.
 
     They are sharded over all ranks, and their gradients are averaged over all ranks.
     """
@@ -81,9 +84,10 @@ class SameRows(StorageKind):
 
 @dataclass(frozen=True)
 class Part(StorageKind):
-    """The StorageKind of parameters that are parts of tensors, split on dimension `dim` over a tensor-parallel group.
+    """The StorageKind (how to shard) of parts of tensors that are split on `dim` over a tensor-parallel group.
 
-    They are sharded over the ranks that have the same part, one per group, and their gradients are averaged over these.
+    They are sharded over the ranks that have the same part, one in each group, and their gradients are averaged over
+    these ranks.
     """
 
     groups: Groups
@@ -97,9 +101,9 @@ class Part(StorageKind):
 
 
 class _Posts(ObjectComm):
-    """Exchanges posted texts between the ranks that have the same parts of split tensors, without collectives.
+    """Exchanges texts between the ranks that have the same parts of split tensors, without collectives.
 
-    The texts go through the store of all ranks, under keys that begin with the index of this set of ranks.
+    The texts go through the key-value store of all ranks, under keys that begin with the index of this set of ranks.
     """
 
     def __init__(self, control: ObjectComm, size: int, group: int) -> None:

@@ -23,7 +23,7 @@ class ReduceType(Enum):
 
 
 class OpParallelLinear:
-    """The product of `ColumnParallelLinear` and `RowParallelLinear`, with BMTrain's name and arguments."""
+    """The function that `ColumnParallelLinear` and `RowParallelLinear` apply, with BMTrain's name and arguments."""
 
     @staticmethod
     def apply(

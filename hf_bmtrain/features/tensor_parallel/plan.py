@@ -27,11 +27,11 @@ _SPLIT = {"colwise": 0, "rowwise": 1}  # {style: the dimension on which the weig
 _WHOLE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise"}
 """Styles of layers whose inputs and outputs are whole tensors. They are not split: each rank computes them in full."""
 _PART_OF_ROWS = "replicated_with_grad_allreduce"
-"""The style of parameters that are not split, and that each rank uses for its own features, as in norms of heads."""
+"""The style of unsplit parameters that each rank uses for its own features, such as those of norms of heads."""
 
 
 def has_parts(model: torch.nn.Module) -> bool:
-    """Return whether the model already has parameters that are parts of whole tensors."""
+    """Return whether the model already has parameters that are this rank's parts of split tensors."""
     # Do not check the class: a deep copy has plain Parameters, but the split ones keep this attribute.
     return any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters())
 
@@ -157,7 +157,7 @@ def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]])
 
 
 def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
-    """Raise ValueError if a module that the plan splits on dimension `dim` of its weight cannot be split."""
+    """Raise ValueError if a module cannot be split into `parts` equal parts on dimension `dim` of its weight."""
     if type(module) is not torch.nn.Linear:
         raise ValueError(f"auto_wrap: with tp_size, {name} must be a torch.nn.Linear, but is a {type(module).__name__}")
     if module.weight.is_meta or isinstance(module.weight, SourcedParameter):
@@ -175,9 +175,9 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
 
 
 def _split(module: Any, dim: int) -> None:
-    """Replace the weight and bias of a linear layer by this rank's parts, taken from rank 0's values.
+    """Replace the weight and bias of a linear layer by this rank's parts of the values on rank 0.
 
-    Also add the hook that communicates in each forward. Collective: every rank must call it.
+    Also add the hook that communicates in each forward or backward. Collective: every rank must call it.
 
     module: the layer.
     dim: the dimension of the weight that is split: 0 for output features, 1 for input features.
@@ -209,4 +209,4 @@ def _add_outputs(module: torch.nn.Module, args: Any, output: torch.Tensor) -> to
 
 
 for _hook in (_share_input, _add_outputs):
-    setattr(_hook, STAYS, True)  # keep the hooks in deep copies, which have the same parts
+    setattr(_hook, STAYS, True)  # deep copies of a split layer need these hooks too

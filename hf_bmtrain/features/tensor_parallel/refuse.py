@@ -11,10 +11,10 @@ from .plan import has_parts, has_plan
 
 
 class TensorParallel(Extension):
-    """The extension that refuses models without split layers, and arguments that exclude `tp_size`."""
+    """The extension that refuses models without layers to split, and arguments that do not work with `tp_size`."""
 
     def __init__(self, options: Options) -> None:
-        # quantize_frozen shards rank 0's weights over all ranks, so all ranks would get rank 0's part of split weights.
+        # quantize_frozen shards rank 0's weights over all ranks, but rank 0 has only its own part of split weights.
         unfit = {"sequence_parallel": options.sequence_parallel > 1, "quantize_frozen": options.quantize_frozen}
         self._unfit = [name for name, asked in unfit.items() if asked]
 

@@ -26,7 +26,7 @@ _QUIET = 100
 
 
 class SameRowsCheck(Observer):
-    """Compares the gradient norms of each parameter between the ranks of a tensor-parallel group.
+    """Finds a wrong `tp_mode` by comparing each parameter's gradient norms on the ranks of a tensor-parallel group.
 
     Each parameter is checked once, in the first backward in which it has a gradient. `end_backward` raises RuntimeError
     on every rank if `tp_mode` is wrong. It logs a warning if `tp_mode` may be wrong for some parameters.
@@ -36,7 +36,7 @@ class SameRowsCheck(Observer):
         self._world = world
         self._squares: dict[tuple[bool, str], torch.Tensor] = {}
         self._seen: set[tuple[bool, str]] = set()
-        self._quiet = 0  # backwards since a parameter last had its first gradient
+        self._quiet = 0  # number of backwards since a parameter last had its first gradient
         self.handle = world.schedule.observe(self)
 
     def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ class SameRowsCheck(Observer):
         if (key := (same, f"{name}, of shape {tuple(local.full_shape)}")) in self._seen:
             return
         wide = torch.promote_types(values.dtype, torch.float32)
-        squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()  # copies no values
+        squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()  # `values` are not copied
         self._squares[key] = self._squares[key] + squares if key in self._squares else squares
 
     def end_backward(self) -> None:

@@ -11,7 +11,7 @@ from ...engine.sharding.storage import Storage, StorageKind
 class WholeStorage(Storage):
     """Storage of parameters with `tp_mode=True` that are not split. It stores their elements as they are.
 
-    kind: the StorageKind, which is kept if the parameters are moved to another flat buffer.
+    kind: the StorageKind that has made this storage. Copies of the parameters are sharded with it too.
     """
 
     def __init__(self, kind: StorageKind) -> None:
@@ -19,10 +19,12 @@ class WholeStorage(Storage):
 
 
 class PartStorage(WholeStorage):
-    """Stores the elements of parameters that are parts of whole tensors, split over a tensor-parallel group.
+    """Storage of parameters that are parts of whole tensors, split over a tensor-parallel group.
+
+    It stores the elements of the parts as they are, and converts to and from whole tensors for checkpoints.
 
     Args:
-        kind: the StorageKind, which is kept if the parameters are moved to another flat buffer.
+        kind: the StorageKind that has made this storage. Copies of the parameters are sharded with it too.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """
@@ -46,7 +48,7 @@ class PartStorage(WholeStorage):
         return torch.cat(parts.unbind(), self.dim)
 
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
-        """Return the shape of parameter `index` in checkpoints, and the index there of the first element on this rank.
+        """Return the shape of parameter `index` in checkpoints, and the flat index in it of this rank's first element.
 
         Checkpoints contain the parts one after another, so that the elements of each rank are contiguous. For a split
         on dimension 0, that is the whole tensor. Otherwise it is a stack of the parts, (grid.size, *shape of a part).

@@ -24,7 +24,7 @@ def claim_hooks(model: Any, trainer: object) -> bool:
 
     Returns False, and changes nothing, if `trainer` has already added its hooks; otherwise True.
     """
-    record = vars(base_of(model))  # the same record with and without PEFT's wrapper
+    record = vars(base_of(model))  # the base model, so that it is found with and without PEFT's wrapper
     owner, handles = record.get(_HOOKS, (None, []))
     if owner is not None and owner() is trainer:
         return False

@@ -22,11 +22,11 @@ def follow_mean_loss(model: Any, args: Any) -> None:
     """Make Trainer's loss of `model` on several ranks the mean over the labels of all ranks, as in one process.
 
     Trainer expects a model whose forward takes keyword arguments to return a sum over this rank's labels, divided by
-    `num_items_in_batch`, the number of labels on all ranks. With `average_tokens_across_devices`, the default, it
-    therefore multiplies the loss by the number of ranks. But many models ignore `num_items_in_batch` and return a mean
-    over this rank's labels: BERT's forward does not use it, other models do not pass it to their `loss_function`, and
-    some of these functions do not use it. A hook multiplies the loss of such a model by this rank's share of the labels
-    of all ranks, before Trainer multiplies it by the number of ranks.
+    `num_items_in_batch`, the number of labels in all micro-batches on all ranks. With `average_tokens_across_devices`,
+    the default, it therefore multiplies the loss by the number of ranks. But many models ignore `num_items_in_batch`
+    and return a mean over this rank's labels: BERT's forward does not use it, other models do not pass it to their
+    `loss_function`, and some of these functions do not use it. A hook multiplies the loss of such a model by this
+    rank's share of the labels of all ranks, before Trainer multiplies it by the number of ranks.
 
     Trainer also adds up the losses of micro-batches, which is wrong for a mean, even in one process. This function does
     not change that, but logs a warning.

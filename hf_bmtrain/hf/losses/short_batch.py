@@ -35,8 +35,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     * TRL's SFTTrainer: the labels of repeated rows are ignored, and the loss is averaged over the labels of all ranks.
     * Rows that a collator has concatenated: the labels of repeated rows are ignored.
     * TRL's RewardTrainer and DPOTrainer: the loss is computed for one pair after another.
-    * `split_batches`: as the weight of a loss, Trainer repeats it once for each row of a full batch. It would count the
-      rows of all ranks, so that a short batch would have too little weight. Only this rank's rows are counted instead.
+    * `split_batches`: Trainer would weight each rank's loss by the rows of a full batch on all ranks, so that a short
+      batch has too little weight. Instead, the weight is the number of rows of a full batch on one rank.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
@@ -261,7 +261,7 @@ def _loss_of_rows(
 
 
 def _is_mean_over_pairs(trainer: Any) -> bool:
-    """Return whether the loss of `trainer` is a mean over pairs of rows, as in TRL's RewardTrainer and most of DPO."""
+    """Return whether the trainer's loss is a mean over pairs of rows, as in TRL's RewardTrainer or DPOTrainer."""
     methods = (type(trainer).compute_loss, getattr(type(trainer), "_compute_loss", type(trainer).compute_loss))
     if any(method.__module__ not in _OF_PAIRS for method in methods) or not hasattr(trainer, "_metrics"):
         return False

@@ -21,11 +21,11 @@ _log = logging.getLogger("hf_bmtrain")
 
 @dataclass(frozen=True)
 class _Short:
-    """This rank's part of an epoch's last batch, if that is short: without the repeated rows.
+    """This rank's part of an epoch's short last batch, without the rows that Accelerate has repeated to fill it up.
 
     Attributes:
         inputs: the inputs for Trainer. If this rank has only repeated rows, it keeps one of them.
-        rows: the inputs with only the rows that are not repeated, possibly none. They are for counting tokens.
+        rows: the inputs with only the rows that are not repeated, possibly none. Their tokens are counted.
         weight: the factor of the loss if the loss is a mean over this rank's rows. It is 0 if `rows` has no rows.
     """
 

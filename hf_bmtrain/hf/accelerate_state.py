@@ -137,7 +137,8 @@ class _AcceleratorStates:
         try:
             with self._left_to_accelerate():
                 self._load_state(str(resumed.folder), load_kwargs, **options)
-            # Accelerate itself restores its step counter only if the number of ranks is the same as when saving.
+            # Accelerate itself reads the step from the file with this rank's random state. A rank that did not exist
+            # when the checkpoint was saved has no such file.
             if isinstance(resumed.extra, dict):
                 self._accelerator.step = resumed.extra.get("step", self._accelerator.step)
             small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)

@@ -245,7 +245,7 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
     folders = world.control.broadcast_object(_by_step(output_dir) if world.rank == 0 else None)
     for folder in folders:
         if not (folder / MANIFEST).exists() and not _missing(folder):
-            return folder  # a complete checkpoint without a sharded part, as Trainer alone writes
+            return folder  # a complete checkpoint that Trainer has written without this package
         problem = find_damage(folder)
         if problem is None:
             return folder

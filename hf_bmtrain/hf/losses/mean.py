@@ -109,7 +109,7 @@ class _Calls:
         if kwargs.get(COUNT) is None or not names & {COUNT, "fixed_cross_entropy"}:
             self.ignored = True
         else:
-            # The classification loss of transformers gets the count, but is a mean for two problem types all the same.
+            # The classification loss of transformers takes the count, but ignores it for two problem types.
             kind = getattr(self._base.config, "problem_type", None)
             self.ignored = "MSELoss" in names and kind in ("regression", "multi_label_classification")
         return loss

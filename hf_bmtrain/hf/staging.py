@@ -67,8 +67,8 @@ class StagedWeights:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `save_pretrained`, with the gathered weights if they are up to date.
 
-        Do nothing if the current weights were already saved to `save_directory`, or on ranks other than 0 if the
-        gathered weights are up to date.
+        Do nothing if the current weights were already saved to `save_directory`. With gathered weights, only rank 0
+        saves; other ranks do nothing.
         """
         if self.written is not None and Path(save_directory).absolute() == self.written:
             return None

@@ -1,6 +1,6 @@
-"""Make Accelerate's data loaders give the ranks of a group the same batches.
+"""Make Accelerate's data loaders give the same batches to the ranks of a group, which share rows (sequences).
 
-Accelerate is not imported here. If the program has imported it, its state is read from `sys.modules`.
+Accelerate is not imported here. If the program has imported it, its state is found in `sys.modules`.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return -1, None
     sampler = loader.sampler if isinstance(loader.sampler, torch.utils.data.BatchSampler) else loader.batch_sampler
-    while isinstance(sampler, SkipBatchSampler):  # after a resume, Trainer's sampler is wrapped to skip batches
+    while isinstance(sampler, SkipBatchSampler):  # after a resume, the sampler is wrapped to skip batches
         sampler = sampler.batch_sampler
     if not isinstance(sampler, BatchSamplerShard) or not sampler.even_batches or not sampler.batch_size:
         return None, None

@@ -46,17 +46,32 @@ def expect_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: s
 
 
 def expect_module(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is a torch.nn.Module."""
+    """Raise TypeError unless `value` is a torch.nn.Module.
+
+    Args:
+        name: the argument's name, for the error.
+        value: the value to check.
+    """
     expect_kind(name, value, torch.nn.Module, "a torch.nn.Module")
 
 
 def expect_tensor(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is a tensor."""
+    """Raise TypeError unless `value` is a tensor.
+
+    Args:
+        name: the argument's name, for the error.
+        value: the value to check.
+    """
     expect_kind(name, value, torch.Tensor, "a torch.Tensor")
 
 
 def expect_path(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is a path (str or os.PathLike), and ValueError if it is the empty string."""
+    """Raise TypeError unless `value` is a path (str or os.PathLike), and ValueError if it is the empty string.
+
+    Args:
+        name: the argument's name, for the error.
+        value: the value to check.
+    """
     expect_kind(name, value, (str, os.PathLike), "a path, as a str or os.PathLike")
     if value == "":
         raise ValueError(f"{name} must be a path, got an empty string. Check that the variable it comes from is set.")
@@ -78,6 +93,10 @@ def expect_flag(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is True, False, 1, 0 or None.
 
     Strings are refused, because the string "False", for example from a configuration file, counts as true in Python.
+
+    Args:
+        name: the argument's name, for the error.
+        value: the value to check.
     """
     if not isinstance(value, (bool, int, np.bool_, type(None))) or value not in (0, 1, None):
         raise TypeError(f"{name} must be True or False, got {_show(value)}")

@@ -99,7 +99,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Flush the contents of a file, or the entries of a folder, to disk."""
+    """Flush the contents of the file `path`, or the entries of the folder `path`, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -215,6 +215,10 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
     """Return the path of the file with a variant's compiled kernels. Compile them first if they are not in the cache.
 
     If several processes of a host call this at once, one compiles and the others wait.
+
+    Args:
+        variant: the source file and its macros.
+        arch: the compute capability; 90 is 9.0.
     """
     compiler = import_cupy().cuda.nvrtc.getVersion()
     folder = cache_folder()
@@ -286,7 +290,12 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
 
 
 def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> Exception:
-    """Return the error to raise for the kernel argument `value`, which has a wrong type, dtype or device."""
+    """Return the error to raise for the kernel argument `value`, which has a wrong type, dtype or device.
+
+    name: the kernel's name.
+    argument: the kernel's parameter for which `value` was passed.
+    device: the device on which a tensor must be.
+    """
     where = f"CUDA kernel {name}: {argument.name}"
     if not argument.pointer:
         return TypeError(f"{where} must be a {argument.c_type}, got {type(value).__name__} {value!r}")

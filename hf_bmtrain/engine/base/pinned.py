@@ -77,8 +77,10 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
 def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
     """Unlock page-locked memory that is no longer used.
 
-    The argument `memory` only keeps the addresses mapped until CUDA has unlocked them. If they were unmapped earlier,
-    another thread could map the same addresses, and CUDA would refuse to lock them.
+    memory: the mapping of the memory. It is passed only to keep the addresses mapped until CUDA has unlocked them. If
+        they were unmapped earlier, another thread could map the same addresses, and CUDA would refuse to lock them.
+    pointer: the address of the memory.
+    device: the CUDA device that was passed to `register`.
     """
     unregister(pointer, device)
 

@@ -190,7 +190,14 @@ def _enter_containers(
 ) -> tuple[Any, bool]:
     """Implement `enter_backward` if the layer's outputs or arguments include lists, dicts or objects.
 
-    Arguments and results are those of `enter_backward`, which makes autograd call `before(token)`.
+    Return the outputs, in which the tensors that require a gradient are replaced by tensors whose backward calls
+    `before(token)`, and whether there are such tensors. In lists, dicts and objects, they are replaced in place.
+
+    before: the function to call at the beginning of the layer's backward.
+    token: the argument of `before`.
+    outputs: the return value of the layer.
+    filled: the mutable containers among the layer's arguments, or None if there are none. Tensors that the layer has
+        added to them are treated as outputs.
     """
     seen: set[int] = set()
     strange: list[Any] = []
@@ -255,7 +262,12 @@ def _leave_containers(
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers]:
     """Implement `leave_backward` if the layer's arguments include lists, dicts or objects.
 
-    Arguments and results are those of `leave_backward`, which makes autograd call `after()`.
+    Return `args` and `kwargs`, in which the tensors that require a gradient are replaced by tensors whose backward
+    calls `after()`, then these new tensors, and the mutable containers among the arguments. In lists, dicts and
+    objects, the tensors are replaced in place, until `Containers.restore` puts the originals back.
+
+    after: the function to call at the end of the layer's backward.
+    args, kwargs: the layer's arguments.
     """
     values = (*args, *kwargs.values())
     found = list(dict.fromkeys(tensors_in(values, set(), [])))

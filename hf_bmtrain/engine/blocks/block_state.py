@@ -118,6 +118,9 @@ class BlockState:
         """Run the layer's forward, and make autograd call `before_backward` and `after_backward` around its backward.
 
         Returns the outputs, and whether any of them requires a gradient.
+
+        layer_forward: the function to run, which is the layer's forward or its replacement `own_forward`.
+        args, kwargs: the arguments of the forward.
         """
         args, kwargs, inputs, filled = leave_backward(self.after_backward, args, kwargs)
         versions = [tensor._version for tensor in inputs]
@@ -142,7 +145,11 @@ class BlockState:
         return outputs, differentiable
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the layer's forward under torch's checkpoint, which recomputes it in backward."""
+        """Run the layer's forward under torch's checkpoint, which recomputes it in backward, and return its outputs.
+
+        layer_forward: the function to run, which is the layer's forward or its replacement `own_forward`.
+        args, kwargs: the arguments of the forward.
+        """
         nothing = nullcontext()
         around_first, around_again = self.recompute.contexts(args, kwargs, self.pending) or (nothing, nothing)
         again = False
@@ -191,6 +198,9 @@ class BlockState:
         The backward of the block may not have started yet, so this unshards the block if necessary. Autograd must save
         the same tensors as in the first forward. So if the first forward ran under the block's own checkpoint, this one
         does, too.
+
+        layer_forward: the function to run, which is the layer's forward or its replacement `own_forward`.
+        args, kwargs: the arguments of the recomputation.
         """
         closed = not self._open
         if closed:

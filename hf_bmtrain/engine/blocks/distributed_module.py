@@ -30,6 +30,8 @@ def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
     """Return a model's `outputs` with views of root parameters (those outside blocks) replaced by copies.
 
     Otherwise these outputs would become invalid when the full parameters are freed after the forward.
+
+    forward_pass: the forward that computed `outputs`. It knows which root parameters were read.
     """
     if torch.compiler.is_compiling() or not any(reader.unwatched for reader in forward_pass.readers):
         return outputs
@@ -83,7 +85,10 @@ class DistributedModule(ShardedModule):
         return self._run(super().__call__, args, kwargs)
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call `function` (this module's forward, or a part of it), and all-gather the parameters that it reads."""
+        """Call `function(*args, **kwargs)`, all-gather the parameters that it reads, and return its outputs.
+
+        function: this module's forward, or a method that runs a part of it, such as `get_image_features`.
+        """
         schedule = self._schedule
         if schedule.in_forward:
             with self._watch_own():
@@ -145,7 +150,14 @@ class DistributedModule(ShardedModule):
 
 
 def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
-    """Make `module` a DistributedModule in place: its new class extends DistributedModule and its old class."""
+    """Make `module` a DistributedModule in place: its new class extends DistributedModule and its old class.
+
+    A module that is a DistributedModule already is not changed.
+
+    Args:
+        module: the module.
+        schedule: the object that decides, for all models, when parameters are resharded. The module stores it.
+    """
     if not isinstance(module, DistributedModule):
         module.__class__ = _distributed_class(type(module))
         module.__dict__["_schedule"] = schedule

@@ -76,8 +76,9 @@ class Negotiation:
         """
         self._control, self._reduce = control, reduce
         self._units = 0
-        self._requests: dict[int, _Requests] = {}  # by the number of the buffer
-        self._served: dict[int, Callable[[], None]] = {}  # by number: takes part in that collective
+        self._requests: dict[int, _Requests] = {}  # by the number of the flat buffer
+        # For each number of a collective, the function by which this rank takes part if only other ranks request it.
+        self._served: dict[int, Callable[[], None]] = {}
 
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]

@@ -76,7 +76,14 @@ class Observer:
         """Return a text to add to a torch.OutOfMemoryError of a forward, backward or step, or None to add nothing."""
 
     def record(self, tensor: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
-        """Called by `record_tensor` with its arguments, except in recomputations and rehearsals (trial forwards)."""
+        """Called by `record_tensor`, which users call, except in recomputations and rehearsals (trial forwards).
+
+        Args:
+            tensor: an activation, of any shape.
+            name: its name.
+            group: a prefix of the name, or None.
+            requires_grad: whether the gradient of the activation is wanted too.
+        """
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_") and name != "position")
@@ -126,7 +133,8 @@ class ObserverHandle:
     """The handle that `Schedule.observe` returns. Call `remove` to remove the observer."""
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
-        self._observers, self._observer = observers, weakref.ref(observer)  # weak, because it may own its handle
+        # The reference is weak, because the observer may store this handle.
+        self._observers, self._observer = observers, weakref.ref(observer)
         self._freed = None if owner is None else weakref.finalize(owner, observers.remove, observer)
         if self._freed is not None:
             self._freed.atexit = False

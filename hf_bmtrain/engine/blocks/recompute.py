@@ -46,7 +46,12 @@ class Recompute:
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
         """Return two contexts: for a forward that backward will recompute, and for its recomputation.
 
-        Returns None if neither of them needs a context. The arguments are those of `recomputes` for this forward.
+        Returns None if neither of them needs a context.
+
+        Args:
+            args: the positional arguments of the forward.
+            kwargs: its keyword arguments.
+            pending: the number of the block's forwards whose backward has not run.
         """
 
     def backward_begins(self, recomputed: bool) -> None:
@@ -71,7 +76,10 @@ class Replay(Protocol):
     """Makes a recomputation of a layer's forward compute the same values as the first forward."""
 
     def record(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return the context for the first forward. It yields a snapshot of the layer's state, to pass to `restore`."""
+        """Return the context for the first forward. It yields a snapshot of the layer's state, to pass to `restore`.
+
+        args, kwargs: the arguments of the forward.
+        """
         ...
 
     def restore(self, snapshot: Any) -> AbstractContextManager[Any]:

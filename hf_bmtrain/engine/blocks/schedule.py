@@ -185,7 +185,11 @@ class Schedule:
         return next((observer for observer in self.observers if isinstance(observer, kind)), None)
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Call the `before_forward` methods of observers, except in recomputations and rehearsals (trial forwards)."""
+        """Call the `before_forward` methods of observers, except in recomputations and rehearsals (trial forwards).
+
+        model: the model of which a forward is about to start.
+        args, kwargs: the arguments of the forward.
+        """
         if not self.repeats:
             for observer in self.observers.before_forward:
                 observer.before_forward(model, args, kwargs)
@@ -346,10 +350,13 @@ class Schedule:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def join_backward(self, member: BackwardParticipant) -> None:
-        """Add a block or root buffer to the participants of the running backward, which are called at its end.
+        """Add a participant to the running backward. At the end of the backward, `finish_backward` of each is called.
 
         Each backward has its own participants, because a backward that runs inside another one (in a reentrant
         checkpoint) ends before the outer one.
+
+        member: for example a block, or the OnDemandGather of a root buffer (a flat buffer of parameters outside
+            blocks). Adding it again has no effect.
         """
         self._members_of(current_graph_task())[member] = None
 

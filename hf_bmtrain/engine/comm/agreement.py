@@ -81,7 +81,10 @@ def _by_value(values: Sequence[str]) -> str:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """Return a text such as "rank 3 has" or "ranks 0, 2-5 have" for ranks in ascending order."""
+    """Return a text such as "rank 3 has" or "ranks 0, 2-5 have".
+
+    numbers: the ranks that the text names, in ascending order.
+    """
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:

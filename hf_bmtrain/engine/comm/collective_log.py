@@ -28,7 +28,7 @@ UNKNOWN = "an exchange between the ranks"
 """The description, in messages, of an exchange of objects whose purpose this rank has not recorded."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_PARTS = ("all-to-all",)
-"""Collectives whose number of elements may differ between ranks. Their entries therefore do not contain it."""
+"""Collectives whose number of elements may differ between ranks. Their entries therefore do not contain this number."""
 _OF_BUFFERS = (
     "gather of", "gather without gradients of", "preparing the all-gather of", "reduction of the gradient of",
     "change of requires_grad in",
@@ -231,6 +231,8 @@ class CollectiveLog:
 
         Entries that this log no longer stores, or does not contain yet, are not compared. Returns None if all others
         are equal.
+
+        theirs: the last entries of the other rank's log, which its `excerpt` has returned.
         """
         digest, before = theirs.digest, self._digest(theirs.count)
         equal = before == digest

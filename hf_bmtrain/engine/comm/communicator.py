@@ -262,6 +262,11 @@ class SingleProcess:
 class _GlooTicket:
     """The ticket of one gloo operation.
 
+    label: a description of the operation, for errors.
+    work: the operation.
+    under_way: the communicator's set of running operations, from which `wait` removes this one.
+    collective_log: the communicator's log, in which the thread that watches the other ranks notes a problem.
+    seconds: the maximum time for which `wait` waits.
     finish: a function that computes the result from the received values, called by `wait` after the operation, or None.
     """
 
@@ -443,7 +448,7 @@ def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
 
 
 def comes(work: Any, seconds: float) -> bool:
-    """Wait at most `seconds` for an operation of gloo to end. Return whether it has ended without an error."""
+    """Wait at most `seconds` for `work`, an operation of gloo, to end. Return whether it has ended without an error."""
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:

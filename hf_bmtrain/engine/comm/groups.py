@@ -57,7 +57,7 @@ class ShardGroup:
         return self._inside.unfinished() or self._world.unfinished()
 
     def close(self, abort: bool) -> None:
-        """Do nothing, because the code that opened the communicators closes them."""
+        """Do nothing and ignore `abort`, because the code that opened the communicators closes them."""
 
 
 class EqualSums(ShardGroup):
@@ -166,7 +166,7 @@ class TwoLevels:
         return any(each.unfinished() for each in (self.inside, self.rail, self._world))
 
     def close(self, abort: bool) -> None:
-        """Do nothing, because the code that opened the communicators closes them."""
+        """Do nothing and ignore `abort`, because the code that opened the communicators closes them."""
 
 
 class HostGather(CollectiveGather):

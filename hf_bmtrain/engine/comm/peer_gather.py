@@ -104,7 +104,7 @@ class PeerGather(Gather):
         self._made = 0
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._update_stream.follow()  # the current stream initializes the token, which this stream uses
+        self._update_stream.follow()  # the update stream uses the token only after the current one has initialized it
         self._meetings = functools.cache(open_meetings)
         self._members = range(self._size) if members is None else members
 

@@ -21,6 +21,10 @@ class PeerMemory(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
         """Allocate zeroed memory that other processes of this host can map.
 
+        Args:
+            numel: the number of elements.
+            dtype: their dtype.
+
         Returns:
             The memory as a tensor (numel,), a handle that other processes pass to `map`, and a function that returns
             None as soon as no tensor of this process refers to the memory.
@@ -44,16 +48,21 @@ class PeerMemory(Protocol):
         ...
 
     def unlink(self, handle: Any) -> None:
-        """Delete the file through which the memory is shared, if any. Every process must have mapped it before.
+        """Delete the file through which memory is shared, if any. Every process must have mapped the memory before.
 
         The memory itself stays until no process maps it any longer.
+
+        handle: the handle that `allocate` returned in this process.
         """
 
     def unmap(self, source: Any) -> None:
         """Unmap memory of another process from this one. source: the mapped memory that `map` returned."""
 
     def free(self, handle: Any) -> None:
-        """Free memory that this process allocated. Every other process must have unmapped it before."""
+        """Free memory that this process allocated. Every other process must have unmapped it before.
+
+        handle: the handle that `allocate` returned.
+        """
 
     def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
         """Start to copy sources to targets. The copies wait for the work queued on the current stream so far.

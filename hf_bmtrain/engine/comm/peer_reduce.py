@@ -243,13 +243,19 @@ class _PeerReducer(CollectingReducer):
         return PendingReduce(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the gradient as a contiguous tensor (numel,) in the buffer's dtype, or zeros for None."""
+        """Return the gradient as a contiguous tensor (numel,) in the buffer's dtype, or zeros for None.
+
+        numel: the number of elements of the full gradient.
+        like: a tensor with the dtype and device of the zeros.
+        """
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
     def _target(self, box: Mailbox, other: int, local_range: Range) -> Any:
         """Return the part of rank `other`'s mailbox that receives this rank's gradients of one range.
 
-        box: this rank's mailbox with the same index. local_range: a range of a tensor that rank `other` stores.
+        box: this rank's mailbox for the same reduction. The other ranks' mailboxes for it have the same index.
+        other: the rank that stores the range.
+        local_range: the range of one tensor.
         """
         row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # a mailbox has no row for its owner
         start = (row * self._layout.shard_numel + local_range.shard_start) * itemsize

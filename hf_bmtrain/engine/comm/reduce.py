@@ -287,7 +287,10 @@ class _CollectiveReducer(CollectingReducer):
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether packing is unnecessary: the only gradient fills the buffer, contiguously and in its dtype."""
+        """Return whether packing is unnecessary: the only gradient fills the buffer, contiguously and in its dtype.
+
+        gradients: the full gradients of the buffer's tensors. None stands for a gradient of zero.
+        """
         first = gradients[0]
         if first is None or not self._single:
             return False
@@ -349,7 +352,11 @@ class _LocalReducer:
         self._open = None
 
     def _packing(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
-        """Return the Packing that copies the current backward's gradients. The first call in a backward creates it."""
+        """Return the Packing that copies the current backward's gradients. The first call in a backward creates it.
+
+        shard: the tensor into which gradients are packed if `total` is None. Otherwise they are packed into new memory.
+        total: the running sum of gradient accumulation, or None.
+        """
         if self._open is None:
             self._open = Packing(self._memory(shard, total), self._layout, self._shapes)
         return self._open

@@ -65,7 +65,10 @@ class ResizableStorage:
 
 
 def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors share one storage. If `tensor` is sparse, the storage of its values is compared."""
+    """Return whether `tensor` and `other` share one storage. If `tensor` is sparse, that of its values is compared.
+
+    other: a dense tensor.
+    """
     try:
         return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
     except NotImplementedError:  # sparse tensors, and tensors inside vmap, have no storage

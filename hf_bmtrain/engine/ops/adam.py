@@ -51,9 +51,16 @@ def variant(
 def macros(
     grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool
 ) -> tuple[tuple[str, str], ...]:
-    """Return the macros of the CUDA source for a combination of dtypes. The arguments are those of `variant`.
+    """Return the macros of the CUDA source for a combination of dtypes, as (name, value) pairs sorted by name.
 
-    Raises ValueError if the combination is not supported.
+    Args:
+        grad: the dtype of the gradients.
+        weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
+        master: the dtype of the masters: float32, or int16 for residuals.
+        coupled: whether the kernel adds l2 times the weight to the gradient.
+
+    Raises:
+        ValueError: the combination is not supported.
     """
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
@@ -202,6 +209,15 @@ def update_reference(
     """Compute the same as `adam_update` with torch, on any device and with the kernel's random bits.
 
     The host waits for the device.
+
+    Args:
+        grad: (n,), only read. For the dtypes of this and the other tensors, see `adam_update`.
+        master: (n,), updated: the float32 masters, or the int16 residuals of bfloat16 weights.
+        exp_avg: (n,), updated.
+        exp_avg_sq: (n,), updated.
+        weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.
+        record: (12,) float32, this run's row of the records from `adam_prepare`.
+        index_base: the position of element 0 among all elements of the model.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])

@@ -56,7 +56,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def zeros(cls, numel: int, device: torch.device) -> Moments:
-        """Return the moments of `numel` elements, set to zero."""
+        """Return the moments of `numel` elements on `device`, set to zero."""
         sizes = numel, -(-numel // BLOCK)
         return cls(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes * 2))
 
@@ -81,7 +81,12 @@ class Moments(NamedTuple):
         return torch.where(codes > 127, -exp_avg, exp_avg), root.square_()
 
     def write(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Encode the first and the second moment, (n,) float32 each, into these tensors, rounded to nearest."""
+        """Encode new moments into the tensors of this object, rounded to nearest.
+
+        Args:
+            exp_avg: the first moment, (n,) float32 on any device.
+            exp_avg_sq: the second moment, (n,) float32 on any device.
+        """
         self._store(exp_avg.to(self.exp_avg.device), exp_avg_sq.to(self.exp_avg.device).sqrt(), None)
 
     def _store(self, exp_avg: Tensor, root: Tensor, random: Tensor | None) -> None:
@@ -138,7 +143,11 @@ def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
 def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool = False) -> Variant:
     """Return the CUDA source of 8-bit AdamW with the macros for a combination of dtypes.
 
-    The arguments are those of `adam.variant`.
+    Args:
+        grad: the dtype of the gradients.
+        weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
+        master: the dtype of the masters: float32, or int16 for residuals.
+        coupled: whether the kernel adds l2 times the weight to the gradient.
 
     Raises:
         ValueError: the combination is not supported.
@@ -201,6 +210,14 @@ def update_reference(
     """Compute the same as `adam8_update` with torch, on any device and with the kernel's random bits.
 
     The host waits for the device.
+
+    Args:
+        grad: (n,), only read. For the dtypes of this and the other tensors, see `adam8_update`.
+        master: (n,), updated: the float32 masters, or the int16 residuals of bfloat16 weights.
+        moments: the moments of these elements, updated.
+        weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.
+        record: (12,) float32, this run's row of the records from `adam_prepare`.
+        index_base: the position of element 0 among all elements of the model.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])

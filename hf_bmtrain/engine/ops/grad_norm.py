@@ -59,7 +59,7 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """View a complex tensor (n,) as alternating real and imaginary parts (2n,). Return a real tensor unchanged."""
+    """View a complex `flat` (n,) as alternating real and imaginary parts (2n,). Return a real one unchanged."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

@@ -78,6 +78,8 @@ def reference(rows: Tensor, out: Tensor, total: Tensor | None = None) -> None:
     """Compute `out` and `total` of `peer_mean` with torch on any device.
 
     rows: (ranks, n), the values of all ranks in rank order.
+    out: (n,), written with the mean, or with the new `total`.
+    total: (n,), a running sum to which the mean is added in place, or None.
     """
     mean = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for row in rows[1:]:

@@ -177,7 +177,10 @@ def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _at(weight: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return the float32 masters with these residuals, or the weight where a master would not round to it."""
+    """Return the float32 masters of bfloat16 weights, or the weight where a master would not round to it.
+
+    distance: the residuals, int32: the difference between each master and its weight (see the module).
+    """
     master = (_bits(weight) + distance).view(torch.float32)
     rounds = master.bfloat16().view(torch.int16) == weight.view(torch.int16)
     return torch.where(rounds, master, weight.float())

@@ -108,7 +108,13 @@ class _Division(NamedTuple):
 
 
 def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
-    """Raise ValueError if one of these arguments of `init_distributed` is not valid, or if they cannot be combined."""
+    """Raise ValueError unless these arguments of `init_distributed` are valid and can be combined.
+
+    Args:
+        gather: how shards are all-gathered; must be one of GATHERS.
+        shard_over: the ranks over which parameters are sharded; must be one of SHARD_OVER.
+        init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
+    """
     if not isinstance(shard_over, str) or shard_over not in SHARD_OVER:
         raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
     if gather == "two-level" and shard_over == "host":
@@ -186,6 +192,9 @@ def open_backend(
         """Open a communicator in each of `groups`, which must have equal sizes. Return that of this rank's group.
 
         Collective: every rank must call it.
+
+        name: the communicator's name, for messages.
+        groups: the groups into which all ranks are divided, each as a list of ranks.
         """
         members = next(group for group in groups if rank in group)
         if len(members) == 1:
@@ -385,6 +394,9 @@ def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
     """Measure how many bytes per second this rank receives in an all-gather, and return the highest of three results.
 
     Collective: every rank must call it.
+
+    communicator: the communicator that does the all-gather. It has at least two ranks.
+    device: this rank's device.
     """
     shard = torch.zeros(MEASURED, dtype=torch.uint8, device=device)
     full, seconds = shard.new_empty(communicator.size * MEASURED), []
@@ -416,7 +428,15 @@ def _hosts(names: Sequence[Any]) -> list[list[int]]:
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_method: str, monitor: Monitor) -> None:
-    """Initialize torch's default process group, unless it is initialized. Collective: every rank must call it."""
+    """Initialize torch's default process group, unless it is initialized. Collective: every rank must call it.
+
+    rank: this process's rank.
+    size: the number of ranks.
+    device: this rank's device. If it is a GPU, the group uses NCCL for GPU tensors, besides gloo for CPU tensors.
+    timeout: the longest time to wait for other ranks.
+    init_method: the URL at which the ranks meet.
+    monitor: waits for all ranks first, to name those that are missing.
+    """
     if dist.is_initialized():
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -460,7 +480,10 @@ def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
-    """Return {package: version} for the packages whose versions must be equal on all ranks."""
+    """Return {package: version} for the packages whose versions must be equal on all ranks.
+
+    device: this rank's device. The versions of CUDA, NCCL and CuPy are included only if it is a GPU.
+    """
     package: Any = sys.modules[__name__.split(".")[0]]
     found = {
         "Python": ".".join(map(str, sys.version_info[:2])),
@@ -486,6 +509,13 @@ def _smallest_copied(
     Peer copies read and write the memory of other ranks directly. Only collectives are used if the user chose them, if
     the ranks `members`, which store different shards, cannot access each other's memory, and by default on the CPU,
     where peer copies are slower. Collective: every rank must call it.
+
+    rank: this process's rank, for the log.
+    device: this rank's device.
+    gather: how shards are all-gathered, one of GATHERS. "peer" raises RuntimeError if peer copies are impossible.
+    members: the ranks that share the shards with this rank, including itself.
+    hosts: the ranks of each host.
+    exchange: a collective function that takes any object and returns the objects of all ranks, in rank order.
     """
     if gather in ("collective", "two-level") or len(members) == 1:
         return None

@@ -113,7 +113,7 @@ METADATA = frozenset(
 
 
 def find_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested tuples, lists and dicts."""
+    """Yield all tensors in `values`, which may be nested tuples, lists and dicts."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
             yield value

@@ -60,6 +60,8 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
     """Compute and cache the 2-norms of the tensors of several flat buffers, with one all-reduce in total.
 
     Buffers whose norms are cached already are skipped. Collective: every rank must call it.
+
+    norms: one object for each buffer, all with the same communicator.
     """
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
@@ -74,7 +76,7 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
 
 
 def note_clipping(collective_log: CollectiveLog) -> None:
-    """If `torch.nn.utils.clip_grad_norm_` is on the call stack, record its arguments in the collective log.
+    """If `torch.nn.utils.clip_grad_norm_` is on the call stack, record its arguments in the log `collective_log`.
 
     The ranks compare their logs, and so detect that they clip to different norms. The arguments are read from the local
     variables of `clip_grad_norm_`, because it does not pass them to the functions that it calls.

@@ -44,7 +44,7 @@ class Placement:
         return self.layout.numels[self.index]
 
     def matches(self, other: Placement) -> bool:
-        """Return whether two placements have the same shape and assign the same elements to each rank.
+        """Return whether this placement and `other` have the same shape and assign the same elements to each rank.
 
         The result is the same on every rank.
         """

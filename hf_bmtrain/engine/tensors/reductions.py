@@ -22,10 +22,13 @@ def _is_local(value: Any) -> bool:
 
 
 def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
-    """Return the norm of order `order` of each sharded tensor over all ranks. Collective: every rank must call it.
+    """Return the norm of order `order` of each of `pieces` over all ranks. Collective: every rank must call it.
 
     `SegmentNorms` computes and caches the 2-norms of gradients that a backward has stored in `.grad`. All other norms
     are computed here, with one all-reduce.
+
+    pieces: sharded tensors.
+    order: a number greater than 0, or inf.
     """
     order = float(order)
     if order <= 0:

@@ -355,6 +355,8 @@ class _Call:
 
     Attributes:
         func: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
         name: its name in the tables of functions.py.
         base: the name without the trailing `_` of in-place functions.
         in_place: whether the function writes to its first argument.
@@ -748,6 +750,10 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
     This is a fast path for optimizers. The sharded tensors at one position of the lists must have the same placement
     object, and plain tensors must have one element. Otherwise this function does nothing and returns NotImplemented,
     and the caller uses the slower `_Call`.
+
+    func: the function.
+    name: the result of `name_of(func)`. A trailing `_` means that the function writes to its first argument.
+    args, kwargs: the arguments with which it was called.
     """
     if is_tracing():
         return NotImplemented
@@ -796,6 +802,9 @@ def _count_writes(name: str, args: Sequence[Any]) -> None:
 
     Torch does not do this itself. Without it, a block (a transformer layer) that is unsharded during the step would not
     be all-gathered again, and would compute with the old weights.
+
+    name: the name of the function that was called. Unless it begins with `_fused_`, nothing is done.
+    args: the function's arguments. The first is the list of parameters.
     """
     if name.startswith("_fused_"):
         torch.autograd.graph.increment_version(args[0])

@@ -101,6 +101,10 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
     Accelerate itself does this only for models that it prepares, and it does not prepare sharded models. As in
     Accelerate, half-precision outputs are converted to float32. On the CPU, where Accelerate has no loss scale, fp16 is
     replaced by float32, with a warning.
+
+    Args:
+        model: the model, whose attribute `forward` is replaced.
+        device: the device on which the model computes.
     """
     forward = weak_method(model.forward)
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}

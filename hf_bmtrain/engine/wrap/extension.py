@@ -57,15 +57,17 @@ class Extension:
         return {}
 
     def choose(self, plan: WrapPlan) -> None:
-        """Decide what to do with the model, without changing it. Raise ValueError if the model is not supported."""
+        """Decide what to do with `plan.model`, without changing it. Raise ValueError if the model is not supported."""
 
     def prepare(self, plan: WrapPlan) -> None:
-        """Change modules and parameters of the model before they are sharded."""
+        """Change modules and parameters of `plan.model` before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
-        """Return the ids of parameters of blocks that must not share a flat buffer with parameters outside this set.
+        """Return the ids of those parameters of blocks that must not share a flat buffer with other parameters.
 
-        The sets that several extensions return are united.
+        The sets that several extensions return are united. Parameters in the union may share a buffer with each other.
+
+        plan: the model that is being wrapped, and its division into blocks and other modules.
         """
         return set()
 
@@ -73,13 +75,13 @@ class Extension:
         """Return how to store a block's parameter (quantized, for example), or None to let other extensions decide."""
 
     def connect(self, plan: WrapPlan) -> None:
-        """Do what must follow the sharding, for example replace forwards or add observers."""
+        """Do what must follow the sharding of `plan.model`, for example replace forwards or add observers."""
 
 
 def kind_of(extensions: list[Extension]) -> Any:
-    """Return a function that asks each extension in turn for the storage kind of a parameter.
+    """Return a function that asks each of `extensions` in turn for the storage kind of a parameter.
 
-    The function returns the first answer that is not None, or None if there is no such answer.
+    The function takes the parameter. It returns the first answer that is not None, or None if there is no such answer.
     """
 
     def ask(parameter: torch.nn.Parameter) -> StorageKind | None:

@@ -76,7 +76,7 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
 
 
 def adapter_parameters(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters of all adapters, frozen or not.
+    """Return the ids of the parameters of all adapters in `model`, frozen or not.
 
     PEFT's layers list the names of their submodules that belong to adapters in the attribute `adapter_layer_names`.
     """

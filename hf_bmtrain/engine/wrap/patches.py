@@ -54,6 +54,10 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
     This replaces methods of transformers such as `gradient_checkpointing_enable`, whose arguments it takes after
     `states` and `on`. Their option `offload` keeps the inputs of recomputed blocks in host memory. Options of
     torch.utils.checkpoint are ignored. Raises ValueError if the option `every_n_layers` is not 1.
+
+    states: weak references to the BlockStates of the blocks.
+    on: whether the blocks recompute their forwards from now on.
+    args, kwargs: the arguments of the replaced method.
     """
     given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
     for value in (*args, *kwargs.values()):
@@ -79,6 +83,10 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
     synced_gpus=True; both are set here. Modules that drop layers at random do not get the attribute, because it makes
     transformers call all of their layers. Continuous batching cannot keep the ranks together, so it raises an error if
     there are several ranks.
+
+    Args:
+        model: the model, whose modules are patched.
+        blocks: the model's blocks. They and the modules inside them do not get the attribute.
     """
     # torch.compile would treat a module with this attribute as one of FSDP. Compiled modules, and modules in blocks,
     # which may be compiled, therefore do not get it.

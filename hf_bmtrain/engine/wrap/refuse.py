@@ -47,6 +47,10 @@ def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) ->
     """Raise ValueError if one of `blocks`, or a module that contains one, was compiled by `module.compile()`.
 
     The all-gathers of the block would be compiled, too. Modules inside a block, or that contain none, may be compiled.
+
+    Args:
+        model: the model, all of whose modules are checked.
+        blocks: the modules of the model that will become blocks.
     """
     blocks = {*blocks}
     for name, module in model.named_modules():
@@ -62,7 +66,7 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 
 def _admit_modules(model: torch.nn.Module) -> None:
-    """Raise ValueError if a module uses its weights outside its forward, where they are not all-gathered."""
+    """Raise ValueError if a module of `model` uses its weights outside its forward, where they are not all-gathered."""
     for name, module in model.named_modules():
         if callable(getattr(module, "backward_pass", None)):
             raise ValueError(

@@ -41,6 +41,10 @@ def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Mo
 
     A root parameter is one that belongs to no block. The places are those of all parameters of the modules in
     `outside`, followed by those inside `blocks` whose id is in `shared`.
+
+    blocks: the modules that are or become blocks (layers that are sharded one by one).
+    outside: the modules that are neither blocks nor inside one.
+    shared: the result of `shared_parameters`.
     """
     inside = find_places(module for block in blocks for module in block.modules())
     return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
@@ -71,6 +75,10 @@ def name_buffers(model: torch.nn.Module, world: World) -> None:
 
     A buffer is named after the first of its parameters. The origin of a parameter has the path of the block that
     contains it, and the parameter's name in this block.
+
+    Args:
+        model: the model, whose parameters are sharded.
+        world: the world of the model. The names are stored in its monitor.
     """
     names: dict[int, list[str]] = {}
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, CheckpointBlock)]
@@ -94,7 +102,7 @@ def _keys(block: torch.nn.Module) -> list[int]:
 
 @torch.no_grad()
 def place_buffers(model: torch.nn.Module, world: World) -> None:
-    """Move the module buffers (running means, masks, rotary tables) to this rank's device.
+    """Move the module buffers (running means, masks, rotary tables) of `model` to this rank's device, `world.device`.
 
     Collective: every rank must call it. All ranks get rank 0's values.
     """

@@ -26,6 +26,7 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 
     Called when the model is wrapped for the first time.
 
+    plan: the model, and its division into blocks and other modules.
     chains: the model's lists of blocks, each in execution order.
     """
     reason = _why_uneven(plan, chains)
@@ -40,13 +41,19 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 
 
 def follow_additions(plan: WrapPlan) -> None:
-    """Include newly added parameters in the agreements, if the ranks agree on each collective of this model."""
+    """Include newly added parameters in the agreements, if the ranks agree on each collective of this model.
+
+    plan: the model, which was wrapped before, and its division into blocks and other modules.
+    """
     if any(getattr(module, "_uneven", False) for module in plan.root):
         _register(plan)
 
 
 def _register(plan: WrapPlan) -> None:
-    """Mark the model as uneven (ranks may run different parts of it), and number its collectives for the agreements."""
+    """Mark the model of `plan` as uneven (ranks may run different parts of it), and number its collectives.
+
+    By these numbers, the ranks agree on the next collective (see `Negotiation`).
+    """
     for module in plan.root:
         if isinstance(module, DistributedModule):
             module.__dict__["_uneven"] = True
@@ -64,7 +71,11 @@ def _numel(states: Sequence[BlockState]) -> int:
 
 
 def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
-    """Return the reason why ranks may run different parts of the model in one step, for the log, or None."""
+    """Return the reason why ranks may run different parts of the model in one step, for the log, or None.
+
+    plan: the model, and its division into blocks and other modules.
+    chains: the model's lists of blocks, each in execution order.
+    """
     dropping = [type(module).__name__ for module in plan.root if drops_layers(module)]
     if dropping:
         return f"{dropping[0]} drops layers at random"

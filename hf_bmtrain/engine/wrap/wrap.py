@@ -91,6 +91,12 @@ def _choose_chains(
 
     Collective: every rank must call it. Returns the blocks as chains (lists in execution order), and the ModuleLists
     that contain them. If the model was wrapped before (`late`), both are empty, because its blocks exist already.
+
+    model: the model.
+    world: the ranks that share the parameters.
+    blocks: the modules that the user passed, or None to choose the items of the model's outermost ModuleLists.
+    late: whether the model was wrapped before.
+    extensions: may refuse the model, and accept parameters of classes that are not torch's own.
     """
     chains: list[Chain] = []
     lists: list[torch.nn.ModuleList] = []
@@ -127,6 +133,9 @@ def _refuse_together(world: World, check: Callable[[], object]) -> None:
 
     If the ranks got different errors, or only some of them got one, raise RuntimeError on all ranks. Collective: every
     rank must call it.
+
+    world: the ranks that compare their errors.
+    check: a function without arguments that raises ValueError if the model cannot be wrapped.
     """
     refusal = None
     try:
@@ -145,9 +154,13 @@ def _root(model: torch.nn.Module, blocks: Chain) -> Chain:
 
 
 def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, extensions: Sequence[Extension]) -> None:
-    """Turn each layer into a CheckpointBlock, which shards the parameters of the layer.
+    """Turn each layer of `plan.layers` into a CheckpointBlock, which shards the parameters of the layer.
 
     Parameters that several modules share (`plan.shared`) are left out. Collective: every rank must call it.
+
+    zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
+    use_checkpoint: whether blocks recompute their forwards in backward, as in `wrap`.
+    extensions: determine how parameters are stored, and which get separate flat buffers.
     """
     separate = {key for each in extensions for key in each.separate(plan)}
     kind = kind_of([*extensions])
@@ -162,6 +175,7 @@ def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList],
 
     Also turns off the model's own gradient checkpointing, because the blocks recompute their forwards themselves.
 
+    plan: the model and its blocks.
     chains: lists of blocks in execution order.
     lists: the ModuleLists that contain the blocks.
     compile: whether to compile the blocks. A str names the backend.
@@ -182,6 +196,8 @@ def _shard_additions(plan: WrapPlan) -> None:
     """Shard the parameters that were added after the model was wrapped, such as adapters or a new head.
 
     Collective: every rank must call it.
+
+    plan: the model, and its division into blocks and other modules.
     """
     world, count, layers = plan.world, 0, plan.layers
     for block in layers:
@@ -206,6 +222,7 @@ def _patch(plan: WrapPlan, fresh: Iterable[torch.nn.Module]) -> None:
 
     Collective: every rank must call it.
 
+    plan: the model, whose parameters are sharded already, and its blocks.
     fresh: the model's modules that were not wrapped before.
     """
     place_buffers(plan.model, plan.world)

@@ -82,9 +82,9 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that created the temporary folder has ended.
+    """Return whether the process that created the temporary folder `folder` has ended.
 
-    It holds a lock on a file in the folder, which the system releases when the process ends.
+    That process holds a lock on a file in the folder, which the system releases when the process ends.
     """
     try:
         with open(folder / _LOCK, "r+") as file:

@@ -55,8 +55,9 @@ class _LeaveBackward(torch.autograd.Function):
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return `function.apply(*args)`, but skip torch's checks for functorch, which take half the time of the call.
 
-    The checks are not skipped inside a functorch transform, because they raise torch's error for functions that do not
-    support transforms, nor while torch.compile traces, because it supports only `function.apply`.
+    Inside a functorch transform, the checks are not skipped, because they raise torch's error for functions that do not
+    support transforms. They are not skipped either while torch.compile traces, because it supports only
+    `function.apply`.
     """
     if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
@@ -173,6 +174,11 @@ def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> 
     The backward of these tensors computes nothing, and only calls `before(token)`. This lets a rank take part in the
     backward of the other ranks if none of its own outputs requires a gradient. Otherwise, torch would raise an error
     when backward is called on this rank.
+
+    Args:
+        before: the function to call.
+        token: the argument of `before`.
+        outputs: the return value of the model. It is not modified.
     """
     found = [
         leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

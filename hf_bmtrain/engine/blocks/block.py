@@ -161,10 +161,11 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 
 
 def weak_method(method: Callable) -> Callable:
-    """Return a function that calls a bound method without keeping its object alive. Return other callables unchanged.
+    """Return a function that calls the bound method `method` without keeping its object alive.
 
-    Use the result if a module stores one of its own methods. The bound method itself would form a reference cycle,
-    which would keep a deleted model in memory until the next garbage collection.
+    If `method` is another callable, return it unchanged. Use the result if a module stores one of its own methods. The
+    bound method itself would form a reference cycle, which would keep a deleted model in memory until the next garbage
+    collection.
     """
     if not inspect.ismethod(method):
         return method

@@ -269,5 +269,8 @@ def _excerpt(memory: Any) -> Excerpt:
 
 
 def _entries(digests: list[int]) -> list[int]:
-    """Compute the n entries of a log that lie between n + 1 successive digests."""
+    """Compute n entries of a log from n + 1 successive digests.
+
+    digests: each is the digest of all entries up to some position; from one to the next, the position grows by 1.
+    """
     return [(after - before * _FACTOR) & _MASK for before, after in pairwise(digests)]

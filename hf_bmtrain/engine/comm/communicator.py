@@ -467,8 +467,8 @@ def keep_group(group: Any) -> None:
 def end_group(group: Any) -> None:
     """Destroy a process group. The caller must also drop its own reference to the group, so that its threads end.
 
-    They must end before the interpreter shuts down. Otherwise a gloo thread may free the tensors of its last operation
-    during the shutdown, and the process aborts ("terminate called without an active exception").
+    The threads must end before the interpreter shuts down. Otherwise a gloo thread may free the tensors of its last
+    operation during the shutdown, and the process aborts ("terminate called without an active exception").
     """
     with contextlib.suppress(ValueError):  # the group was already destroyed together with the default group
         dist.destroy_process_group(group)

@@ -153,7 +153,12 @@ def _firsts(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _add_up(partials: torch.Tensor, firsts: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of partials[firsts[s] : firsts[s + 1]] to out[s], for each s, with a CUDA kernel."""
+    """Write the sum of partials[firsts[s] : firsts[s + 1]] to out[s], for each s, with a CUDA kernel.
+
+    partials: (n,) float64.
+    firsts: (k + 1,) int64, non-decreasing, from 0 to n.
+    out: (k,) float64.
+    """
     blocks = -(-out.numel() // (THREADS // 32))
     kernel(variant(torch.float32), "segment_squares", out.device)(blocks, THREADS, partials, firsts, out.numel(), out)
 

@@ -319,11 +319,12 @@ class CopySource:
 
 
 def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
-    """Write the changed copies of all sources to their sharded tensors.
+    """Write the changed copies of all `sources` to their sharded tensors.
 
     Returns the first reason for a failure, or None if there was none.
 
-    view: as for `CopySource.pass_on`. Only the source whose copy contains the view gets it; the others get None.
+    view: the view that was written, if all of its elements were overwritten without being read; otherwise None. It is
+        passed to `CopySource.pass_on` of the source whose copy contains it; the other sources get None.
     """
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)

@@ -26,6 +26,10 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
 
     Later calls of the model's `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch the
     recomputation of the blocks on and off.
+
+    Args:
+        model: the model, whose methods are replaced.
+        blocks: the model's CheckpointBlocks.
     """
     # Use weak references, because a patched module may be part of a block, which would make a reference cycle.
     states = [weakref.ref(block._bmt) for block in blocks]

@@ -74,7 +74,7 @@ class BlockState:
 
     @property
     def keeps_no_cache(self) -> bool:
-        """True if training forwards must not fill a key-value cache: they may be recomputed, or are compiled."""
+        """True if training forwards must not fill a key-value cache, because they may be recomputed or are compiled."""
         return not self.recompute.fills_cache or self.compiled
 
     # -- forward ------------------------------------------------------------------------------------------------

@@ -111,8 +111,8 @@ class DistributedModule(ShardedModule):
             if differentiable:
                 return outputs
             if self._uneven and any(parameter.requires_grad for parameter in self.parameters()):
-                # In this step, no output of this rank requires a gradient, but outputs of other ranks do. Their
-                # backward is collective, so this rank must run a backward too.
+                # In this step, no output of this rank requires a gradient, but outputs of other ranks
+                # may. Their backward is collective, so this rank must run a backward too.
                 return anchor_backward(forward_pass.before_backward, token, outputs)
         forward_pass.reshard()
         return outputs

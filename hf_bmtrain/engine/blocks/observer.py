@@ -130,7 +130,13 @@ class Observers:
 
 
 class ObserverHandle:
-    """The handle that `Schedule.observe` returns. Call `remove` to remove the observer."""
+    """The handle that `Schedule.observe` returns. Call `remove` to remove the observer.
+
+    Args:
+        observers: the collection that contains the observer.
+        observer: the observer.
+        owner: an object; when it is freed, the observer is removed. None if the observer stays until `remove`.
+    """
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
         # The reference is weak, because the observer may store this handle.

@@ -91,7 +91,7 @@ class Replay(Protocol):
 
 
 class InputStore(Protocol):
-    """Stores the inputs of blocks outside the device's memory, until the forwards are recomputed in backward."""
+    """Keeps the inputs of recomputed blocks outside the device's memory, for example on the host, until backward."""
 
     def saving(self) -> AbstractContextManager[Any] | None:
         """Return a context in which torch's checkpoint saves the inputs of one forward of a block to this store.

@@ -207,7 +207,7 @@ class Schedule:
     def explain_shortage(self, error: BaseException) -> None:
         """If `error` is a torch.OutOfMemoryError, add the texts to it that observers return from `out_of_memory`.
 
-        They become notes of the exception. In Python 3.10, where exceptions have no notes, they are logged instead.
+        The texts become notes of the exception. In Python 3.10, where exceptions have no notes, they are logged.
         """
         if not isinstance(error, torch.OutOfMemoryError):
             return

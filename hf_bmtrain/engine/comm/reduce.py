@@ -161,8 +161,9 @@ class Packing:
         parts = flat.data.split_with_sizes(layout.sizes)
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
+        # The gaps are filled by copying zeros, so that one kernel writes both the gradients and the gaps.
         zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
-        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # one kernel then copies gradients and zeros
+        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:

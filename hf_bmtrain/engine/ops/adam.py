@@ -37,9 +37,10 @@ def variant(
         grad: the dtype of the gradients.
         exp_avg: the dtype of the first moment, float32 or bfloat16.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
-        master: the dtype of the masters: float32, or int16 for residuals.
-        coupled: whether the kernel adds l2 times the weight to the gradient. False omits this term at compile time, so
-            that it cannot affect how the compiler fuses other operations, and thereby their rounding.
+        master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
+        coupled: whether the kernel adds l2 (the factor of L2 regularization) times the weight to the gradient. False
+            omits this term at compile time, so that it cannot affect how the compiler fuses other operations, and
+            thereby their rounding.
 
     Raises:
         ValueError: the combination is not supported.
@@ -56,8 +57,8 @@ def macros(
     Args:
         grad: the dtype of the gradients.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
-        master: the dtype of the masters: float32, or int16 for residuals.
-        coupled: whether the kernel adds l2 times the weight to the gradient.
+        master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
+        coupled: whether the kernel adds l2 (the factor of L2 regularization) times the weight to the gradient.
 
     Raises:
         ValueError: the combination is not supported.
@@ -82,7 +83,10 @@ def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants (combinations of macros) of this module's CUDA source. They do not depend on `arch`."""
+    """Return all variants (combinations of macros) of this module's CUDA source.
+
+    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    """
     moments = (torch.float32, torch.bfloat16)
     return [
         variant(grad, exp_avg, weight, master, coupled)

@@ -110,7 +110,7 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
 
     Args:
         magnitudes: (n,) float32, none negative.
-        fraction: the number of fraction bits of the format.
+        fraction: the number of fraction bits of the codes' floating-point format.
         random: (n,), 16 random bits for each element, for stochastic rounding. None rounds to nearest.
 
     Returns:
@@ -132,7 +132,7 @@ def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
     Args:
         codes: (n,), from `encode`.
         exponents: the blocks' exponents, from `encode`.
-        fraction: the number of fraction bits of the format.
+        fraction: the number of fraction bits of the codes' floating-point format.
     """
     n = len(codes)
     numbers = (codes.int() << (23 - fraction)).view(torch.float32) * _SHIFT
@@ -146,8 +146,8 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
     Args:
         grad: the dtype of the gradients.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
-        master: the dtype of the masters: float32, or int16 for residuals.
-        coupled: whether the kernel adds l2 times the weight to the gradient.
+        master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
+        coupled: whether the kernel adds l2 (the factor of L2 regularization) times the weight to the gradient.
 
     Raises:
         ValueError: the combination is not supported.
@@ -156,7 +156,10 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants (combinations of macros) of this module's CUDA source. They do not depend on `arch`."""
+    """Return all variants (combinations of macros) of this module's CUDA source.
+
+    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    """
     return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 
 

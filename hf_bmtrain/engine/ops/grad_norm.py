@@ -27,7 +27,10 @@ def variant(dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants (combinations of macros) of this module's CUDA source. They do not depend on `arch`."""
+    """Return all variants (combinations of macros) of this module's CUDA source.
+
+    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    """
     return [variant(dtype) for dtype in C_NAMES]
 
 

@@ -172,7 +172,7 @@ def _in_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
 
 
 def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the residuals of float32 masters from the bfloat16 weights to which they round, as int32."""
+    """Return the residuals (see the module) of float32 masters from bfloat16 weights to which they round, as int32."""
     return torch.where(master.isnan(), 0, master.view(torch.int32) - _bits(weight))
 
 

@@ -580,8 +580,10 @@ class _Call:
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
         """Convert the results of a function of lists to sharded tensors, at the positions where an operand is sharded.
 
+        If the function works in place, return its first list instead. Return a result that is not a list unchanged.
+
         lists: the lists that were passed to the function.
-        result: the list that it returned for this rank's elements.
+        result: what it returned for this rank's elements.
         """
         if not isinstance(result, (list, tuple)):
             return result

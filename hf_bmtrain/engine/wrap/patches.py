@@ -77,7 +77,8 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
     store = current_world().layer_features.inputs() if on and offload else None
     for state in blocks:
         state.recompute = ALWAYS if on else NEVER
-        state.inputs = store or state.inputs  # offload_activations=True of auto_wrap stays in effect
+        # Without a new store, keep the one that auto_wrap(offload_activations=True) has set.
+        state.inputs = store or state.inputs
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:

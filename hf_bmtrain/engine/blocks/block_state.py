@@ -295,7 +295,7 @@ class BlockState:
 
         Collective: every rank must call it. Autograd does not call `after_backward` if no input of the block requires a
         gradient. If autograd calls it for only some of the block's forwards, `after_backward` does not reduce either,
-        because the others could still follow.
+        because the backwards of the other forwards could still follow.
         """
         if self._open:
             self.show_local()

@@ -34,7 +34,8 @@ def containers_of(value: Any) -> list[Any]:
     """Return the mutable containers in which `value` stores its items and attributes.
 
     These are `value` itself, if it is a list, dict, set or deque, and its `__dict__`, if it has one. The `__dict__` is
-    left out for tensors, modules, functions and classes, and for objects of the packages in `_STATELESS`.
+    left out for tensors, modules, functions and classes, and for objects that the standard library, torch or NumPy
+    defines (see `_STATELESS`).
     """
     own = [value] if isinstance(value, (list, dict, set, deque)) else []
     if not isinstance(value, torch.Tensor) and _has_attributes(type(value)):

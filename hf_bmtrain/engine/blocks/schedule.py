@@ -319,7 +319,7 @@ class Schedule:
     def negotiated(self) -> int | None:
         """The kind of pass (FORWARD, EVALUATION, BACKWARD) if ranks must now agree on each collective, otherwise None.
 
-        Each agreement writes it to the collective log, the list of operations that the ranks compare.
+        Each agreement writes this kind to the collective log, the list of operations that the ranks compare.
         """
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)

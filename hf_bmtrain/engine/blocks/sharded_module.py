@@ -121,7 +121,7 @@ class ShardedModule(torch.nn.Module):
 
 
 class OnlyWhileSharded(torch.nn.Module):
-    """Base class of the classes that features assign to modules in place if only a sharded model needs them.
+    """Base class of module classes that are needed only while a model is sharded. Features assign them in place.
 
     Deep copies and pickles of such a module have its original class. The original class is also used where
     `check_parity` computes a step with plain torch.

@@ -150,7 +150,7 @@ class CudaMemory:
 
     @contextmanager
     def _chosen(self) -> Iterator[None]:
-        """Return a context in which the device is current for torch and, in this thread, for CuPy."""
+        """Return a context in which this object's device is current for torch and, in this thread, for CuPy."""
         with torch.cuda.device(self._device):
             if self._runtime.getDevice() != self._device.index:
                 self._runtime.setDevice(self._device.index)

@@ -803,8 +803,8 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 def _count_writes(name: str, args: Sequence[Any]) -> None:
     """Increment the version counters of parameters that a fused optimizer function of torch has written.
 
-    Torch does not do this itself. Without it, a block (a transformer layer) that is unsharded during the step would not
-    be all-gathered again, and would compute with the old weights.
+    Torch does not do this itself. With an old counter, a block (a transformer layer) that is unsharded during the step
+    would not be all-gathered again, and would compute with the old weights.
 
     name: the name of the function that was called. Unless it begins with `_fused_`, nothing is done.
     args: the function's arguments. The first is the list of parameters.

@@ -117,7 +117,9 @@ class Negotiation:
         here, owner = weakref.ref(buffer), None if block is None else weakref.ref(block)
 
         def serve_gather() -> None:
-            with torch.enable_grad():  # as in `Schedule.gather`, because the collective log records the grad mode
+            # The collective log, which the ranks compare, records the grad mode. `Schedule.gather`, by which the other
+            # ranks issue this all-gather, enables gradients too.
+            with torch.enable_grad():
                 _alive(here).take_part()
 
         def serve_reduction() -> None:

@@ -162,8 +162,10 @@ class Schedule:
         self.backwards = 0
         self._pass: ForwardPass | None = None
         self._calibrates = False
-        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by autograd's number of the backward
-        self._passes: dict[int, list[ForwardPass]] = {}  # by the number of the backward that reached them
+        self._members: dict[
+            int, dict[BackwardParticipant, None]
+        ] = {}  # the participants, by autograd's number of the backward
+        self._passes: dict[int, list[ForwardPass]] = {}  # the passes that a backward has reached, by its number
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()

@@ -172,7 +172,8 @@ class ObjectComm:
     def close(self) -> None:
         """Destroy the gloo group, or keep it if its last operation timed out and still waits for other ranks."""
         given_up = self._last is not None and not self._last.is_completed()
-        self._last = None  # the operation refers to the group, whose threads end only when nothing does
+        # The operation refers to the group, whose threads end only when nothing refers to the group any longer.
+        self._last = None
         if given_up:
             keep_group(self._group)
         elif self._group is not None:

@@ -62,7 +62,7 @@ class ModelHook:
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
-        if world.device.type != "meta":  # a simulated world (on meta) may have more ranks than Accelerate
+        if world.device.type != "meta":  # a simulated world (on meta) may have more ranks than Accelerate sees
             self._check(model, world.size)
         if world.schedule.observers.before_forward:
             _tell_observers(world, model, args, kwargs)

@@ -63,7 +63,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the subpackage `hf` when it is first used, so that `import hf_bmtrain` does not import transformers."""
+    """Import the subpackage `hf` when it is first used, so that `import hf_bmtrain` does not import transformers.
+
+    Python calls this for an attribute `name` that the package does not have yet. Raises AttributeError for other names.
+    """
     if name == "hf":
         return importlib.import_module(f"{__name__}.hf")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -34,7 +34,11 @@ from .tensor_parallel.refuse import TensorParallel
 
 
 def extensions_of(options: Options) -> list[Extension]:
-    """Return one object per feature, whose methods `wrap` calls, in this order, while it shards a model."""
+    """Return one object per feature, whose methods `wrap` calls, in this order, while it shards a model.
+
+    Args:
+        options: the arguments of the call of `auto_wrap` that shards the model.
+    """
     return [
         TensorParallel(options), SplitByPlan(options), Experts(), Lora(), Packed(options), Float8(options),
         Memory(options), SequenceParallel(options), OffloadActivations(options), MlpChunks(options),

@@ -123,6 +123,9 @@ class _Saved:
     If the tensor on the device is still that of the forward, backward checks that user code has not modified it in
     place. A tensor that was copied back needs no check, because only this object refers to it.
 
+    inputs: all inputs of the same forward.
+    tensor: the tensor on the device.
+    copy: its copy in host memory, which may not be complete yet.
     memory: the host memory that contains `copy`, given back when this object is deleted.
     """
 

@@ -58,6 +58,10 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
     Where torch's grouped_mm kernel cannot be used, a loop multiplies one group after another. For this the host waits
     for the device, to read `ends`.
+
+    x: (rows, K), the rows, sorted by group.
+    matrices: (groups, K, N), in the dtype of x.
+    ends: (groups,) int32, the end of each group's rows, exclusive.
     """
     if has_kernel(matrices):
         return _KERNEL(x.contiguous(), matrices, offs=ends)
@@ -74,7 +78,7 @@ def gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of `grouped_product` with respect to `matrices`: (groups, K, N), zero for an empty group.
 
     x: (rows, K), as for `grouped_product`.
-    dy: (rows, N), the gradient of its result.
+    dy: (rows, N), the gradient of the result of `grouped_product`.
     ends: (groups,) int32, the end of each group's rows, exclusive.
     """
     if _fits(x, x.shape[1], dy.shape[1]):
@@ -114,7 +118,10 @@ _product_of_groups.register_autograd(_backward, setup_context=_keep)
 
 
 def _groups(ends: Tensor) -> Iterable[tuple[int, slice]]:
-    """Yield the index and the slice of rows of each group that has rows. The host waits for the device."""
+    """Yield the index and the slice of rows of each group that has rows. The host waits for the device.
+
+    ends: (groups,) int32, the end of each group's rows, exclusive.
+    """
     begin = 0
     for group, end in enumerate(ends.tolist()):
         if end > begin:

@@ -118,6 +118,7 @@ def run_experts(
 def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: Tensor, name: str, x: Tensor) -> Tensor:
     """Multiply each row of x by its expert's matrix in the weight `name`, and add adapters and bias.
 
+    experts: the module of experts.
     factors: {name of a weight: its LoRA adapters}.
     numbers: (rows,), the index of each row's expert.
     ends: (experts,) int32, the end of each expert's rows, exclusive.
@@ -159,6 +160,7 @@ class Spread(torch.autograd.Function):
     order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.
     places: the inverse of `order`. With it, backward finds the k rows of a token without the sort that the backward of
         torch's indexing needs.
+    k: the number of experts of each token.
     """
 
     @staticmethod
@@ -179,7 +181,10 @@ class Spread(torch.autograd.Function):
 class Permute(torch.autograd.Function):
     """Differentiable x[order] for a permutation `order` and its inverse `places`.
 
-    The backward is dy[places]. The backward of torch's indexing would sort.
+    The backward is dy[places], which needs no sort, unlike the backward of torch's indexing.
+
+    x: (rows, width).
+    order, places: (rows,) int64.
     """
 
     @staticmethod

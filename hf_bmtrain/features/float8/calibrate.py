@@ -125,9 +125,9 @@ class Calibration(Observer):
 
 
 class CalibrationInStep(Calibration):
-    """Measures layers in the first training forward. The ranks decide at the start of a later training forward.
+    """Measures layers in the first training forward. At the start of a later one, the ranks decide which use float8.
 
-    They decide as soon as the backward of the measured forward has ended on every rank.
+    This is the first training forward that begins after the backward of the measured forward has ended on every rank.
     """
 
     _begun: int | None = None  # how many backwards had ended before the measured forward; None before it
@@ -194,7 +194,14 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
     """Return which float8 layers of `model` keep using float8, to be saved in a checkpoint.
 
     Collective: every rank must call it. If all ranks have measured the layers but not yet decided, they decide first.
-    Layers that have not been measured are left out.
+
+    Args:
+        world: the world of the model.
+        model: the model, or a module that contains it.
+
+    Returns:
+        {path of a layer: (whether it computes in float8, why its weight is not all-gathered in float8; None if it is)}.
+        Layers about which the ranks have not decided are left out.
     """
     states = _states_of(model)
     for guard in _guards_of(states):
@@ -247,6 +254,9 @@ def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
     """Return whether a layer's decision is the same as its saved decision `found`.
 
     Also returns True if there is nothing to compare: the layer is undecided, or `found` is None.
+
+    state: the state of the layer.
+    found: the layer's entry in a checkpoint's Decision, or None if it has none.
     """
     return state.guard is not None or found is None or found[0] == state.active
 

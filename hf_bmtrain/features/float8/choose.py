@@ -79,6 +79,8 @@ def _choose(
 ) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
     """Divide the linear layers of `blocks` into those that will use float8, {path: layer}, and others, {path: reason}.
 
+    model: the model that is about to be sharded. Paths are relative to it.
+    blocks: its blocks.
     keep: names of layers that must not use float8, or of modules that contain such layers.
     """
     names = {module: path for path, module in model.named_modules()}

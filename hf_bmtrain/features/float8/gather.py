@@ -29,6 +29,11 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
     A weight that several modules of the model share is left out. The set is empty if a single rank stores the whole
     model, and for a model with adapters, because some adapters (DoRA) read the weights of their base layers.
+
+    Args:
+        model: the model that is about to be sharded.
+        layers: its layers that will compute in float8.
+        world: the ranks over which the model will be sharded.
     """
     if world.shard_group.size == 1 or adapter_parameters(model):
         return set()
@@ -41,6 +46,9 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
     """Record in the state of each float8 layer where its sharded weight is: its Float8Storage, and the index there.
 
     A layer whose weight is not in a Float8Storage, because it is never all-gathered in float8, is skipped.
+
+    Args:
+        layers: the float8 layers, after they were sharded.
     """
     for layer in layers:
         sharded: Any = layer._parameters.get("weight")

@@ -102,6 +102,8 @@ class Float8State:
 
         Returns None if it was all-gathered in its own dtype, or if `weight` is not the full parameter of the storage
         but another tensor.
+
+        weight: the tensor that the layer has as its `weight` in this forward.
         """
         storage = self.storage
         if storage is None or not storage.in_float8:
@@ -113,7 +115,13 @@ class Float8State:
 
 
 class Float8Linear(torch.nn.Module):
-    """A linear layer that computes in float8. `extend_linear` makes an existing layer one, by changing its class."""
+    """A linear layer that computes in float8. `extend_linear` turns an existing layer into one, by changing its class.
+
+    Attributes:
+        float8_state: the layer's settings and measurements.
+        weight: (outputs, inputs) or, if `float8_state.transposed`, (inputs, outputs).
+        bias: (outputs,), or None.
+    """
 
     float8_state: Float8State
     weight: Any

@@ -70,7 +70,11 @@ def screen(facts: Facts, version: str) -> str:
 
 
 def table(facts: Facts) -> list[str]:
-    """Return a table, one line per package: versions (installed, needed, tested), and what an optional one is for."""
+    """Return the lines of a table of the packages in `facts`.
+
+    The first line is a header. Each package has one line, with its versions (installed, needed, tested) and, if it is
+    optional, its purpose.
+    """
     lines = [f"{'package':14}{'installed':14}{'needed':10}tested with"]
     for name, version in facts.packages.items():
         oldest = facts.needed.get(name)
@@ -87,7 +91,7 @@ def is_tested(name: str, version: str) -> bool:
 
 
 def devices(facts: Facts) -> list[str]:
-    """Return lines of text about the GPUs, the versions of CUDA and NCCL, and the links between the GPUs."""
+    """Return lines of text about the GPUs in `facts`, the versions of CUDA and NCCL, and the links between the GPUs."""
     built = f"torch is built for CUDA {facts.cuda}" if facts.cuda else "torch is built without CUDA"
     if not facts.gpus:
         return [f"GPUs: none that torch can use ({built})"]
@@ -107,7 +111,10 @@ def devices(facts: Facts) -> list[str]:
 
 
 def choices(facts: Facts) -> list[str]:
-    """Return lines of text about what training would use on this machine: device, communication, precision, kernels."""
+    """Return lines of text about what training would use here: device, communication, precision, kernels.
+
+    facts: the facts about this machine.
+    """
     if not facts.gpus:
         return [
             "device          CPU, one process, or N under torchrun --nproc-per-node N",
@@ -128,7 +135,10 @@ def choices(facts: Facts) -> list[str]:
 
 
 def obstacles(facts: Facts) -> list[str]:
-    """Return lines of text, each a thing to do before training works here, such as a pip command. Empty if it works."""
+    """Return lines of text, each a thing to do before training works here, such as a pip command. Empty if it works.
+
+    facts: the facts about this machine.
+    """
     lines = []
     wrong = [name for name, oldest in facts.needed.items() if is_older(facts.packages.get(name), oldest)]
     if wrong:
@@ -139,7 +149,10 @@ def obstacles(facts: Facts) -> list[str]:
 
 
 def advice(facts: Facts) -> list[str]:
-    """Return lines of text that suggest what else to install or check. Training works without these things."""
+    """Return lines of text that suggest what else to install or check. Training works without these things.
+
+    facts: the facts about this machine.
+    """
     lines = []
     if not facts.needed:
         lines.append("hf_bmtrain can be imported but is not installed: run pip install -e . in its folder")

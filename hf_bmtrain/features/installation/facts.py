@@ -168,7 +168,10 @@ def _gpu(number: int) -> Gpu:
 
 
 def _float8(count: int) -> str | None:
-    """Return why GPU 0 cannot multiply float8 matrices, or None if it can or there is no GPU."""
+    """Return why GPU 0 cannot multiply float8 matrices, or None if it can or there is no GPU.
+
+    count: how many GPUs torch can use.
+    """
     if not count:
         return None
     try:

@@ -156,7 +156,15 @@ def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
 
 
 def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of A, dA = duᵀ x, in `dtype`. rank: the rank r of the adapter."""
+    """Return the gradient of A in `dtype`: dA = duᵀ x.
+
+    Args:
+        du: the result of `enter` for B and the gradient of the layer's output, with scaled=True.
+        x: (rows, K), the layer's input, after dropout.
+        adapter: the settings of the adapter.
+        rank: the rank r of the adapter.
+        dtype: the dtype of the result.
+    """
     if not adapter.split:
         return _parameter_product(du.t(), x, 1.0, adapter, dtype)
     return _wide_product(du[:, : 3 * rank].t(), x, 1.0, adapter).view(3, rank, -1).sum(0)
@@ -179,7 +187,13 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
 
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
-    """Return factor · one @ other in `dtype`. If the device allows it, a float32 result is not rounded to 16 bits."""
+    """Return factor · one @ other in `dtype`. If `adapter.wide`, a float32 result is not rounded to 16 bits.
+
+    one, other: matrices of one dtype, with shapes (M, K) and (K, N).
+    factor: a number by which the product is multiplied before it is rounded.
+    adapter: the settings of the adapter.
+    dtype: the dtype of the result.
+    """
     if dtype == torch.float32 != one.dtype and adapter.wide:
         return _wide_product(one, other, factor, adapter)
     return _scaled_product(one, other, factor).to(dtype)
@@ -193,7 +207,10 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 
 
 def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
-    """Return factor · one @ other in float32, for 16-bit matrices `one` and `other`."""
+    """Return factor · one @ other in float32, for 16-bit matrices `one` (M, K) and `other` (K, N).
+
+    adapter: not used.
+    """
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
     if torch.compiler.is_compiling():  # not in place: in compiled code, gradients would then be zero
         wide = device == "cuda"

@@ -137,6 +137,9 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
     """Return what the fused forward needs: the dtype, the settings of the active adapters, and A and B of each in turn.
 
     If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
+
+    layer: the LoRA layer.
+    x: the input of its forward.
     """
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if not names or layer.disable_adapters or layer.merged:
@@ -260,6 +263,7 @@ class LoraProduct(torch.autograd.Function):
     x: (rows, K).
     weight: W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D.
     bias: b, frozen: (N,) or None.
+    dtype: the dtype of all products and of y. x, W and b are converted to it.
     needs_x: whether x needs a gradient.
     adapters: the settings of each adapter, which include its scaling s.
     matrices: A (r, K) and B (N, r) of each adapter in turn.

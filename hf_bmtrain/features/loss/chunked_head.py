@@ -83,6 +83,13 @@ class UnbornLogits:
     torch's functions accept it in place of a tensor. cross_entropy computes the loss in chunks. Scaling, tanh,
     reshaping and slicing of rows return another placeholder. For every other function, the full logits are computed
     and passed instead.
+
+    Args:
+        head: the model's output layer, a ChunkedHead.
+        linear: the layer's original forward, which computes full logits from hidden states.
+        hidden: the hidden states, (..., H).
+        scale: the factor of the logits.
+        cap: the softcap, or None if there is none.
     """
 
     def __init__(self, head: Any, linear: Any, hidden: torch.Tensor, scale: float = 1.0, cap: float | None = None):
@@ -139,7 +146,10 @@ class UnbornLogits:
         return function(*args, **kwargs)
 
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether F.cross_entropy gets logits (N, V), class indices (N,) and no deprecated argument."""
+        """Return whether F.cross_entropy gets logits (N, V), class indices (N,) and no deprecated argument.
+
+        args, kwargs: the arguments of F.cross_entropy. The first one is this placeholder.
+        """
         if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
             return False
         target = args[1] if len(args) > 1 else kwargs.get("target")

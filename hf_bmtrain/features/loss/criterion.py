@@ -109,7 +109,20 @@ def criterion(
     softcap: float,
     num_items: NumItems,
 ) -> Criterion:
-    """Check the settings of a loss function, which `cross_entropy` documents, and return them as a Criterion."""
+    """Check the settings of a loss function, and return them as a Criterion.
+
+    Args:
+        class_weight: (V,), one weight per class, or None. A mean then divides by the sum of the targets' weights.
+        ignore_index: targets with this value contribute nothing.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
+        label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
+        z_loss: the factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
+        softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
+        num_items: the divisor of the mean, or None for the number of targets that are not ignored.
+
+    Raises:
+        TypeError, ValueError: a setting has a wrong type or is out of range.
+    """
     if class_weight is not None:
         expect_tensor("the class weights (weight, class_weight)", class_weight)
     weight = None if class_weight is None else class_weight.detach().float().contiguous()

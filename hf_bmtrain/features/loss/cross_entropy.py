@@ -36,7 +36,7 @@ def rows_variant(dtype: torch.dtype, general: bool, weighted: bool, cluster: int
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants of kernels that this module can compile for GPUs of the architecture `arch`."""
+    """Return all variants of kernels that this module can compile for GPUs of the architecture `arch`, such as 90."""
     clusters = (1, 2, 4, 8) if arch >= 90 else (1,)
     kinds = [(dtype, *kind) for dtype in C_NAMES for kind in ((False, False), (True, False), (True, True))]
     rows = [rows_variant(*kind, cluster) for kind in kinds for cluster in clusters]
@@ -123,7 +123,12 @@ class CrossEntropy:
         return counted.sum(dtype=torch.float32).view(1)
 
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's loss and its logsumexp (`lses`), both (N,) float32. The arguments are not modified."""
+        """Return each row's loss and its logsumexp (`lses`), both (N,) float32.
+
+        Args:
+            logits: (N, V). Not modified.
+            targets: (N,) int64, the class of each row.
+        """
         self._check(logits, targets)
         if logits.is_meta:
             return _empty_losses(logits)
@@ -135,6 +140,11 @@ class CrossEntropy:
         """Return (losses, lses) as `losses` does, and overwrite the logits with the gradient of sum(scale * losses).
 
         On a GPU, one kernel launch does both.
+
+        Args:
+            logits: (N, V). Overwritten.
+            targets: (N,) int64, the class of each row.
+            scale: (1,) or (N,) float32, the factor of each row's loss.
         """
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
@@ -174,7 +184,14 @@ class CrossEntropy:
             launch(logits.shape[0] * parts, 256, *arguments)
 
     def gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
-        """Return the gradient that `gradient_` would write, as a new tensor; `logits` are not modified."""
+        """Return the gradient of sum(scale * losses) with respect to the logits, as a new tensor.
+
+        Args:
+            logits: (N, V). Not modified.
+            targets: (N,) int64, the class of each row.
+            lses: (N,) float32, the log-sum-exp of each row, as `losses` has returned it.
+            scale: (1,) or (N,) float32, the factor of each row's loss.
+        """
         # `gradient_` needs an `out` with the stride and alignment of the logits. A new tensor is contiguous and aligned
         # to 16 bytes; if the logits are not, the gradient is written over a copy of them.
         if logits.is_contiguous() and logits.data_ptr() % 16 == 0:
@@ -207,9 +224,12 @@ class CrossEntropy:
         return (*rows, self.label_smoothing, self.z_loss, self.softcap, weight, total)
 
     def _launch_rows(self, name: str, logits: Tensor, targets: Tensor, *scale: object) -> tuple[Tensor, Tensor]:
-        """Launch the kernel `name`, which computes the losses, and return (losses, lses).
+        """Launch the kernel `name`, which computes the losses, and return (losses, lses), both (N,) float32.
 
-        scale: `scale` and its stride, if the kernel also writes the gradient.
+        name: "cross_entropy_losses", or "cross_entropy_fused", which also overwrites the logits with the gradient.
+        logits: (N, V).
+        targets: (N,) int64.
+        scale: only for "cross_entropy_fused": the factors of the rows' losses, and their stride (see `_stride`).
         """
         out = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
         if logits.shape[0] > 0:
@@ -228,7 +248,7 @@ class CrossEntropy:
     # -- reference in torch, in float32 -------------------------------------------------------------------------
 
     def reference_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the result of `losses` with torch in float32, on any device."""
+        """Compute the result of `losses`, which has the same arguments, with torch in float32 on any device."""
         z, at, weight = self._prepare(logits, targets)
         ignored, outside = targets == self.ignore_index, (targets < 0) | (targets >= len(weight))
         lses = z.logsumexp(1)
@@ -240,7 +260,10 @@ class CrossEntropy:
         return losses, lses.masked_fill(ignored | outside, 0)
 
     def reference_gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
-        """Compute the gradient of sum(scale * losses) with torch in float32, on any device."""
+        """Compute the result of `gradient`, which has the same arguments, with torch in float32 on any device.
+
+        The gradient is float32, also for half-precision logits.
+        """
         z, at, weight = self._prepare(logits, targets)
         nothing = (targets == self.ignore_index) | (targets < 0) | (targets >= len(weight))
         hit, smooth = (1 - self.label_smoothing) * weight[at[:, 0]], self.label_smoothing / len(weight)
@@ -294,7 +317,7 @@ def _empty_losses(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(logits: Tensor) -> int:
-    """Return the number of thread blocks per row, for the kernels that compute or rescale gradients."""
+    """Return the number of thread blocks per row of `logits`, for the kernels that compute or rescale gradients."""
     return -(-(logits.shape[1] * logits.element_size() // 16 + 2) // PART_VECTORS)
 
 

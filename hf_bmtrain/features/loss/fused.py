@@ -167,7 +167,13 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the loss, float32, (N,) or a scalar, of logits (N, C). wanted: whether the logits need a gradient."""
+    """Computes the loss, float32, (N,) or a scalar, of logits (N, C).
+
+    targets: (N,) int64, contiguous.
+    how: the settings of the loss.
+    inplace: whether to overwrite the logits with their gradient.
+    wanted: whether the logits need a gradient.
+    """
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):

@@ -124,7 +124,14 @@ class _Work:
             return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
-        """Compute the results of `run` in chunks of rows. `weight` and `bias` are full. Inputs have dtype `dtype`."""
+        """Compute the results of `run` in chunks of rows, from full weights.
+
+        rows: (N, H) in `self.dtype`, the hidden states.
+        weight: (V, H) in `self.dtype`, full.
+        bias: (V,) in `self.dtype`, full, or None.
+        targets: (N,) int64.
+        scale: (1,) or (N,) float32, the factor of each row's loss. None computes no gradients.
+        """
         (count, _), classes = rows.shape, weight.shape[0]
         for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
         losses = rows.new_empty(count, dtype=torch.float32)
@@ -159,7 +166,12 @@ class _Work:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the loss, float32, (N,) or a scalar, of the hidden states `rows` (N, H) and targets (N,)."""
+    """Computes the loss, float32, (N,) or a scalar, of the hidden states `rows` (N, H) and targets (N,).
+
+    weight: (V, H), a tensor or a parameter of a sharded model.
+    bias: (V,), likewise, or None.
+    work: the settings of the call.
+    """
 
     @staticmethod
     def forward(ctx, rows, weight, bias, targets, work: _Work):
@@ -211,6 +223,9 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 
     Returns the product in the parameter's dtype, for autograd. For a parameter of a sharded model, adds the product to
     the gradient that its flat buffer will reduce, and returns None. Without a gradient (None), also returns None.
+
+    gradient: float32, of the parameter's shape; overwritten if the parameter is float32.
+    ratio: (1,) float32.
     """
     if gradient is None:
         return None
@@ -253,7 +268,7 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError if a shape, dtype or device is not as `linear_cross_entropy` documents."""
+    """Raise ValueError if the shape, dtype or device of an argument of `linear_cross_entropy` is not as documented."""
     for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets)):
         expect_tensor(name, tensor)
     if bias is not None:

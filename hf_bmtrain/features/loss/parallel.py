@@ -55,7 +55,15 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """Return the reduced cross entropy of logits whose classes are split over a tensor-parallel group.
 
-    Collective: every rank must call it. `FusedCrossEntropy` and its `forward` describe the arguments.
+    Collective: every rank must call it.
+
+    Args:
+        logits: (..., classes / tp_size), for this rank's classes.
+        targets: (...) int, the classes.
+        ignore_index: targets with this value contribute neither to the loss nor to the gradient.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
+        label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
+        num_items: the divisor of the mean; None divides by the number of targets that are not ignored.
     """
     rows = criterion(None, ignore_index, reduction, label_smoothing, 0.0, 0.0, num_items)
     targets = targets.long()

@@ -32,7 +32,7 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
 
 @cache
 def _wide_output(device: torch.device) -> bool:
-    """Return whether a GPU can multiply half-precision matrices with a float32 result; log a warning if not."""
+    """Return whether the GPU `device` can multiply half-precision matrices with a float32 result; warn if not."""
     offered = "dtype_out" in torch.ops.aten.addmm.overloads()
     capability = torch.cuda.get_device_capability(device)
     if offered and capability[0] >= 8:

@@ -172,6 +172,7 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
 
     Collective: every rank must call it.
 
+    world: the ranks over which the model is sharded.
     keep_frozen: True keeps all of them unsharded from now on, False none. "auto" measures the memory of the first
         steps, and then keeps as many unsharded as fit.
     """
@@ -195,6 +196,9 @@ def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
 
     Called when auto_wrap shards parameters that were added to a wrapped model. Does nothing if `model` was wrapped with
     another value of `keep_frozen`. Collective: every rank must call it.
+
+    model: the wrapped model, or a module that contains it.
+    world: the ranks over which the model is sharded.
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):

@@ -170,6 +170,7 @@ class AutoCheckpoint(Recompute):
         A forward inside a backward is not measured, because it is a recomputation by torch's checkpoint around the
         block.
 
+        args, kwargs: the arguments of the forward.
         pending: the number of earlier forwards of the block that are waiting for their backward.
         """
         if self.activations.in_backward:

@@ -60,6 +60,11 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return whether the output of this call of an operator is kept: whether it is attention without dropout.
 
     With dropout, a recomputation that skipped the call would draw other random numbers in later calls.
+
+    Args:
+        operator: the operator, as `__torch_dispatch__` gets it.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
     """
     dropout = _dropout_of(operator)
     if dropout is None:
@@ -109,7 +114,7 @@ class _Keep(_Attention):
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same strides, which compiled code expects."""
+    """Return a copy of `tensor` with the same strides, which compiled code expects."""
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
 

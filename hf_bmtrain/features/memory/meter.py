@@ -89,7 +89,12 @@ class Stopwatch:
 
 
 def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of a forward's tensor arguments; if there are none, of the tensors nested in its arguments."""
+    """Return the shapes of a forward's tensor arguments; if there are none, of the tensors nested in its arguments.
+
+    Args:
+        args: the positional arguments of the forward.
+        kwargs: the keyword arguments of the forward.
+    """
     shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if shapes:
         return shapes
@@ -156,7 +161,11 @@ class Meter:
     """
 
     def __init__(self, memory: DeviceMemory, resident_bytes: Callable[[], int]) -> None:
-        """resident_bytes: a function that returns how many bytes resident buffers take now."""
+        """Create a meter that has not measured anything yet.
+
+        memory: the device's memory.
+        resident_bytes: a function that returns how many bytes resident buffers take now.
+        """
         self.memory, self._resident_bytes = memory, resident_bytes
         self.began = 0
         self._backwards = -1
@@ -261,7 +270,11 @@ def agree(world: World, mine: Reading) -> Agreed | None:
 
 
 def combine(readings: Sequence[Reading]) -> Agreed | None:
-    """Combine the measurements of the ranks that plan together; None if it is too early for a plan (see `agree`)."""
+    """Combine the measurements of the ranks that plan together; None if it is too early for a plan (see `agree`).
+
+    Args:
+        readings: the measurements of each of these ranks.
+    """
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):
         return None

@@ -38,6 +38,10 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
     """Keep the frozen buffers of `model` unsharded between steps, and all-gather them now.
 
     Collective: every rank must call it. A buffer that is frozen later stays unsharded from its next all-gather on.
+
+    Args:
+        model: a sharded model.
+        world: the ranks over which it is sharded.
     """
     buffers = buffers_of(model)
     for buffer in buffers:

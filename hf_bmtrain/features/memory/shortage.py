@@ -15,7 +15,12 @@ from ...engine.sharding.slots import buffers_of
 
 
 def follow_shortage(model: torch.nn.Module, world: World) -> None:
-    """Make out-of-memory errors describe the memory of `model` from now on, instead of that of an earlier model."""
+    """Make out-of-memory errors describe the memory of `model` from now on, instead of that of an earlier model.
+
+    Args:
+        model: the model that has just been sharded.
+        world: the ranks over which it is sharded. The error on a rank describes the memory of that rank.
+    """
     shortage = world.schedule.observer(Shortage)
     if shortage is None:
         world.schedule.observe(Shortage(model, world))
@@ -44,7 +49,7 @@ class Shortage(Observer):
         return "\n".join([*lines, "To save memory, try in this order:", *self._advice(model)])
 
     def _table(self, model: torch.nn.Module) -> list[str]:
-        """Return the lines of a table: how many GiB each kind of tensor (such as shards of gradients) takes."""
+        """Return the lines of a table: how many GiB each kind of tensor of `model` (such as gradient shards) takes."""
         buffers = buffers_of(model)
         full = [b for b in buffers if b.sharded and b.is_unsharded]
         gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]
@@ -61,7 +66,7 @@ class Shortage(Observer):
         return [f"  {nbytes / 2**30:8.2f}  {what}" for what, nbytes in rows.items()]
 
     def _advice(self, model: torch.nn.Module) -> list[str]:
-        """Return numbered lines, each with a change that saves memory, starting with the cheapest."""
+        """Return numbered lines, each with a change that saves memory when `model` is trained, the cheapest first."""
         states: list[Any] = [block._bmt for block in model.modules() if isinstance(block, CheckpointBlock)]
         advice = []
         if any(buffer.is_resident for buffer in buffers_of(model)):

@@ -41,7 +41,10 @@ def compute_in_chunks(module: torch.nn.Module, chunks: int) -> None:
 
 @functools.cache
 def _extended_class(cls: Any, chunks: int) -> Any:
-    """Return the class that replaces `cls`: a subclass of ChunkedMlp and `cls`."""
+    """Return the class that replaces `cls`, the class of an MLP: a subclass of ChunkedMlp and `cls`.
+
+    chunks: the number of chunks, which becomes the class attribute `chunks`.
+    """
     return extend_class(ChunkedMlp, cls, {"chunks": chunks})
 
 

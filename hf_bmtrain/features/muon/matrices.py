@@ -25,7 +25,7 @@ def is_matrix(shape: torch.Size) -> bool:
 
 
 def refuse_parts(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError if tensor parallelism has split a parameter, so that this rank has only a part of its matrix."""
+    """Raise ValueError if tensor parallelism has split one of `parameters`: Muon needs the full matrix."""
     if any(map(is_part, parameters)):
         raise ValueError(
             "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has only a part of some of them. "
@@ -143,6 +143,10 @@ def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
 
     Each owner (the rank that orthogonalizes a matrix) has about the same share of its total cost in every round, so
     that a round takes all ranks about the same time. In a round, an owner gets at most about ROUND_ELEMENTS elements.
+
+    Args:
+        matrices: the matrices, whose `owner` is set (see `assign`).
+        size: the number of ranks.
     """
     queues = [sorted((m for m in matrices if m.owner == rank), key=lambda m: -m.cost) for rank in range(size)]
     elements = max(sum(math.prod(matrix.shape) for matrix in queue) for queue in queues)

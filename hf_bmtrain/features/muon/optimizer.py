@@ -284,14 +284,20 @@ def _momentum(run: Run) -> StateTensors:
 
 
 def _expect_amount(name: str, value: Any) -> None:
-    """Raise TypeError or ValueError unless `value` is a number, or a tensor of one element, that is at least 0."""
+    """Raise TypeError or ValueError unless `value` is a number, or a tensor of one element, that is at least 0.
+
+    name: the name of the setting, for the message.
+    """
     number = as_number(name, value)
     if not 0 <= number < math.inf:
         raise ValueError(f"{name} must be finite and at least 0, got {number}")
 
 
 def _check_settings(group: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError if a setting of Muon is out of range."""
+    """Raise TypeError or ValueError if a setting of Muon is out of range.
+
+    group: a parameter group with all settings of Muon, by the names of MuonOptimizer's arguments.
+    """
     for name in ("lr", "weight_decay", "momentum", "eps"):
         _expect_amount(name, group[name])
     expect_flag("nesterov", group["nesterov"])

@@ -20,7 +20,12 @@ ADJUST_LR = tuple(_FACTORS)
 
 
 def rate_factor(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
-    """Return the factor of the learning rate for matrices of `shape`, (..., rows, columns)."""
+    """Return the factor of the learning rate for matrices of `shape`, (..., rows, columns).
+
+    Args:
+        adjust_lr_fn: one of ADJUST_LR, which selects the formula of the factor. None selects "original".
+        shape: the shape of a matrix, or of a stack of matrices.
+    """
     return _FACTORS[adjust_lr_fn or ADJUST_LR[0]](shape[-2], shape[-1])
 
 

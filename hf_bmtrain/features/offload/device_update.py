@@ -35,7 +35,12 @@ class DeviceUpdate:
     """
 
     def __init__(self, chunks: Sequence[Chunk], exp_avg_dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate device buffers that are large enough for the largest of `chunks`."""
+        """Allocate device buffers that are large enough for the largest of `chunks`.
+
+        chunks: all chunks that `carry` will be called with.
+        exp_avg_dtype: the dtype of the first moment.
+        device: the device that runs the updates.
+        """
         numel = max((chunk.stop - chunk.start for chunk in chunks), default=0)
         master_bytes = max((c.slab.master.itemsize for c in chunks if c.slab.master is not None), default=0)
         self._buffers = [
@@ -72,7 +77,10 @@ class DeviceUpdate:
             yield self._pass(next(self._turns), chunk, update)
 
     def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Event:
-        """Queue a chunk's upload, update and download in device buffer `number`. Return the event after the update."""
+        """Queue a chunk's upload, update and download in device buffer `number`. Return the event after the update.
+
+        update: the function that `carry` got.
+        """
         home = chunk.slab.part(chunk.start, chunk.stop)
         masters, exp_avg, exp_avg_sq = self._buffers[number]
         master = None if home.master is None else masters.view(home.master.dtype)

@@ -212,7 +212,7 @@ class Format:
             target.copy_(values.view(-1, _BLOCKS, BLOCK) * self._scales(cells[:, self._codes :])[..., None])
 
     def code_values(self, device: torch.device) -> Tensor:
-        """Return the values of the 16 codes of this 4-bit format, (16,) float32."""
+        """Return the values of the 16 codes of this 4-bit format, (16,) float32 on `device`."""
         return _tables(self.values, device)[:16]
 
 
@@ -228,7 +228,7 @@ QUANTIZE_FROZEN = tuple(name for name, form in FORMATS.items() if form.by_name)
 
 
 def dynamic_values(device: torch.device) -> Tensor:
-    """Return the values of the 256 codes of a compressed scale: (256,) float32, ascending.
+    """Return the values of the 256 codes of a compressed scale: (256,) float32 on `device`, ascending.
 
     A scale is the value of its code times the cell's factor, plus the tensor's mean.
 
@@ -241,7 +241,10 @@ def dynamic_values(device: torch.device) -> Tensor:
 
 @cache
 def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return `values` and `dynamic_values` in one tensor, (272,) float32, which the kernel reads."""
+    """Return `values` and `dynamic_values` in one tensor, (272,) float32 on `device`, which the kernel reads.
+
+    values: the values of the 16 codes of a 4-bit format.
+    """
     numbers = [0.0, 1.0]
     for power in range(7):
         edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
@@ -251,7 +254,11 @@ def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _nearest(values: Tensor, numbers: Tensor) -> Tensor:
-    """Return, for each value, the uint8 index of the nearest of the ascending `numbers`; in a tie, the lower index."""
+    """Return, for each element of `values`, the index of the nearest of `numbers`; in a tie, the lower index.
+
+    values: float32, of any shape. The result has the same shape, and is uint8.
+    numbers: (n,) float32, ascending.
+    """
     return torch.bucketize(values, (numbers[:-1] + numbers[1:]) / 2, out_int32=True).to(torch.uint8)
 
 

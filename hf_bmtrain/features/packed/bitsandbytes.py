@@ -47,7 +47,7 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 
 
 def admit_quantized(model: torch.nn.Module) -> None:
-    """Raise ValueError if a weight that bitsandbytes has quantized cannot be sharded as it is."""
+    """Raise ValueError if a weight of `model` that bitsandbytes has quantized cannot be sharded as it is."""
     for name, place in _find(model).items():
         reason = _refusal(*place)
         if reason is not None:
@@ -64,9 +64,9 @@ def refuse_quantized(model: torch.nn.Module, why: str) -> None:
 
 
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Return {name: format and dtype} of the weights that bitsandbytes has quantized, to compare between ranks.
+    """Return {name: format and dtype} of the weights of `model` that bitsandbytes has quantized.
 
-    Call `admit_quantized` first.
+    `auto_wrap` compares the result between ranks. Call `admit_quantized` first.
     """
     return {
         f"quantized '{name}'": f"{_form(_state(module, parameter)).name} {_dtype(module, parameter)}"
@@ -114,7 +114,10 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
 
 
 def _find(model: torch.nn.Module) -> dict[str, Place]:
-    """Return {name: (module, key, parameter)} of the weights that bitsandbytes has quantized."""
+    """Return {name: (module, key, parameter)} of the weights of `model` that bitsandbytes has quantized.
+
+    `module` has the weight `parameter` as its attribute `key`.
+    """
     return {
         f"{path}.{key}".lstrip("."): (module, key, parameter)
         for path, module in model.named_modules()
@@ -171,7 +174,10 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
 
 
 def _state(module: Any, parameter: Any) -> Any:
-    """Return bitsandbytes' `quant_state` of a weight. Code that re-creates the Parameter leaves it on the layer."""
+    """Return bitsandbytes' `quant_state` of the weight `parameter` of the layer `module`, or None if it has none.
+
+    It is an attribute of the parameter or, after code has re-created the Parameter, only of the layer.
+    """
     return getattr(parameter, "quant_state", None) or getattr(module, "quant_state", None)
 
 
@@ -180,7 +186,11 @@ def _form(state: Any) -> Format:
 
 
 def _dtype(module: Any, parameter: Any) -> torch.dtype:
-    """Return the dtype of the unpacked weight: the layer's `compute_dtype` or, if that is None, the original dtype."""
+    """Return the dtype of the unpacked weight: the layer's `compute_dtype` or, if that is None, the original dtype.
+
+    module: bitsandbytes' layer.
+    parameter: its quantized weight.
+    """
     return module.compute_dtype or _state(module, parameter).dtype
 
 
@@ -188,6 +198,9 @@ def _packed(module: Any, parameter: Any) -> PackedParameter:
     """Return a PackedParameter for a weight that bitsandbytes has quantized.
 
     It refers to bitsandbytes' tensors of codes and scales, and copies nothing before `pack` is called.
+
+    module: bitsandbytes' layer.
+    parameter: its quantized weight.
     """
     state = _state(module, parameter)
     codes = parameter.data.contiguous().view(-1).view(torch.uint8)

@@ -92,7 +92,11 @@ class PackedStorage(Storage):
     stored: torch.Tensor
 
     def __init__(self, form: Format, names: Sequence[str | None]) -> None:
-        """names: for errors, the name of each parameter; None for a PackedParameter, which is already packed."""
+        """Create the storage of one flat buffer.
+
+        form: the packed format.
+        names: for errors, the name of each parameter; None for a PackedParameter, which is already packed.
+        """
         self.form, self._names = form, names
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:

@@ -122,7 +122,11 @@ def _check_arguments(model: Any, optimizer: Any, bound: Any) -> None:
 
 
 def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """Run forward and backward of `model` on a batch, and return the loss. Arguments: as for `check_parity`."""
+    """Run forward and backward of `model` on a batch, and return the loss.
+
+    batch: the model's keyword arguments as a dict, its positional arguments as a tuple or list, or its only argument.
+    loss: a function of the model's output that returns the loss. None uses the output's `loss`, or a tensor output.
+    """
     with torch.enable_grad():
         if isinstance(batch, dict):
             outputs = model(**batch)
@@ -141,7 +145,11 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
 
 
 def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> str | None:
-    """Return an error message if this rank has too little memory for two full copies and gradients; otherwise None."""
+    """Return an error message if this rank has too little memory for two full copies and gradients; otherwise None.
+
+    sharded_params: the sharded parameters of the model that is to be compared.
+    world: the ranks over which it is sharded.
+    """
     needed = 3 * sum(sharded.numel() * sharded.element_size() for sharded in sharded_params)
     memory = world.device_memory
     if memory is None:
@@ -161,6 +169,9 @@ class _Comparison:
 
     All ranks must call `of_outputs`, `of_gradients` and `of_update`, in this order.
 
+    model: the wrapped model.
+    world: the ranks over which it is sharded.
+    bound: the allowed relative difference; None selects one by dtype.
     differences: one Difference for each tensor compared so far.
     """
 

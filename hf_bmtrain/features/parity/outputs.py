@@ -18,7 +18,10 @@ name is the module name, followed by " (call 2)" and so on if the module is call
 
 
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return {name: module} of the modules to compare: outermost blocks, and modules outside them with parameters."""
+    """Return {name: module} of the modules of `model` whose outputs are compared.
+
+    These are the outermost blocks, and the modules outside them that have parameters of their own, without `model`.
+    """
     found: dict[str, torch.nn.Module] = {}
     inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():

@@ -88,7 +88,7 @@ class Parity:
 
 
 def _cells(each: Difference) -> tuple[str, ...]:
-    """Return the row of Parity's table for one Difference: the texts of its cells."""
+    """Return the row of Parity's table for the Difference `each`: the texts of the row's cells."""
     mark = "  <- differs" if each.differs else ""
     inside = each.name[len(each.block) :].lstrip(".") if each.name.startswith(each.block) else each.name
     numbers = f"{each.largest:.3g}", f"{each.allowed:.3g}", f"{each.rank}{mark}"

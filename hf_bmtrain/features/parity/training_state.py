@@ -19,6 +19,10 @@ class TrainingState:
     Only this rank's shards of the weights are copied. Until `restore`, local parameters have no gradients and no
     gradient hooks, and every block is recomputed, except blocks that training never recomputes. So
     use_checkpoint="auto" does not measure the memory of these steps, which are not training.
+
+    Args:
+        model: the wrapped model.
+        world: the ranks over which it is sharded.
     """
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:

@@ -38,7 +38,12 @@ def cuda_choices() -> Iterator[None]:
 
 
 def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Emulate CUDA's `aten::dropout` for meta tensors: one kernel, which saves a mask for the backward."""
+    """Emulate CUDA's `aten::dropout` for meta tensors: one kernel, which saves a mask for the backward.
+
+    values: the input.
+    p: the probability with which an element is dropped.
+    train: whether to drop elements; if not, `values` itself is returned.
+    """
     if p == 0 or not train or values.numel() == 0:
         return values
     return _aten.native_dropout(values, p, True)[0] if p < 1 else values * 0
@@ -47,7 +52,11 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _attend(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """Emulate CUDA's scaled_dot_product_attention for meta tensors, as on compute capability 8.0 and above."""
+    """Emulate CUDA's scaled_dot_product_attention for meta tensors, as on compute capability 8.0 and above.
+
+    The arguments are those of torch.nn.functional.scaled_dot_product_attention. As on CUDA, dtypes, shapes and the mask
+    select the kernel: flash attention, the memory-efficient kernel, or separate operations ("math").
+    """
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
     alike = query.dim() == 4 and width == key.shape[-1] == value.shape[-1] and width % 8 == 0
@@ -60,7 +69,10 @@ def _attend(
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Emulate CUDA's `aten::_safe_softmax` for meta tensors: it temporarily allocates the mask of -inf scores."""
+    """Emulate CUDA's `aten::_safe_softmax` for meta tensors: it temporarily allocates the mask of -inf scores.
+
+    scores, dim, dtype: as for torch.softmax.
+    """
     result = torch.softmax(scores, dim, dtype)
     marks = scores.detach().eq(float("-inf"))
     del marks
@@ -68,7 +80,13 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 
 
 def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Emulate CUDA's `aten::_softmax_backward_data` for meta tensors: it temporarily allocates its inputs' product."""
+    """Emulate CUDA's `aten::_softmax_backward_data` for meta tensors: it temporarily allocates its inputs' product.
+
+    gradient: the gradient of the softmax's result.
+    result: the softmax's result. It does not matter here, because meta tensors have no values.
+    dim: the dimension of the softmax, which does not matter either.
+    dtype: the dtype of the gradient that is returned, that of the softmax's input.
+    """
     product = torch.empty_like(gradient)
     scores = torch.empty_like(gradient, dtype=dtype)
     del product
@@ -76,7 +94,10 @@ def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dt
 
 
 def _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale) -> torch.Tensor:
-    """Call the memory-efficient kernel with the mask as an additive bias, as torch does on CUDA."""
+    """Call the memory-efficient kernel with the mask as an additive bias, as torch does on CUDA.
+
+    The arguments are those of torch.nn.functional.scaled_dot_product_attention, with 4-D tensors.
+    """
     bias = attn_mask
     if bias is not None:
         if bias.dtype is torch.bool:

@@ -180,7 +180,10 @@ def _peak(live: LiveBytes, first: int) -> int:
 def _label(world: World, stage: str) -> str:
     """Return which part of the step is running: "block", "outside" (of blocks), "recomputation" or "backward".
 
-    Outside the forward and the backward, return `stage`, the phase that is running. The result becomes `Change.label`.
+    Outside the forward and the backward, return `stage`. The result becomes `Change.label`.
+
+    world: the simulated world.
+    stage: the phase of the simulation that is running: "wrap", "forward", "backward" or "optimizer".
     """
     depth = world.inside.depth
     if world.schedule.in_backward:
@@ -198,6 +201,10 @@ def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveB
     """Return the purposes of the storages with parameters, gradients or optimizer state.
 
     The result is {number of a storage: its purpose, a key in `prediction.ROWS`}.
+
+    model: the wrapped model.
+    optimizer: its optimizer.
+    live: the counter of bytes, which numbers the storages.
     """
     kinds: dict[int | None, str] = {}
     for state in optimizer.state.values():

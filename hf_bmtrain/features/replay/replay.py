@@ -102,7 +102,10 @@ class Replay:
             undo()
 
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
-        """Convert {index in `_places`: copy of this buffer} to pairs (module._buffers, {name: copy}) for Snapshot."""
+        """Convert `copies` of buffers to the pairs (module._buffers, {name: copy}) that Snapshot takes.
+
+        copies: {index in `_places`: copy of this buffer}.
+        """
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:

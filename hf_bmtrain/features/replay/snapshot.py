@@ -331,7 +331,7 @@ def _read(generator: Any) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two states of one generator are equal."""
+    """Return whether `a` and `b`, two states of one random generator as `_read` returns them, are equal."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):

@@ -93,10 +93,14 @@ class TokenCounter:
     `switch` is a tensor, so that the hook has no branch on the host and can be compiled with its layer. The hook is
     never removed from its module, because a compiled layer ignores hooks that are added later.
 
+    Args:
+        experts: the number of experts in the module.
+        switch: scalar int64, 0 or 1, shared by all layers of a model.
+
     Attributes:
         counts: (experts + 1,) int64, the tokens of each expert. The last element counts tokens that transformers'
             expert parallelism has marked as belonging to experts of other ranks.
-        switch: scalar int64, 0 or 1, shared by all layers of a model.
+        switch: the argument `switch`.
     """
 
     def __init__(self, experts: int, switch: torch.Tensor) -> None:
@@ -115,6 +119,9 @@ def _counters_of(model: torch.nn.Module, world: World) -> tuple[torch.Tensor, di
 
     Returns the switch that all counters of the model share (1 while they count), and {name of module: counter}. Experts
     that do not use transformers' interface, such as Llama 4's, are left out.
+
+    model: the model whose experts are counted.
+    world: the world on whose device the counts are.
     """
     counters: dict[str, TokenCounter] = {}
     missing = []

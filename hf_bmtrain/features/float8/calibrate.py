@@ -63,9 +63,15 @@ class Calibration(Observer):
     The decision is made before a forward. A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS
     stops computing in float8, on every rank. Subclasses determine when layers measure and when the ranks decide.
 
+    Args:
+        world: the world of the model.
+        model: the model. Only its forwards are observed.
+        states: the state of each float8 layer, by the layer's path in the model.
+        blocks: the model's blocks.
+
     Attributes:
         handle: its `remove()` removes this observer, so that forwards no longer call it.
-        states: the state of each layer, by the layer's path in the model.
+        states: the argument `states`.
     """
 
     position = 90
@@ -130,7 +136,7 @@ class CalibrationInStep(Calibration):
     This is the first training forward that begins after the backward of the measured forward has ended on every rank.
     """
 
-    _begun: int | None = None  # how many backwards had ended before the measured forward; None before it
+    _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model is not self._model():
@@ -221,7 +227,7 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
     Args:
         world: the world of the model.
         model: the model, or a module that contains it.
-        decision: what `float8_decision` returned.
+        decision: the result of `float8_decision` in the run that saved the checkpoint.
     """
     states = _states_of(model)
     differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]

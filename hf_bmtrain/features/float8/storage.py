@@ -52,6 +52,9 @@ class Float8Requantizer:
 
     The storages of a deleted model are skipped. They are recognized by their deleted owners, the objects that were
     passed to `add`. The storages themselves may stay alive in an optimizer, on one rank longer than on another.
+
+    Args:
+        communicator: connects the ranks over which the weights are sharded.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -135,8 +138,8 @@ class Float8Storage(Storage):
         self._shown: list[torch.Tensor] = []  # a view of each small parameter (see `_show_small`)
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
-        # `grain` counts elements, not bytes, because the float8 copy of the shard, with one byte per element, must be
-        # aligned too.
+        # Parameters start at multiples of this many elements, not bytes, because they must also be aligned in the
+        # float8 copy of the shard, which has one byte per element.
         grain = ALIGNMENT_BYTES
         return Layout.build(numels, world_size, grain, spread=(self._small, dtype.itemsize))
 
@@ -184,8 +187,8 @@ class Float8Storage(Storage):
         buffer, layout = self.buffer, self.buffer.layout
         device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident
         buffer.drop()
-        # This memory is zero at first. Into it, `round` writes parameters and, between small ones, the padding of the
-        # shard, which is zero. So the padding that is sent is always zero.
+        # This memory is zero at first, and `round` writes only parameters and zero padding into it. So the padding that
+        # an all-gather sends is always zero.
         self._rounded = self._shards.allocate(layout.shard_numel, torch.uint8, device, buffer.update.wait)
         self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
         ranges = [

@@ -31,6 +31,7 @@ VARIABLES = re.compile(
 class Gpu:
     """A GPU that torch can use.
 
+    name: its model, such as "NVIDIA H100 80GB HBM3".
     memory: its memory in bytes.
     capability: its compute capability, (major, minor).
     """

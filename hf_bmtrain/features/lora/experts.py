@@ -39,6 +39,10 @@ class SplitWrapper(OnlyWhileSharded):
     It passes the adapters to the experts' forward by keyword, instead of adding them to the stack. If several stacks of
     one module have adapters, PEFT nests their wrappers, and each wrapper adds its adapters to that keyword argument. A
     wrapper whose adapters cannot be passed runs PEFT's own forward.
+
+    Attributes:
+        base_layer: the module of experts, or another wrapper around it.
+        parameter_name: the name of the stack in the module of experts.
     """
 
     base_layer: Any

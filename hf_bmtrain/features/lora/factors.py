@@ -88,7 +88,7 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
         x: (rows, width): the layer's input for u; dy, the gradient of its output, for du.
         factor: a result of `factors_of`, (r, width) or, if split, (4 r, width).
         adapter: the settings of the adapter.
-        rank: r.
+        rank: the rank r of the adapter.
         scaled: whether to multiply by the scaling. A split product always includes the scaling.
 
     Returns:

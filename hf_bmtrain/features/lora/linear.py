@@ -73,6 +73,7 @@ class FusedLoraLinear(OnlyWhileSharded):
     * It is compiled, and not all adapters are split (float32 adapters of a bfloat16 layer). The compiler then fuses
       PEFT's forward equally well.
 
+    base_layer: the frozen layer.
     wide: whether the device can multiply 16-bit matrices with a float32 result.
     """
 

@@ -248,7 +248,12 @@ class CrossEntropy:
     # -- reference in torch, in float32 -------------------------------------------------------------------------
 
     def reference_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the result of `losses`, which has the same arguments, with torch in float32 on any device."""
+        """Compute the result of `losses` with torch in float32, on any device.
+
+        Args:
+            logits: (N, V). Not modified.
+            targets: (N,) int64, the class of each row.
+        """
         z, at, weight = self._prepare(logits, targets)
         ignored, outside = targets == self.ignore_index, (targets < 0) | (targets >= len(weight))
         lses = z.logsumexp(1)
@@ -260,9 +265,15 @@ class CrossEntropy:
         return losses, lses.masked_fill(ignored | outside, 0)
 
     def reference_gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
-        """Compute the result of `gradient`, which has the same arguments, with torch in float32 on any device.
+        """Return the gradient of sum(scale * losses) with respect to the logits, computed with torch on any device.
 
-        The gradient is float32, also for half-precision logits.
+        The result is a new float32 tensor, also for half-precision logits.
+
+        Args:
+            logits: (N, V). Not modified.
+            targets: (N,) int64, the class of each row.
+            lses: (N,) float32, the log-sum-exp of each row, as `reference_losses` has returned it.
+            scale: (1,) or (N,) float32, the factor of each row's loss.
         """
         z, at, weight = self._prepare(logits, targets)
         nothing = (targets == self.ignore_index) | (targets < 0) | (targets >= len(weight))

@@ -40,7 +40,13 @@ _OCCASION = "a step with use_checkpoint='auto'"
 
 
 class Block(Protocol):
-    """The attributes of a block's state that a plan uses. Setting `zero_level` to 2 keeps the block unsharded."""
+    """The attributes of a block's state that a plan uses.
+
+    Attributes:
+        buffers: the flat buffers of the block's parameters.
+        zero_level: 3 reshards the block between its forward and its backward; 2 keeps it unsharded.
+        inputs: keeps the inputs of the block in host memory until backward; None if they stay on the device.
+    """
 
     buffers: list[ShardedBuffer]
     zero_level: int
@@ -178,8 +184,8 @@ class AutoCheckpoint(Recompute):
             return
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
-        # Tensors in `held` do not count, because they are on the device anyway. With offload_activations, inputs with a
-        # gradient do count: they are moved to host memory only if the block is recomputed.
+        # SavedBytes does not count the tensors in `held`, because they are on the device anyway. With
+        # offload_activations, it counts inputs with a gradient: they leave the device only if the block is recomputed.
         held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
         saved, meter = SavedBytes([*held, *views]), AttentionMeter()
         device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))
@@ -234,10 +240,10 @@ class Activations:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
-        self._inputs = MeasuredInputs()  # the input shapes of models, if all ranks plan together
+        self._inputs = MeasuredInputs()  # inputs of measured forwards of models, if all ranks plan together
         self._seen: list[Shapes] = []  # the inputs of the models in this pass
         self._free: int | None = None  # the least bytes free at the start of a pass since the first plan; None before
-        self._forward = self._backward = 0  # the two peaks, in bytes above those allocated when the pass began
+        self._forward = self._backward = 0  # the peaks of forward and backward, minus the bytes at the pass's begin
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
         self._stale = True  # True until the first plan, and from a later measurement to the next plan
@@ -274,7 +280,10 @@ class Activations:
     # -- a pass -------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin a pass if this training forward of a block is the first one since the last backward."""
+        """Begin a pass if this training forward of a block is the first one since the last backward.
+
+        A pass lasts until the end of the next backward.
+        """
         if not self.in_backward and self._meter.enters_pass(self._schedule.backwards):
             self._begin_pass(self._present())
 

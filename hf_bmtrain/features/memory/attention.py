@@ -76,7 +76,7 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 class _Attention(TorchDispatchMode):
     """A context that passes each call of attention without dropout to the method `attend`, also in compiled code."""
 
-    supports_higher_order_operators = True  # otherwise torch refuses to run them inside this mode
+    supports_higher_order_operators = True  # otherwise torch refuses to run such operators inside this mode
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -120,7 +120,7 @@ class MeasuredInputs:
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # for shapes: the highest `number` that `cover` accepts
+        self._covered: dict[Shapes, int] = {}  # {shapes: a `number` up to which `cover` returns True}
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
         """Add the input shapes of a measured forward.

@@ -86,7 +86,7 @@ class Residents:
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
         self._forwards = 0  # the number of training forwards in this pass
-        self._seen: list[tuple[int, Shapes]] = []  # for each measured forward of this pass: its number, input shapes
+        self._seen: list[tuple[int, Shapes]] = []  # (number in the pass, input shapes) of measured forwards
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # peak of allocated bytes since the measurement began; None without a measurement
         self._free = 0  # the least bytes free at the start of a pass, since the measurement began
@@ -124,9 +124,12 @@ class Residents:
     # -- a forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self, shapes: Shapes) -> None:
-        """Make the chosen buffers resident, or measure memory, or make a new plan. Called before each training forward.
+        """Prepare a training forward: make the buffers of the plan resident, or measure the memory that steps take.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. If there is a plan, its buffers become resident (unsharded between steps).
+        If there is none, a pass (the forwards between two backwards) begins by making one from the measurements so far;
+        while this is not possible, the forward is measured. If inputs on any rank are larger than all measured ones, or
+        less memory is free than the plan assumed, the plan is dropped and the forward is measured.
 
         shapes: the shapes of the forward's inputs.
         """

@@ -16,6 +16,10 @@ class Round:
     Every rank must call `send`, `orthogonalize` and `receive`, in this order. The communication overlaps with other
     work that is queued between these calls.
 
+    Args:
+        matrices: the matrices of the round, in the same order on all ranks. Their owners are chosen already.
+        communicator: connects the ranks over which the matrices are sharded.
+
     Attributes:
         matrices: the matrices, sorted by owner, the same on all ranks.
     """
@@ -30,7 +34,9 @@ class Round:
         self._of_ranks = [*map(sum, self._by_rank)]
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """Send this rank's elements of all matrices to their owners. Collective: every rank must call it.
+        """Send this rank's elements of all matrices to the matrices' owners, the ranks that orthogonalize them.
+
+        Collective: every rank must call it.
 
         Args:
             parts: this rank's elements of each of `matrices`, 1-D bfloat16, possibly empty.
@@ -60,9 +66,9 @@ class Round:
         self._ticket = self._communicator.all_to_all(self._received, self._sent, self._of_owners, self._of_ranks)
 
     def receive(self) -> list[torch.Tensor]:
-        """Return this rank's elements of the results, one tensor for each of `matrices`.
+        """Return this rank's elements of the orthogonalized matrices, one tensor for each of `matrices`.
 
-        The owners send the results in `orthogonalize`. The device's current stream waits until they have arrived.
+        Their owners send them in `orthogonalize`. The device's current stream waits until they have arrived.
         """
         self._ticket.wait()
         results = self._received

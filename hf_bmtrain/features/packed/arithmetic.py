@@ -45,7 +45,7 @@ _NF4 = (
 
 @dataclass(frozen=True)
 class Format:
-    """A packed format.
+    """A format in which weights are packed: how many bits their codes and scales take, and what the codes mean.
 
     Attributes:
         name: the format's name, which is its key in `FORMATS`.

@@ -195,9 +195,11 @@ class _Comparison:
         return max(_BOUNDS.get(dtype.to_real(), 1e-5) for dtype in dtypes)
 
     def _add(self, kind: str, block: str, name: str, got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
-        """Add the Difference between `got`, a tensor of the sharded step, and `wanted`, the one of the plain step.
+        """Add the Difference between `got`, a tensor of the sharded step, and `wanted`, the same one of the plain step.
 
-        kind, block, name, allowed: the attributes of the Difference.
+        kind: "output" or "update".
+        block, name: the names of the block and of the module or parameter to which the tensor belongs.
+        allowed: the largest absolute difference that is allowed.
         """
         self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
 

@@ -28,7 +28,7 @@ def gather_full_params(model: torch.nn.Module) -> Wholes:
     for sharded in model.parameters():
         if isinstance(sharded, DistributedParameter):
             full: Any = torch.nn.Parameter(sharded.placement.gather(sharded.part), sharded.requires_grad)
-            full.is_unsharded = True  # otherwise a forward would raise an error, because this one is not sharded
+            full.is_unsharded = True  # without this, a forward would refuse the parameter, which is not sharded
             full_params[sharded] = full
     return full_params
 

@@ -83,7 +83,13 @@ def predict_memory(
 
 
 class Comparison(Observer):
-    """Observer that measures the peak memory of the second training step, and logs it with the predicted peak."""
+    """Observer that measures the peak memory of the second training step, and logs it with the predicted peak.
+
+    Args:
+        prediction: the prediction for one training step of the model.
+        micro_batches: the number of forwards per step.
+        model: the model. Only its training forwards count.
+    """
 
     position = 20
 

@@ -54,11 +54,11 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Takes the place of `PeerMemory`, which allocates memory that other GPUs of the host can access, in a simulation.
+    """Replaces `PeerMemory` in a simulation. It allocates meta tensors and copies nothing.
 
-    It allocates meta tensors and does not copy.
+    PeerMemory allocates memory that other GPUs of the host can access, outside torch's allocator.
 
-    mapped: these meta tensors. In real training, their memory is outside torch's allocator.
+    mapped: the meta tensors that were allocated, which stand for such memory.
     """
 
     def __init__(self) -> None:

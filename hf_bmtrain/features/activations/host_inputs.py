@@ -178,7 +178,7 @@ class _Inputs:
             saved.tensor = None
 
     def fetch(self) -> None:
-        """Queue copies back to the device, for the inputs that are not there."""
+        """Queue copies of these inputs from host memory to the device, except of those that are on the device."""
         copies = []
         for saved in self._saved:
             if saved.tensor is None:

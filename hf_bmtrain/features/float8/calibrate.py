@@ -257,12 +257,13 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
 
 
 def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
-    """Return whether a layer's decision is the same as its saved decision `found`.
+    """Return whether the decision that a layer does or does not use float8 is the same as the checkpoint's, `found`.
 
     Also returns True if there is nothing to compare: the layer is undecided, or `found` is None.
 
     state: the state of the layer.
-    found: the layer's entry in a checkpoint's Decision, or None if it has none.
+    found: (whether the layer uses float8, why its weight is not all-gathered so), or None if the checkpoint does not
+        contain the layer.
     """
     return state.guard is not None or found is None or found[0] == state.active
 

@@ -64,6 +64,9 @@ def parallel_cross_entropy(
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         num_items: the divisor of the mean; None divides by the number of targets that are not ignored.
+
+    Returns:
+        float32: a scalar, or (...) with reduction "none".
     """
     rows = criterion(None, ignore_index, reduction, label_smoothing, 0.0, 0.0, num_items)
     targets = targets.long()

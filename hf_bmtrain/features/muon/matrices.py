@@ -103,12 +103,12 @@ class Matrix:
 
 
 def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matrix]:
-    """Return a 2-D parameter as one Matrix, or divide a 3-D one into up to `size` of them, for as many ranks.
+    """Return a 2-D parameter as one Matrix, or a 3-D one as at most `size` of them, which `size` ranks can share.
 
     Args:
         run: the index of the optimizer's run (a contiguous range of parameters) that contains the parameter.
         parameter: the parameter, a matrix or a stack of matrices.
-        size: the number of ranks that share the work.
+        size: the number of ranks.
     """
     shape = tuple(parameter.shape)
     if len(shape) == 2:

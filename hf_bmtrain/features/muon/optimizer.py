@@ -110,7 +110,8 @@ class MuonOptimizer(AdamOptimizer):
         """Add a parameter group.
 
         Args:
-            param_group: a dict with "params", "muon", and the settings that differ from the optimizer's.
+            param_group: a dict with "params", "muon" (True if Muon updates them, False if AdamW does), and the settings
+                that differ from the optimizer's.
 
         Raises:
             ValueError: a setting is out of range, a key is missing, or the group has "muon": True and contains a

@@ -252,9 +252,9 @@ def _by_kernels(x: Tensor) -> bool:
     """Return whether this package's CUDA kernels quantize x, instead of torch's operations.
 
     They do so on GPUs, and on the meta device, which stands for a GPU. In compiled code, Inductor's kernels are used
-    instead, except for `quantize_both`, which is a custom operator. There Inductor would fuse the column-wise absmax
-    with the computation of the elements, which is slower: 1.3 ms instead of 0.6 ms in separate passes (H200, backward
-    of a SwiGLU of 8192 x 14336).
+    instead. The exception is `quantize_both`, which is a custom operator, because Inductor would fuse its column-wise
+    absmax with the computation of the elements. That is slower: 1.3 ms instead of 0.6 ms in separate passes (H200,
+    backward of a SwiGLU of 8192 x 14336).
     """
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
@@ -292,7 +292,10 @@ def _blocks(numel: int, itemsize: int) -> int:
 
 
 def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
-    """Compute the absmax of `weight` with one kernel, quantize it into `out` with the kernel `name`, return `out`."""
+    """Compute the absmax of `weight` with one kernel, quantize it into `out` with the kernel `name`, return `out`.
+
+    name: "round_whole", or "round_transposed" if `out` has the shape of the transpose.
+    """
     aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
     most = torch.zeros(1, dtype=torch.int32, device=weight.device)
     blocks = _blocks(weight.numel(), weight.element_size())

@@ -121,8 +121,8 @@ class Calibration(Observer):
     def finish(self) -> None:
         """End the calibration: remove this observer, and all-gather weights in float8 from now on.
 
-        The weights of layers that were decided to be exceptions (`Float8State.reason`) are still all-gathered in their
-        own dtype. Collective: every rank must call it.
+        Collective: every rank must call it. The weights of layers whose state has a `reason` (such as too much rounding
+        noise) are still all-gathered in their own dtype.
         """
         self.handle.remove()
         for state in self.states.values():

@@ -302,7 +302,9 @@ class Activations:
             self.measure()
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
-        """Make a plan if one is needed. While it is too early for the first plan, measure this pass instead.
+        """Begin a pass, which lasts until the end of the next backward: make a plan if one is needed.
+
+        While it is too early for the first plan, the pass is measured instead.
 
         blocks: the policies of the blocks measured so far.
         """
@@ -342,7 +344,13 @@ class Activations:
         self._schedule.join_backward(self._planner)
 
     def _take_peak(self, recomputed: bool) -> None:
-        """Record and reset the allocator's peak. recomputed: whether recomputed activations are alive from now on."""
+        """Record the allocator's peak since the last call, and reset it.
+
+        It is recorded as the backward's peak if a block's recomputed activations were alive since the last call, and
+        otherwise as the forward's.
+
+        recomputed: whether a block's recomputed activations are alive from now on.
+        """
         taken = self._meter.taken()
         if self._recomputed:
             self._backward = max(self._backward, taken)

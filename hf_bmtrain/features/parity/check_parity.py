@@ -181,7 +181,10 @@ class _Comparison:
         self._names = {p: name for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
 
     def _allowed(self, tensor: torch.Tensor) -> float:
-        """Return the allowed relative difference of `tensor`: the user's bound, or the default for these dtypes."""
+        """Return the allowed relative difference of `tensor`: the user's bound or, if that is None, a default.
+
+        The default depends on the dtypes of `tensor` and of the weights, and on whether autocast is used.
+        """
         if self._bound is not None:
             return self._bound
         device = self._world.device.type

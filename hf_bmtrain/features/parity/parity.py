@@ -98,7 +98,9 @@ def _cells(each: Difference) -> tuple[str, ...]:
 def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
     """Return each tensor's difference on the rank where it is largest relative to the allowed difference.
 
-    ranks: the differences of each rank. Raises RuntimeError if the ranks compared different tensors.
+    Raises RuntimeError if the ranks compared different tensors.
+
+    ranks: the differences of each rank.
     """
     names = [[f"the {each.kind} of {each.name or 'the model'}" for each in own] for own in ranks]
     for rank, own in enumerate(names):

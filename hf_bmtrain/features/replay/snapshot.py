@@ -144,7 +144,7 @@ class Contents:
 
     @property
     def containers(self) -> list[Any]:
-        """The containers themselves, not their copies."""
+        """The mutable containers whose items were copied: the containers themselves, not their copies."""
         return [container for container, _ in self._copies.values()]
 
     def restore(self) -> Contents:

@@ -150,4 +150,4 @@ def init_distributed(
     if watch is not None:
         install(world, watch, found.opened, joined)
     kind = type(found.shards).__name__
-    _log.info("rank %d of %d on %s: shards are all-gathered by %s, zero_level %d", rank, size, device, kind, zero_level)
+    _log.info("rank %d of %d on %s: all-gathers use the class %s, zero_level %d", rank, size, device, kind, zero_level)

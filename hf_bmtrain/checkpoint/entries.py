@@ -205,8 +205,9 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
         counts = [", ".join(str(len(names)) for names in groups) for groups in (theirs, own)]
         raise ValueError(
             f"the parameter groups of the saved {kind} have {counts[0]} parameters, but those of this optimizer have "
-            f"{counts[1]} (where the numbers are equal, the parameters differ). Create the optimizer with the same "
-            "groups"
+            f"{counts[1]}. The parameters differ in group "
+            f"{', '.join(str(i) for i in range(max(len(theirs), len(own))) if theirs[i : i + 1] != own[i : i + 1])} "
+            "(counted from 0). Create the optimizer with the groups that were saved"
         )
 
 

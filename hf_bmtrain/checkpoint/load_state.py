@@ -225,7 +225,10 @@ class _Loading:
             for key, stored in find_tensors(self._folder, file_base(number)).items():
                 full, _ = saved_as(parameters[key.rpartition(".")[0]])
                 if stored.shape != full:
-                    raise ValueError(f"{key} has shape {stored.shape} in the checkpoint, but its parameter has {full}")
+                    raise ValueError(
+                        f"the optimizer state {key} has shape {stored.shape} in the checkpoint, but its parameter in "
+                        f"the model has shape {full}. Create the model with the configuration of the saved one"
+                    )
 
     def facts(self) -> dict[str, Any]:
         """Return all values that must be equal on all ranks: arguments, and the checkpoint's files and checksums."""
@@ -260,8 +263,8 @@ class _Loading:
         left = [name for name in left if name not in tensors]
         if left and self._world.rank == 0:
             _log.warning(
-                "load_state: %d parameters were trained before and are frozen now. %s does not contain them, so they "
-                "keep their present values: %s",
+                "load_state: %d parameters that were trainable earlier are frozen now, and %s (saved with "
+                "trained_only=True) does not contain them. They keep the values that they have now in the model: %s",
                 len(left), self._folder, ", ".join(left[:5]),
             )  # fmt: skip
 
@@ -351,5 +354,5 @@ def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None
         raise ValueError(
             f"the checkpoint is of another model: {len(missing)} tensors are missing in it ({', '.join(missing[:5])}), "
             f"{len(unexpected)} are unexpected ({', '.join(unexpected[:5])}), and {len(shapes)} have other shapes "
-            f"({', '.join(shapes[:5])}){hint}"
+            f"({', '.join(shapes[:5])}). Create the model, and its adapters, as in the job that saved it{hint}"
         )

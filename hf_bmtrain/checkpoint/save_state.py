@@ -503,8 +503,10 @@ def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     """
     if hasattr(model, "peft_config"):
         _log.info(
-            "save_state: the checkpoint of a PEFT model has no config.json, because from_pretrained does not know "
-            "PEFT's tensor names; model.save_pretrained writes the adapters"
+            "save_state: training can be resumed from this checkpoint of a PEFT model with load_state, but "
+            "from_pretrained cannot open it: it has no config.json, because PEFT's tensor names do not match the base "
+            "model's. To save the adapters for PeftModel.from_pretrained, call model.save_pretrained(folder) on all "
+            "ranks."
         )
         return {}
     before = set(os.listdir(folder))

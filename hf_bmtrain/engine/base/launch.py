@@ -104,7 +104,10 @@ class Variant:
         """Return the parameters of kernel `name`, parsed from the CUDA source. Macros in their types are expanded."""
         found = re.search(r'extern "C" __global__[^;{]*?\bvoid\s+' + name + r"\s*\(([^)]*)\)", self.source)
         if found is None:
-            raise RuntimeError(f"the CUDA source {self.file}.cu has no kernel named {name}")
+            raise RuntimeError(
+                f"the CUDA source {self.file}.cu has no kernel named {name}. Declare it in that file as "
+                f'extern "C" __global__ void {name}(...).'
+            )
         text = re.sub(r"//[^\n]*", "", found.group(1))
         return tuple(self._argument(part.split()) for part in text.replace("*", " * ").split(","))
 
@@ -115,7 +118,8 @@ class Variant:
         if c_type not in (_POINTED if pointer else _SCALARS):
             raise RuntimeError(
                 f"the CUDA source {self.file}.cu declares the kernel parameter '{' '.join(words)}', of a type that "
-                "hf_bmtrain cannot pass to a kernel"
+                "hf_bmtrain cannot pass to a kernel. Use one of these types: "
+                f"{', '.join(_POINTED if pointer else _SCALARS)}{' (as pointers)' if pointer else ''}."
             )
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 

@@ -134,8 +134,10 @@ class BlockState:
                 filled.restore()
         if versions != [tensor._version for tensor in inputs]:
             raise RuntimeError(
-                "The forward of a block modified one of its inputs in place. A sharded block does not support this, "
-                "because the gradients would be wrong. Write `x = x + y` instead of `x += y` in the layer's forward."
+                "The forward of a block modified one of its inputs in place (a tensor of shape "
+                f"{' or '.join(str(tuple(x.shape)) for x, old in zip(inputs, versions) if x._version != old)}). A "
+                "sharded block does not support this, because the gradients would be wrong. Write `x = x + y` instead "
+                "of `x += y` in the layer's forward."
             )
         shown = [buffer.version for buffer in self.buffers]
         outputs, differentiable = enter_backward(self.before_backward, shown, outputs, filled)
@@ -309,9 +311,10 @@ class BlockState:
             for full in buffer.full_params:
                 if full.grad is not None:
                     raise RuntimeError(
-                        "A parameter of a block got a gradient after the block's backward had ended, because it is "
-                        "also used outside the block's forward. This gradient would be lost. Use the parameter only in "
-                        "the block's forward, and return from there what other modules need."
+                        f"A parameter of a block, of shape {tuple(full.shape)}, got a gradient after the block's "
+                        "backward had ended, because it is also used outside the block's forward. This gradient would "
+                        "be lost. Use the parameter only in the block's forward, and return from there what other "
+                        "modules need."
                     )
 
     def abandon_backward(self) -> None:

@@ -192,7 +192,7 @@ class PeerGather(Gather):
         if any(shared.read and shared.published >= 0 for shared in changed):
             raise RuntimeError(
                 f"rank {self._rank}: weights were changed after a forward that was not followed by a backward. A "
-                "slower rank may still have been reading them for its forward, and have read them half written. Call "
+                "slower rank may still have been in its forward, and have computed with half written weights. Call "
                 "hf_bmtrain.synchronize() between the forward and the change, or use "
                 "init_distributed(gather='collective')."
             )

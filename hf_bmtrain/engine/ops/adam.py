@@ -66,7 +66,9 @@ def macros(
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
     if master == torch.int16 and weight != torch.bfloat16:
-        raise ValueError(f"masters can be stored as int16 residuals only for bfloat16 weights, got {weight}")
+        raise ValueError(
+            f"float32 master weights can be stored as int16 residuals only for bfloat16 weights, got {weight}"
+        )
     return (
         ("COUPLED", "true" if coupled else "false"),
         ("GRAD", C_NAMES[grad]),

@@ -57,8 +57,8 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
         expect("total", total, (torch.promote_types(mine.dtype, torch.float32),), (n,), device)
     if rows.dtype != mine.dtype or (n > 1 and rows.stride(1) != 1) or not 0 <= own <= others:
         raise ValueError(
-            f"each of rows must be contiguous {mine.dtype}, and own must be from 0 to {others}, but got {rows.dtype} "
-            f"with strides {rows.stride()}, and own = {own}"
+            f"each row of rows must be contiguous {mine.dtype}, and own must be from 0 to {others}, but got "
+            f"{rows.dtype} with strides {rows.stride()}, and own = {own}"
         )
     if n == 0 or rows.is_meta:
         return torch.zeros(0, dtype=torch.float64, device=device)

@@ -237,7 +237,11 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             except Exception as error:
                 reason = error
         else:
-            message = "%s could not be tested on a small matrix (%s). For sharded parameters it must be element-wise."
+            message = (
+                "%s could not be tested on a small matrix (%s), so it is unknown whether it trains sharded parameters "
+                "correctly. It does if it is element-wise like Adam, that is, if it updates each element from that "
+                "element's own gradient and state only."
+            )
             _log.warning(message, type(optimizer).__name__, reason)
             return
         flat = functools.partial(_move_parts, optimizer, group, values.view(-1), [each.view(-1) for each in tries])

@@ -269,8 +269,8 @@ class OptimManager:
         if any(_updated_in_backward(optimizer) and not chosen.isdisjoint(own[optimizer]) for optimizer in own):
             raise RuntimeError(
                 "clip_grad_norm cannot be combined with update_in_backward(), because these gradients were used during "
-                "the backward already. Leave one of the two out. torch.nn.utils.get_total_norm of the gradients "
-                "returns their norm."
+                "the backward already, before they could be clipped. Remove one of the two calls. To get the norm "
+                "without clipping, pass the gradients to torch.nn.utils.get_total_norm."
             )
         # If an earlier call in this step has left a clip factor for these gradients, apply it now, because the norm
         # computed next must be that of the clipped gradients.

@@ -126,8 +126,8 @@ def _misfit(saved: dict[str, Any], world: World) -> str | None:
     if (saved["rank"], saved["world_size"]) != (world.rank, world.size):
         return (
             f"this optimizer state was saved by rank {saved['rank']} of {saved['world_size']}, but is loaded on rank "
-            f"{world.rank} of {world.size}. Save it with state_dict(gather_opt=True) to load it on another number of "
-            "ranks."
+            f"{world.rank} of {world.size}. Save it with OptimManager.state_dict(gather_opt=True) to load it on "
+            "another number of ranks."
         )
     mine = _shard(world)
     theirs = tuple(saved.get("shard", (world.rank, world.size, 1)))  # older states have no "shard": saved on one host
@@ -137,7 +137,7 @@ def _misfit(saved: dict[str, Any], world: World) -> str | None:
     return (
         f"this optimizer state of rank {world.rank} was saved for {then}, but the rank now has {now}, because gather, "
         "shard_over or tp_size of init_distributed has changed, or the ranks are on other hosts. Save the state with "
-        "state_dict(gather_opt=True) to load it in all of these cases."
+        "OptimManager.state_dict(gather_opt=True) to load it in all of these cases."
     )
 
 
@@ -244,7 +244,9 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     raise ValueError(
         f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "
         f"{tuple(parameter.full_shape)} nor this rank's {stored_numel(parameter)} elements of it. It was saved for "
-        "another model, or on another rank. Load the state that this rank saved, or a full state."
+        "another model, or on another rank. Load the state that this rank saved, or a full state: "
+        "OptimManager.state_dict(gather_opt=True), AdamOptimizer.state_dict(gather=True), or state_dict() of a torch "
+        "optimizer."
     )
 
 
@@ -339,7 +341,9 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     everyone = world.gather_objects(mine)
     if any(other.keys() != mine.keys() for other in everyone):
         raise RuntimeError(
-            "The ranks' optimizers have state for different parameters. Create the same optimizer on all ranks."
+            "The ranks' optimizers have state for different parameters. Only some ranks have "
+            f"{sorted({f'{n} of parameter {k}' for each in everyone for n, k in each.keys() ^ mine.keys()})[:5]}. "
+            "Create the same optimizer on all ranks."
         )
     sharded = []
     for name, key in sorted(mine):

@@ -119,12 +119,12 @@ def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
         raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
     if gather == "two-level" and shard_over == "host":
         raise ValueError(
-            "gather='two-level' does not work with shard_over='host', with which nothing is all-gathered between "
+            "gather='two-level' does not work with shard_over='host', because then nothing is all-gathered between "
             "hosts. Use gather='auto'."
         )
     if gather == "collective" and shard_over == "host+world":
         raise ValueError(
-            "gather='collective' does not work with shard_over='host+world', with which parameters are all-gathered "
+            "gather='collective' does not work with shard_over='host+world', because then parameters are all-gathered "
             "first between hosts and then inside each host. Use gather='auto' or 'two-level'."
         )
     if not isinstance(gather, str) or gather not in GATHERS:
@@ -373,7 +373,11 @@ def _choose_ranks(
         _log.info("rank %d: shard_over='auto' selects 'world', because there is one host", rank)
         return "world"
     if {len(host) for host in hosts} != {len(hosts[0])} or len(hosts[0]) == 1:
-        _log.info("rank %d: shard_over='auto' selects 'world', because there are %s", rank, _describe(hosts))
+        _log.info(
+            "rank %d: shard_over='auto' selects 'world', because there are %s. It selects another value only if all "
+            "hosts have the same number of ranks, at least two",
+            rank, _describe(hosts),
+        )  # fmt: skip
         return "world"
     if gather == "peer":
         _log.info("rank %d: shard_over='auto' selects 'host', because gather='peer' works only inside a host", rank)

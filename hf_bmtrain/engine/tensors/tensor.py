@@ -669,8 +669,8 @@ class _Call:
                     if not isinstance(each, ShardBase) and each.dim() == 1 and each.shape == piece.shape:
                         raise RuntimeError(
                             f"{self.name} combines a tensor of {len(each)} elements, as many as this rank stores, "
-                            f"with the full parameter of shape {tuple(piece.full_shape)}. Create the tensor of "
-                            f"{len(each)} elements with shape `parameter.full_shape` instead. ({error})"
+                            f"with the full parameter of shape {tuple(piece.full_shape)}. Create that "
+                            f"tensor with the full shape, `parameter.full_shape`, instead. ({error})"
                         ) from error
 
     def _write_back(self, target: Any, full: torch.Tensor) -> None:

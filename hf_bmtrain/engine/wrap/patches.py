@@ -73,7 +73,11 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
             "to auto_wrap: it recomputes only as many blocks as memory requires."
         )
     blocks = [state for each in states if (state := each()) is not None]
-    _log.info("gradient checkpointing was set to %s by a method of the model, in %d sharded blocks", on, len(blocks))
+    _log.info(
+        "gradient checkpointing: enabled=%s for %d sharded blocks, because gradient_checkpointing_enable() or "
+        "gradient_checkpointing_disable() of the model was called",
+        on, len(blocks),
+    )  # fmt: skip
     store = current_world().layer_features.inputs() if on and offload else None
     for state in blocks:
         state.recompute = ALWAYS if on else NEVER

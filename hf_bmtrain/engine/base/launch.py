@@ -119,7 +119,7 @@ class Variant:
             raise RuntimeError(
                 f"the CUDA source {self.file}.cu declares the kernel parameter '{' '.join(words)}', of a type that "
                 "hf_bmtrain cannot pass to a kernel. Use one of these types: "
-                f"{', '.join(_POINTED if pointer else _SCALARS)}{' (as pointers)' if pointer else ''}."
+                f"{', '.join(c + ' *' * pointer for c in (_POINTED if pointer else _SCALARS) if c != 'none')}."
             )
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 

@@ -75,6 +75,9 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
 
     Each tensor on the meta device needs a value, and each value must belong to a tensor. If the files contain several
     values for tied tensors, these must be equal.
+
+    parameters: the model's parameters, as {id(tensor): (tensor, all its names in the state dict)}.
+    buffers: its persistent buffers, in the same form.
     """
     entries = [*parameters.values(), *buffers.values()]
     known = {name for _, names in entries for name in names}
@@ -127,6 +130,10 @@ def _put(
 
     The new parameters are `SourcedParameter`s, which refer to the memory-mapped files or contain only this rank's share
     of the values. They are replaced when the model is sharded.
+
+    parameters: the model's parameters, as {id(tensor): (tensor, all its names in the state dict)}.
+    buffers: its persistent buffers, in the same form.
+    state: the new values by name.
     """
     filled: dict[int, torch.Tensor] = {}
     for key, (tensor, names) in [*parameters.items(), *buffers.items()]:

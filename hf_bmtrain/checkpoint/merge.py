@@ -235,7 +235,12 @@ def _write(
 
 
 def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
-    """Copy a tensor to its place `target` in a file in `staging`. Return the written chunks, with their checksums."""
+    """Copy a tensor to its place `target` in a file in `staging`. Return the written chunks, with their checksums.
+
+    staging: the folder in which the merged model is written.
+    name: the tensor's name.
+    source: the tensor to copy, and where it is stored.
+    """
     stored = source.stored
     values = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype, device="cpu")
     if not len(values):

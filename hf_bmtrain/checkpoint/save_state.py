@@ -186,6 +186,8 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
     """Call the function `add`, with which users write further files into a checkpoint. If it is None, do nothing.
 
     Collective: every rank must call it. Raises RuntimeError on all ranks if `add` fails on any rank.
+
+    job: the checkpoint being saved.
     """
     if add is None:
         return
@@ -569,6 +571,8 @@ def _posts(world: World, job: _Job) -> Agree:
     It uses the launcher's store instead of a collective, because the main thread may run a collective at the same time.
     Every rank passes it a name for the exchange, and its problem or None. The result is a text with the problems of all
     ranks, or None.
+
+    job: the checkpoint being saved. The keys in the store contain the name of its temporary folder.
     """
     if world.size == 1:
         return _agreement(world)

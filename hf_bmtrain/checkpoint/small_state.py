@@ -41,6 +41,8 @@ def collect(
 
     others: for each optimizer, the state that is not written to safetensors files, such as step counts, as
         {parameter name: {key: value}}.
+    schedulers: one or several schedulers, or None.
+    extra: this rank's object that the user passed to `save_state`.
     """
     ranks = world.gather_objects(
         {"random": _random_state(world.device), "extra": extra, "buffers": _own_buffers(world, model)}

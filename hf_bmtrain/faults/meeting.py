@@ -116,6 +116,7 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
 
     place: the host and port of the store.
     end: the time, on the clock of `time.monotonic()`, at which to give up.
+    size: the number of ranks.
     """
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
@@ -162,6 +163,8 @@ def _give_up(store: TCPStore, size: int) -> list[int]:
 
     If another rank has already given up, return the list that it has written. If all ranks have just arrived, return
     [].
+
+    size: the number of ranks.
     """
     return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size) or [0]))))
 

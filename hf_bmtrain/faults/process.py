@@ -78,7 +78,11 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
 
 
 def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
-    """Replace `sys.excepthook`, so that the other ranks learn of an exception. Return a function that restores it."""
+    """Replace `sys.excepthook`, so that the other ranks learn of an exception. Return a function that restores it.
+
+    watch: the monitor that tells the other ranks how this rank ended, and finds out which rank failed first.
+    rank: this rank.
+    """
     print_exception = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -185,6 +189,11 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
 
     The wait ends early if another rank fails or is missing, and is left out if this rank has failed. If other ranks
     still needed this one, or if NCCL cannot abort its operations, the process ends with a nonzero exit code.
+
+    watch: the monitor that tells the other ranks how this rank ended. It is stopped.
+    opened: the communicators to close.
+    joined: whether torch's process group existed before `init_distributed`. If so, it is not destroyed here.
+    exits: the recorded last call of `sys.exit`, which gives the message and the exit code.
     """
     # Without a process group, which accelerator.end_training() destroys, the ranks cannot wait for each other.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()

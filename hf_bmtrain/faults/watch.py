@@ -359,11 +359,17 @@ class Watch(Monitor):
         return oldest - latest >= max(self._delay / 2, 2 * SECONDS)
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
-        """Return whether a rank waits for other ranks, and is itself able to take part in operations."""
+        """Return whether a rank waits for other ranks, and is itself able to take part in operations.
+
+        status: what the rank last reported about itself.
+        """
         return status.waits not in ("", _DEVICE) and not self._why_absent(rank, status)
 
     def _why_absent(self, rank: int, status: Status) -> str:
-        """Return why a rank cannot take part in operations, such as that it has ended, or "" if it probably can."""
+        """Return why a rank cannot take part in operations, such as that it has ended, or "" if it probably can.
+
+        status: what the rank last reported about itself.
+        """
         state = condition(status.pid) if rank in self._board.neighbours else ""
         if state == "stopped":
             return f"its process {status.pid} is stopped (by SIGSTOP or a debugger); kill -CONT resumes it"

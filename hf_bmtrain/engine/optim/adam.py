@@ -478,7 +478,10 @@ def _check_settings(group: dict) -> None:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return `value`, a number or a tensor of one element, as a float. Raises TypeError for other types."""
+    """Return `value`, a number or a tensor of one element, as a float. Raises TypeError for other types.
+
+    name: the name of the option, for the error message.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     expect_number(name, value, "or a tensor of one element")

@@ -106,6 +106,9 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
     """If a full state was loaded since the last step, check that it is the same on all ranks, and then shard it.
 
     Collective: every rank must call it.
+
+    full_state: the FullState of the optimizer, which tells whether its loaded state still has to be sharded. It is not
+        used for an AdamOptimizer, which shards a state when it is loaded.
     """
     facts = None
     if isinstance(optimizer, AdamOptimizer):  # its load_state_dict has sharded the state already
@@ -224,6 +227,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
        they may call functions that sharded parameters do not support.
 
     All ranks come to the same decision, because they try the same values.
+
+    device: the device of the matrix.
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
@@ -293,7 +298,12 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
 
 
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Update two parts of the 1-D `values`, each with its own new optimizer. Return the change of all values."""
+    """Update two parts of the 1-D `values`, each with its own new optimizer. Return the change of all values.
+
+    optimizer: the optimizer whose class the new ones have.
+    group: the parameter group whose options they get.
+    gradients: for each step, a 1-D gradient of all values.
+    """
     cuts = slice(None, _CUT), slice(_CUT, None)
     return torch.cat([_movement(optimizer, group, values[cut], [each[cut] for each in gradients]) for cut in cuts])
 
@@ -302,6 +312,10 @@ def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
     """Shard `values` as a parameter, update it with a new optimizer, and return the change of the full values.
 
     Collective: every rank must call it.
+
+    optimizer: the optimizer whose class the new one has.
+    group: the parameter group whose options it gets.
+    gradients: for each step, the full gradient, of the shape of `values`.
     """
     parameter = DistributedParameter(values)
     pieces = [parameter.take(gradient).clone() for gradient in gradients]
@@ -310,14 +324,22 @@ def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 
 
 def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the change of `start` after one step for each gradient, by a new optimizer with the options of `group`."""
+    """Return the change of `start` after one step for each gradient, by a new optimizer with the options of `group`.
+
+    optimizer: the optimizer whose class the new one has.
+    gradients: for each step, a gradient of the shape of `start`. They are copied.
+    """
     parameter = torch.nn.Parameter(start.clone())
     _train(optimizer, group, parameter, [gradient.clone() for gradient in gradients])
     return parameter.detach() - start
 
 
 def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
-    """Update `parameter` once for each gradient, with a new optimizer of the same class and the options of `group`."""
+    """Update `parameter` once for each gradient, with a new optimizer of the same class and the options of `group`.
+
+    optimizer: the optimizer whose class the new one has. It does not change.
+    gradients: for each step, the tensor that becomes the `.grad` of `parameter`.
+    """
     # Options are cloned because the group may contain a step counter as a tensor, which the trial must not change.
     options = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     options["params"] = [parameter]

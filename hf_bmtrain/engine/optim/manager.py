@@ -375,6 +375,8 @@ class OptimManager:
         """Return the norm of the parameters' gradients over all ranks. If it is inf or nan, set the skip flag.
 
         Collective: every rank must call it. The norm still contains the loss scale.
+
+        order: the order p of the p-norm; inf for the largest absolute value.
         """
         norm = global_norm(parameters, order, self._reduce, self._device)
         torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
@@ -643,6 +645,8 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
     """Return the sum of squares of this rank's gradients, in element 0 of a tensor (2,) float64.
 
     Element 1 belongs to the kernel that adds the squares, and has no meaning for the caller.
+
+    order: not used. This function is called in place of `_powers`, which needs the order, if the order is 2.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     measured = []

@@ -289,6 +289,7 @@ def _gather(
     they are sharded like their parameters.
 
     keep: if False, an empty state is returned, for ranks that do not need one.
+    state_dict: the optimizer's own state dict, in which each rank has its elements of the sharded tensors.
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)

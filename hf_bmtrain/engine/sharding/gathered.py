@@ -95,6 +95,9 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -
 
     At the end, the local parameters are put back. If the code inside the context has replaced a parameter or module,
     this is undone, and RuntimeError is raised.
+
+    slots: the entries of modules that hold the local parameters.
+    full_params: for each local parameter, the full parameter to show.
     """
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
@@ -138,6 +141,8 @@ def _write_back(world: World, full_params: Wholes) -> None:
     """Write rank 0's values of the full parameters into the shards. Collective: every rank must call it.
 
     Raises RuntimeError, before anything is written, if a shape or dtype was changed.
+
+    full_params: for each local parameter, its full parameter, which the user may have changed.
     """
     misfits = [
         f"{tuple(sharded.full_shape)} {sharded.dtype} became {tuple(full.shape)} {full.dtype}"

@@ -51,6 +51,8 @@ class OnDemandGather:
         """Return the OnDemandGather of the flat buffer of the local parameter `sharded`.
 
         The first call creates it, and sets it as the attribute `on_demand` of all local parameters of the buffer.
+
+        schedule: the schedule of the model's gathers and reductions. It is used only if the OnDemandGather is created.
         """
         gather = sharded.on_demand
         if gather is None:

@@ -148,6 +148,8 @@ def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group
 
     They come first in the group. Only parameters whose other properties are those of the group are moved.
 
+    groups: for each group, its parameters as {id(parameter): parameter}. Changed in place.
+
     Returns:
         The number of moved parameters.
     """

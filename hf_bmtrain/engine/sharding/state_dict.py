@@ -121,6 +121,11 @@ def shard_on_load(
 
     Collective: every rank must call it. This is a load_state_dict pre-hook. For a DistributedModule inside a block it
     runs twice; the second run changes nothing.
+
+    prefix: the module's name in front of its parameters' names in `state_dict`, such as "layers.0.".
+    metadata: torch's metadata of the module, which says whether `load_state_dict` was called with assign=True.
+    strict, missing, unexpected: torch passes them to every hook. They are not used.
+    errors: gets a message for each value that does not fit its parameter. torch raises them together.
     """
     slots = find_slots([module])
     for buffer in dict.fromkeys(slot.sharded.buffer for slot in slots):
@@ -160,6 +165,9 @@ def _gather_on_save(module, state_dict, prefix, metadata) -> None:
 
     This is a state_dict post-hook of the modules inside a block. It has an effect if the user calls such a module's own
     `state_dict`. During `state_dict` of the block or the model, the modules hold full parameters, so nothing is done.
+
+    prefix: the module's name in front of its parameters' names in `state_dict`, such as "layers.0.".
+    metadata: torch passes it to every hook. It is not used.
     """
     slots = find_slots([module])
     if slots:

@@ -89,6 +89,8 @@ class Storage:
         """Allocate the shard and the full buffer, and tell the buffer which memory an all-gather sends and fills.
 
         Collective: every rank must call it. `fill` frees the full buffer after use.
+
+        dtype: the dtype of the shard and the full buffer.
         """
         buffer, layout = self.buffer, self.buffer.layout
         buffer.shard = world.shards.allocate(layout.shard_numel, dtype, world.device, buffer.update.wait)
@@ -137,6 +139,8 @@ class Storage:
 
         Collective: every rank must call it. A SourcedParameter is read from its own source, such as a file, and not
         from rank 0.
+
+        parameters: the full parameters, in the order of the flat buffer.
         """
         buffer = self.buffer
         if self.full is not None:
@@ -194,6 +198,7 @@ class Storage:
 
         Collective: every rank must call it.
 
+        index: the index of the parameter in the flat buffer.
         full: this rank's part: its full parameter, or another tensor of this shape, such as optimizer state.
         """
         return full

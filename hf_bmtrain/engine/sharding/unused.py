@@ -32,7 +32,10 @@ class UnusedParameters:
         self._read: str | None = None
 
     def post(self, indices: Sequence[int]) -> None:
-        """Tell the other ranks, before the reduction starts, which parameters this rank did not use."""
+        """Tell the other ranks, before the reduction starts, which parameters this rank did not use.
+
+        indices: the positions of these parameters in the flat buffer.
+        """
         self._control.post(self._key, ",".join(map(str, indices)))
 
     def agree(self, indices: Sequence[int]) -> set[int]:

@@ -19,6 +19,6 @@ def main() -> None:
         raise SystemExit(f"python -m hf_bmtrain.run: there is no script {script!r}")
     install_as_bmtrain()
     if not getattr(sys.flags, "safe_path", False):
-        # `python -m` has put the working directory there, but `python SCRIPT` puts the script's folder there.
+        # `python -m` has set sys.path[0] to the working directory, but `python SCRIPT` sets it to the script's folder.
         sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")

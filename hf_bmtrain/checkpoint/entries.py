@@ -284,8 +284,8 @@ class LoadedState:
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
-            # For bfloat16 weights, AdamOptimizer stores residuals on GPUs, but float32 masters on CPUs. If the saved
-            # kind is not the one allocated here, it is read into other tensors, and `load` converts it.
+            # For bfloat16 weights, AdamOptimizer stores residuals on GPUs, but float32 masters on CPUs. If the kind in
+            # the checkpoint is not the one allocated here, it is read into other tensors, and `load` converts it.
             if all(what in places.get(parameters[name], ()) for name, what in names):
                 self._places = places
 

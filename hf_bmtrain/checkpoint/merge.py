@@ -86,7 +86,14 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
 
 
 def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base: Sequence[Path]) -> None:
-    """Raise ValueError if `base` is missing or not needed, or if `load_state` might take `output` for a checkpoint."""
+    """Raise ValueError if `base` is missing or not needed, or if `load_state` might take `output` for a checkpoint.
+
+    Args:
+        checkpoint: the checkpoint to merge.
+        output: the folder to create.
+        with_optimizer: whether `output` also gets the optimizer's state, with which it can be loaded as a checkpoint.
+        base: the folder or safetensors files of the base model, from which training started; empty if not given.
+    """
     if _has_trained_only(checkpoint) and not base:
         raise ValueError(
             f"{checkpoint.folder} contains only the trained tensors (trained_only=True). For the other tensors, pass "

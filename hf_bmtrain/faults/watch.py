@@ -260,8 +260,8 @@ class Watch(Monitor):
             theirs = self._read(rank)
             stuck = rank in self.status.blamed and time.time() - theirs.written > _SILENT_SECONDS if theirs else False
             if theirs is not None and (stuck or condition(theirs.pid) == "stopped"):
-                # The launcher would wait forever for that process. Kill it before this rank ends, so that the launcher
-                # reports that rank as the one that failed first.
+                # The launcher would wait forever for the process of `rank`. Kill it before this rank ends, so that the
+                # launcher reports `rank` as the one that failed first.
                 os.kill(theirs.pid, signal.SIGKILL)
                 self.wait_for_end(rank, SECONDS)
         self.status.problem = problem

@@ -89,7 +89,8 @@ class OptimManager:
         if loss_scale_steps is not None:
             expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
         self.grad_scale = world.size if grad_scale is None else grad_scale
-        # The reduction computes the mean over ranks. A loss times this factor turns that into the sum / `grad_scale`.
+        # The reduction computes the mean over ranks. If the loss is multiplied by this factor, the mean becomes the sum
+        # divided by `grad_scale`.
         self._mean_scale = world.size / self.grad_scale
         self._device, self._reduce = world.device, world.shard_group
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
@@ -646,7 +647,8 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
 
     Element 1 belongs to the kernel that adds the squares, and has no meaning for the caller.
 
-    order: not used. This function is called in place of `_powers`, which needs the order, if the order is 2.
+    order: always 2, and not used. `_powers`, which is called for other orders, takes the same arguments.
+    device: the device of the result.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     measured = []

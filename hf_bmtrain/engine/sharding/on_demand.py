@@ -109,7 +109,7 @@ class OnDemandGather:
         weights = self._buffer.full_params[index].data
         full = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
         if not full.requires_grad:
-            return full  # torch allows the hook only on tensors that require a gradient
+            return full  # torch allows gradient hooks only on tensors that require a gradient
         owner = weakref.ref(self)  # weak, because the garbage collector cannot free a cycle through autograd's hooks
 
         def collect(full: torch.nn.Parameter) -> None:

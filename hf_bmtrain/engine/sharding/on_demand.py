@@ -52,7 +52,7 @@ class OnDemandGather:
 
         The first call creates it, and sets it as the attribute `on_demand` of all local parameters of the buffer.
 
-        schedule: the schedule of the model's gathers and reductions. It is used only if the OnDemandGather is created.
+        schedule: the process's schedule of gathers and reductions. It is used only if the OnDemandGather is created.
         """
         gather = sharded.on_demand
         if gather is None:

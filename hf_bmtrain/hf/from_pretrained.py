@@ -156,13 +156,15 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
     if asked:
         raise ValueError(
             "bmt.hf.from_pretrained divides the model among the ranks itself, and does not load quantized weights. "
-            f"Leave out {', '.join(asked)}. {way_out}"
+            f"Leave out {', '.join(asked)}, or {way_out}"
         )
     if name_or_path is None:  # the caller passes a state_dict, so there are no files to check
         return
     hub = {name: kwargs[name] for name in _HUB if name in kwargs}
     if find_adapter_config_file(str(name_or_path), **hub) is not None:
-        raise ValueError(f"{name_or_path} contains an adapter, which bmt.hf.from_pretrained cannot load. {way_out}")
+        raise ValueError(
+            f"{name_or_path} contains an adapter, which bmt.hf.from_pretrained cannot load. Instead, {way_out}"
+        )
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         quantization = getattr(config, "quantization_config", None)
@@ -281,7 +283,8 @@ def _tie_equal(model: Any, world: World) -> None:
         else:
             del model.all_tied_weights_keys[target]
             _log.warning(
-                "%s and %s have different values in the files, so they are not tied but trained separately.",
+                "The model ties %s to %s, but their values in the files differ, so they are not tied but trained "
+                "separately.",
                 target, source,
             )  # fmt: skip
 
@@ -293,8 +296,8 @@ def _report(model: torch.nn.Module, world: World) -> None:
     mapped = [p for p in scattered if p.mapped]
     _log.info(
         "rank %d of %d reads its elements of %d parameters of %s from memory-mapped files, and stores 1/%d of each of "
-        "%d parameters that were converted. %d parameters are not in the files, so every rank has initialized them in "
-        "full%s",
+        "%d parameters that transformers converted when it read them. %d parameters are not in the files, so every "
+        "rank has initialized them in full%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.shard_group.size,
         len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",

@@ -233,10 +233,10 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
     differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
     if differing and world.rank == 0:
         _log.warning(
-            "float8: %d of %d layers, such as '%s', use float8 either only in the checkpoint or only in this model. "
-            "This model decided in a training step before the checkpoint was loaded, and keeps its decision, so "
-            "results will differ slightly from those of the run that saved the checkpoint. To use the checkpoint's "
-            "decision, load it before the first training step.",
+            "float8: for %d of %d layers, such as '%s', the checkpoint and this model differ in whether the layer uses "
+            "float8. This model decided that in a training step before the checkpoint was loaded, and keeps its "
+            "decision, so results will differ slightly from those of the run that saved the checkpoint. To use the "
+            "checkpoint's decision, load the checkpoint before the first training step.",
             len(differing), len(states), differing[0],
         )  # fmt: skip
     paths = {state: path for path, state in states.items()}
@@ -249,10 +249,10 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
             guard.finish()
         elif known and world.rank == 0:
             _log.warning(
-                "float8: this model has %d float8 layers, but the checkpoint says of only %d of them whether they use "
-                "float8. So the next training step measures all of them again, and results may differ slightly from "
-                "those of the run that saved the checkpoint. To avoid this, wrap the model with the arguments float8 "
-                "and keep of that run.", len(found), len(known),
+                "float8: this model has %d layers that can use float8, but the checkpoint records for only %d of them "
+                "whether they do. So the next training step measures all of them again, and results may differ "
+                "slightly from those of the run that saved the checkpoint. To avoid this, pass the same float8= and "
+                "keep= to auto_wrap as in that run.", len(found), len(known),
             )  # fmt: skip
 
 

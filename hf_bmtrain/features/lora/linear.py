@@ -209,7 +209,7 @@ def _log_once(reason: str, layer: Any) -> None:
         _logged.add(reason)
         name = getattr(layer, "_bmt_name", "")  # set only on rank 0, so other ranks do not log
         if name:
-            _log.info("LoRA layers, such as '%s', run PEFT's own forward: %s", name, reason)
+            _log.info("LoRA layers, such as '%s', run PEFT's own forward, which is slower, because %s", name, reason)
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:

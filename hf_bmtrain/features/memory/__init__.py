@@ -131,8 +131,9 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
     if use_checkpoint == "attention":
         if not modes_see_compiled:
             raise RuntimeError(
-                f"use_checkpoint='attention' needs a newer torch than {torch.__version__}, in which torch.compile does "
-                "not work while calls of attention are intercepted. Pass use_checkpoint=True, or install a newer torch."
+                f"use_checkpoint='attention' needs torch 2.9 or newer, but this is torch {torch.__version__}. In older "
+                "versions, keeping the outputs of attention prevents torch.compile from compiling the functions that "
+                "blocks call. Pass use_checkpoint=True, or install a newer torch."
             )
         return KeepAttention()
     planner = planner_of(world)
@@ -144,8 +145,8 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
         return NEVER
     if top_saved_tensors_hooks is None:
         raise RuntimeError(
-            f"use_checkpoint='auto' needs a newer torch than {torch.__version__}, which cannot count the bytes that "
-            "autograd saves. Pass use_checkpoint=True or False, or install a newer torch."
+            f"use_checkpoint='auto' needs torch 2.7 or newer, but this is torch {torch.__version__}, which cannot "
+            "count the bytes that autograd saves. Pass use_checkpoint=True or False, or install a newer torch."
         )
     return planner.policy(block)
 

@@ -131,9 +131,9 @@ class MuonOptimizer(AdamOptimizer):
             unfit = [tuple(p.shape) for p in parameters if not is_matrix(p.shape)]
             if unfit:
                 raise ValueError(
-                    "Muon updates matrices and stacks of matrices with at least two rows and columns, but the group "
-                    f"has {len(unfit)} other parameters, such as one of shape {unfit[0]}. Put them into a group with "
-                    '"muon": False.'
+                    'A parameter group with "muon": True may contain only matrices and stacks of matrices with at '
+                    f"least two rows and two columns, but this group has {len(unfit)} other parameters, such as one of "
+                    f'shape {unfit[0]}. Put them into a group with "muon": False.'
                 )
             refuse_parts(parameters)
             param_group["params"] = parameters
@@ -313,5 +313,6 @@ def _check_settings(group: dict[str, Any]) -> None:
         raise ValueError(f"adjust_lr_fn must be None or one of {', '.join(ADJUST_LR)}, got {group['adjust_lr_fn']!r}")
     if group.get("hold_steps") or not group.get("decoupled", True):
         raise ValueError(
-            'hold_steps and coupled weight decay are settings of AdamW: leave them out of groups with "muon": True'
+            'A parameter group with "muon": True cannot have hold_steps or decoupled=False, which only AdamW supports. '
+            'Leave them out of this group, or set "muon": False.'
         )

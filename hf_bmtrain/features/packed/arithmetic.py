@@ -89,11 +89,12 @@ class Format:
             return packed.view(-1)
         absmax = torch.cat([_blocks(chunk).abs().amax(-1) for chunk in flat.split(_CHUNK * CELL)])
         if not absmax.isfinite().all():
-            raise ValueError("it contains inf or NaN")
+            raise ValueError("the tensor contains inf or NaN")
         scales = self._put_scales(packed[:, self._codes :], absmax, -(-len(flat) // BLOCK))
         if not (scales if self.values else scales * _FP8_MOST).to(values.dtype).isfinite().all():
             raise ValueError(
-                f"its largest magnitude, {absmax.max().item():.6g}, would overflow {values.dtype} when it is unpacked"
+                f"the tensor's largest magnitude, {absmax.max().item():.6g}, would overflow {values.dtype} when it is "
+                "unpacked"
             )
         for number, chunk in enumerate(flat.split(_CHUNK * CELL)):
             own = slice(number * _CHUNK, (number + 1) * _CHUNK)

@@ -232,8 +232,8 @@ class QuantizedParameter(DistributedParameter):
         if required:
             raise RuntimeError(
                 f"A quantized parameter of shape {tuple(self.full_shape)} cannot be trained, because its packed values "
-                "cannot change. To train it, set requires_grad before auto_wrap(quantize_frozen=...), which packs only "
-                "frozen parameters, or load the model without load_in_4bit=True."
+                "cannot change. To train it, set requires_grad=True before auto_wrap(quantize_frozen=...), which packs "
+                "only frozen parameters. If bitsandbytes quantized it, load the model without load_in_4bit=True."
             )
 
     @property

@@ -121,6 +121,6 @@ class Comparison(Observer):
         line = "peak memory of a step: %.2f GiB predicted, %.2f GiB measured (%+.1f %%)"
         values = predicted / 2**30, measured / 2**30, 100 * difference
         if abs(difference) > TOLERANCE:
-            _log.warning(f"{line}. Predicted:\n%s", *values, self._prediction)
+            _log.warning(f"predict_memory was wrong about the {line}. Its prediction:\n%s", *values, self._prediction)
         else:
             _log.info(line, *values)

@@ -73,8 +73,9 @@ class Replay:
         if changed - copies.keys():
             names = sorted(self._places[n][1] for n in changed - copies.keys())
             raise RuntimeError(
-                f"The layer changed its buffers {names} in this forward but not in its first forward. So they were not "
-                "copied, and this forward cannot be recomputed. Wrap the model with use_checkpoint=False."
+                f"{type(self._layer).__name__} changed its buffers {names} in this forward but not in its first "
+                "forward. Therefore they were not copied, and this forward cannot be recomputed. Pass "
+                "use_checkpoint=False to auto_wrap."
             )
         if known is None:
             self._changing[training] = changed

@@ -159,7 +159,10 @@ def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]])
 def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
     """Raise ValueError if a module cannot be split into `parts` equal parts on dimension `dim` of its weight."""
     if type(module) is not torch.nn.Linear:
-        raise ValueError(f"auto_wrap: with tp_size, {name} must be a torch.nn.Linear, but is a {type(module).__name__}")
+        raise ValueError(
+            f"auto_wrap: with tp_size, {name} must be a torch.nn.Linear, but is a {type(module).__name__}. Leave "
+            "tp_size out."
+        )
     if module.weight.is_meta or isinstance(module.weight, SourcedParameter):
         raise ValueError(
             f"auto_wrap: with tp_size, {name} must have values, but it is on the meta device or was loaded by "
@@ -171,7 +174,10 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
             f"tp_size={parts}"
         )
     if dim == 1 and module.bias is not None:
-        raise ValueError(f"auto_wrap: with tp_size, {name} must have no bias, because all {parts} ranks would add it")
+        raise ValueError(
+            f"auto_wrap: with tp_size, {name} must have no bias, because all {parts} ranks would add it. Leave "
+            "tp_size out."
+        )
 
 
 def _split(module: Any, dim: int) -> None:

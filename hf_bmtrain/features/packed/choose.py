@@ -47,7 +47,7 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
                 found.setdefault(id(parameter), f"{paths[module]}.{key}")
     if not found:
         reason = f"{trained} matrices are trainable. Freeze them first (model.requires_grad_(False) or PEFT's adapters)"
-        nothing = f"no block has a matrix of {CELL} elements or more that is named weight or stacked (fused experts)"
+        nothing = f"no block has a matrix of {CELL} elements or more (a module's weight, or fused experts)"
         reason = reason if trained else nothing
         raise ValueError(f"auto_wrap: quantize_frozen={name!r} finds no frozen weight to quantize: {reason}.")
     return PackedKind(FORMATS[name], found)

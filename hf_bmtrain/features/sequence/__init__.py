@@ -74,7 +74,7 @@ class SequenceParallel(Extension):
         if self._plans and getattr(plan.model, "_uneven", False):
             raise ValueError(
                 "auto_wrap: with sequence_parallel, use_checkpoint='auto' does not support "
-                f"{type(plan.model).__name__}, because its ranks may run different parts of it. Pass "
+                f"{type(plan.model).__name__}, because the ranks may run different parts of this model. Pass "
                 "use_checkpoint=True or use_checkpoint=False."
             )
         rows = SharedRows(plan.model, self._size)

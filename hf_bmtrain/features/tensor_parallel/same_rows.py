@@ -80,8 +80,8 @@ class SameRowsCheck(Observer):
             told = (
                 f"The {grid.size} ranks of a tensor-parallel group have the same gradient of {_listing(equal)}. These "
                 "gradients are summed, because each rank is expected to use different rows. If all ranks use the same "
-                f"rows, the sum is {grid.size} times too large. Then create the parameter with "
-                "bmt.DistributedParameter(..., tp_mode=True), or give each rank its part of the rows."
+                f"rows, the sum is {grid.size} times too large. In that case, create the "
+                "parameter with bmt.DistributedParameter(..., tp_mode=True), or give each rank its part of the rows."
             )
             if len(equal) == undeclared > 1:
                 raise RuntimeError(told)

@@ -61,7 +61,7 @@ class PartStorage(WholeStorage):
         shape = self.whole_shape(index)
         if whole.shape != shape:
             raise ValueError(
-                f"`full` must be the whole tensor, before it is split over {self.grid.size} ranks: its shape must be "
-                f"{tuple(shape)}, but is {tuple(whole.shape)}"
+                f"the tensor must have the full shape of the parameter before it is split over {self.grid.size} ranks, "
+                f"{tuple(shape)}, got {tuple(whole.shape)}"
             )
         return whole.chunk(self.grid.size, self.dim)[self.grid.place]

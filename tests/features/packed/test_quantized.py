@@ -121,7 +121,7 @@ def test_refused():
     frozen = base().requires_grad_(False)
     with pytest.raises(ValueError, match="quantize_frozen must be None or one of 'nf4', 'fp8', got 'int4'"):
         bmt.auto_wrap(frozen, quantize_frozen="int4")
-    with pytest.raises(ValueError, match="15 matrices are trainable: freeze them first"):
+    with pytest.raises(ValueError, match=r"15 matrices are trainable\. Freeze them first"):
         bmt.auto_wrap(base(), quantize_frozen="nf4")
     small = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=1,

@@ -124,7 +124,7 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
 
     Raises:
         RuntimeError: this version of torch is too old: for "auto", it cannot count the bytes that autograd saves (torch
-            2.6); for "attention", it cannot intercept the operations of compiled code.
+            2.6); for "attention", it cannot intercept the operations of compiled code (before 2.9).
     """
     if use_checkpoint is True or use_checkpoint is False:
         return ALWAYS if use_checkpoint else NEVER

@@ -222,7 +222,10 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> d
     names: dict[str, set[str]] = {}
     for file in sorted({*map(str, places.values())}):
         if not re.fullmatch(r"[^./\0][^/\0]*", file):
-            raise Damaged(f"{index.name} lists the file {file!r}, which is not in its folder")
+            raise Damaged(
+                f"{index.name} lists the file {file!r}, but may list only names of files in its own folder, without a "
+                "path or a leading dot. Save or download the checkpoint again"
+            )
         try:
             found = read(index.with_name(file))
         except FileNotFoundError as error:

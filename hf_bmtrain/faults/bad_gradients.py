@@ -69,7 +69,9 @@ class OwnGradients(Observer):
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
-        if self.steps < 0:  # only if none of the steps was skipped, because after a skip a new object is used
+        # All steps were checked, and the last one's results were kept for one more step. After a skipped step this is
+        # not reached: `GradientWatcher.watch` then replaces this object with a new one.
+        if self.steps < 0:
             self._last = []
             self.handle.remove()
 

@@ -521,7 +521,7 @@ class Watch(Monitor):
         begun, end = time.time(), time.monotonic() + 1.5 * SECONDS
         ranks = {rank: self._read(rank) for rank in places if rank != self._rank}
         while any(status and status.written < begun for status in ranks.values()) and time.monotonic() < end:
-            time.sleep(0.1)  # until the other ranks have published their current lines
+            time.sleep(0.1)  # until the other ranks have published which line of the program they are at
             ranks = {rank: self._read(rank) for rank in ranks}
         found = {rank: self.status if status is None else status for rank, status in ranks.items()}
         found[self._rank] = self.status

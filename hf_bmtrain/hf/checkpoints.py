@@ -296,7 +296,12 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     for folder, missing in incomplete.items():
         aside = folder.with_name(f"incomplete-{folder.name}")
         os.rename(folder, aside)
-        _log.warning("the checkpoint %s was not completed (%s): renamed to %s", folder, missing, aside.name)
+        _log.warning(
+            "Trainer did not finish saving the checkpoint %s (%s). It was renamed to %s, so that "
+            "resume_from_checkpoint=True uses the newest of the others. It is deleted when another incomplete "
+            "checkpoint is found",
+            folder, missing, aside.name,
+        )  # fmt: skip
 
 
 def _by_step(output_dir: str | os.PathLike) -> list[Path]:

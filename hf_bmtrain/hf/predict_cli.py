@@ -2,8 +2,9 @@
 
     python -m hf_bmtrain.memory CONFIG --gpus 4 --batch-size 4 --seq-len 8192 --memory 139
 
-CONFIG is a config.json of transformers, or a folder that contains one. The command prints the memory of each GPU at the
-peak of a step, by purpose, and the largest number of rows (sequences in the batch of one GPU) that fits.
+CONFIG is a config.json of transformers, or a folder that contains one. `--batch-size` is the number of rows (sequences)
+in the batch of one GPU, and `--memory` is the memory of one GPU in GiB. The command prints the memory of each GPU at
+the peak of a step, by purpose, and the largest number of rows that fits in `--memory`.
 """
 
 from __future__ import annotations

@@ -269,8 +269,11 @@ def _excerpt(memory: Any) -> Excerpt:
 
 
 def _entries(digests: list[int]) -> list[int]:
-    """Compute n entries of a log from n + 1 successive digests.
+    """Return the n entries of a log that lie between n + 1 successive digests.
 
-    digests: each is the digest of all entries up to some position; from one to the next, the position grows by 1.
+    A digest covers all entries up to a position: it is the previous digest times `_FACTOR`, plus the entry, modulo a
+    power of two. So each entry can be computed from the digests before and after it.
+
+    digests: the digests at n + 1 adjacent positions, in order.
     """
     return [(after - before * _FACTOR) & _MASK for before, after in pairwise(digests)]

@@ -79,7 +79,11 @@ class PeerMemory(Protocol):
 
 
 class HostMemory:
-    """Memory that processes on the CPU share through files in /dev/shm. Copies are synchronous."""
+    """The `PeerMemory` of processes that train on the CPU: files in /dev/shm, which each process maps.
+
+    If /dev/shm does not exist, the files are in the default folder for temporary files. `copy` returns only after
+    everything is copied.
+    """
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
         nbytes = numel * dtype.itemsize
@@ -125,7 +129,10 @@ class _Slab:
 
 
 class _EventsTicket:
-    """The ticket of copies on several streams, with one event per stream."""
+    """The Ticket (handle to wait for) of asynchronous copies on several CUDA streams, with one event per stream.
+
+    `wait` makes the current stream, not the host, wait for all of these events.
+    """
 
     def __init__(self, device: torch.device, events: list[torch.cuda.Event]) -> None:
         self._device, self._events = device, events

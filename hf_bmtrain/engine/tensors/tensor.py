@@ -742,7 +742,11 @@ class Address:
 
 
 def _data_ptr(tensor: Any) -> int | Address:
-    """Return the address of a sharded tensor: an int if there is one rank, otherwise an `Address`."""
+    """Return the result of `data_ptr()` of a sharded tensor.
+
+    With one rank it is the ordinary int. With several it is an `Address`, which can be compared and hashed, but raises
+    RuntimeError in arithmetic, because this rank's memory holds only a part of the full tensor.
+    """
     with WithoutTorchFunction():
         return tensor.data_ptr() if tensor.placement.communicator.size == 1 else Address(tensor)
 

@@ -59,10 +59,14 @@ class SplitWrapper(OnlyWhileSharded):
 
 
 def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
-    """Turn PEFT's wrappers of stacks of experts among `modules` into SplitWrappers, in place.
+    """Make LoRA adapters on stacks of experts take less memory: compute their products apart from the weights.
+
+    A stack is a 3-D parameter with one matrix per expert, which PEFT wraps in a ParamWrapper. The class of each such
+    wrapper in `modules` is replaced in place by a subclass of SplitWrapper, whose forward does not add the adapters to
+    the stack.
 
     Args:
-        modules: any modules. Modules that are not such wrappers, or are extended already, are left alone.
+        modules: any modules. Those that are not such wrappers, or are extended already, are left alone.
 
     Returns:
         The number of wrappers that were extended.

@@ -33,7 +33,10 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Return a context that counts what autograd saves inside it. Saved-tensor hooks set outside it still work."""
+        """Return a context that adds to `nbytes` the bytes that autograd saves for backward inside it.
+
+        The innermost saved-tensor hooks that were set outside it still work.
+        """
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
         def count(tensor: torch.Tensor) -> Any:
@@ -196,7 +199,11 @@ class Meter:
         return self.memory.allocated() - self._resident_bytes()
 
     def taken(self) -> int:
-        """Return by how many bytes the allocator's peak exceeds `began`. Resident buffers do not count."""
+        """Return how many bytes the pass has taken at its peak, beyond the bytes allocated when `begin` was called.
+
+        The peak is the allocator's since `reset_peak` of `memory`, which `begin` does not call. The bytes that resident
+        buffers (those kept unsharded between steps) take now are subtracted from it.
+        """
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:

@@ -35,9 +35,10 @@ _GIB = 2**30
 
 
 def keep_all(model: torch.nn.Module, world: World) -> None:
-    """Keep the frozen buffers of `model` unsharded between steps, and all-gather them now.
+    """Keep the flat buffers of frozen parameters of `model` unsharded between steps, and all-gather them now.
 
-    Collective: every rank must call it. A buffer that is frozen later stays unsharded from its next all-gather on.
+    A flat buffer (ShardedBuffer) is frozen while none of its parameters is trainable. One that is frozen later stays
+    unsharded from its next all-gather on. Collective: every rank must call it.
 
     Args:
         model: a sharded model.

@@ -136,8 +136,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. A run must not mix parameters that were updated during the backward with others (`_kind`). If part 1 had to
-        # split runs for that reason, the next step forms the runs anew, which merges adjacent parameters again.
+        # 4. A run (adjacent parameters that are updated together) must not mix parameters that were updated during the
+        # backward with others (`_kind`), so part 1 may have split runs. Forget which parameters are active: the next
+        # backward then updates none early, and the next step forms the runs anew and merges adjacent parameters.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()

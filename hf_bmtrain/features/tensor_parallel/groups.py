@@ -35,8 +35,12 @@ def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
 class Groups:
     """Defines which ranks shard a parameter with `tp_mode=True`, and over which ranks its gradient is averaged.
 
-    With `tp_mode=True`, a parameter is either a part of a split tensor, or used for the same rows by all ranks of a
-    tensor-parallel group.
+    There are two cases:
+
+    * The parameter is a part of a tensor that is split over a tensor-parallel group. It is sharded, and its gradient is
+      averaged, over the ranks that have the same part: one in each group.
+    * The parameter is not split, and all ranks of a group apply it to the same rows of the batch. It is sharded, and
+      its gradient is averaged, over all ranks.
 
     Args:
         grid: the tensor-parallel groups.

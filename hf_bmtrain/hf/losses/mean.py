@@ -1,4 +1,8 @@
-"""Correct losses that are a mean over this rank's labels, which Trainer would multiply by the number of ranks."""
+"""Change a loss that is a mean over this rank's labels, so that Trainer on several ranks gets the mean over all labels.
+
+Trainer multiplies the loss by the number of ranks, which is right only for a sum divided by the number of labels on
+all ranks. A hook therefore first multiplies a mean by this rank's share of the labels of all ranks.
+"""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
 def computes_loss(trainer: transformers.Trainer) -> bool:
     """Return whether `trainer` computes losses by transformers' own methods, which also work for part of a batch."""
     if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
-        return False  # segmentation, where a label of -100 is out of range
+        return False  # segmentation: it has no label -100, with which rows are left out of other losses
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     return all(method.__module__.split(".")[0] == "transformers" for method in methods)
 

@@ -11,7 +11,7 @@ from .matrices import Matrix
 
 
 class Round:
-    """One exchange of matrices. Sends them to their owners (the ranks that orthogonalize them), and the results back.
+    """One exchange of matrices: sends them to their owners (the ranks that orthogonalize them), and the results back.
 
     Every rank must call `send`, `orthogonalize` and `receive`, in this order. The communication overlaps with other
     work that is queued between these calls.

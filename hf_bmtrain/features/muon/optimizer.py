@@ -244,12 +244,18 @@ class MuonOptimizer(AdamOptimizer):
 
     @property
     def _skip(self) -> torch.Tensor | None:
-        """Whether this step is skipped because of inf or nan, as a scalar on the device; None if not checked."""
+        """Return whether to skip this step, because a gradient is inf or nan: a boolean scalar on the device.
+
+        Returns None if gradients are not checked, that is, if no `found_inf` was set (by OptimManager or GradScaler).
+        """
         found_inf = getattr(self, "found_inf", None)
         return None if found_inf is None else found_inf.reshape(()) != 0
 
     def _part(self, matrix: Matrix) -> slice:
-        """Return where this rank's elements of a matrix are in the flat tensors of its run, such as the momentum."""
+        """Return the slice of this rank's elements of a matrix in the flat tensors of its run, such as the momentum.
+
+        A run is a contiguous range of parameters that are updated together.
+        """
         run = self._states[matrix.run].run
         rank = 0 if run.buffer is None else run.buffer.rank
         start, stop = matrix.local(rank)
@@ -279,7 +285,10 @@ def _checked(groups: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _momentum(run: Run) -> StateTensors:
-    """Allocate the state of a run (a contiguous range) of matrices: momentum, and float32 masters of 16-bit weights."""
+    """Allocate the optimizer state of `run`, a contiguous range of parameters that Muon updates.
+
+    The state is the momentum, and float32 masters of 16-bit weights.
+    """
     momentum = torch.zeros_like(run.weights, dtype=torch.float32)
     return StateTensors(None if run.weights.dtype == torch.float32 else torch.empty_like(momentum), momentum, None)
 

@@ -15,10 +15,11 @@ _BUFFERS = 3
 
 
 class DeviceUpdate:
-    """Updates chunks of optimizer state on the device, with one stream each for upload, update and download.
+    """Updates optimizer state that is kept in host memory, chunk by chunk, on the device.
 
-    While one chunk is updated, the next is uploaded and the previous one is downloaded, so there are three buffers on
-    the device. The host never waits. The order of the work is:
+    A chunk (a range of the state) is uploaded to a buffer on the device, updated there and downloaded, on one stream
+    for each of the three. While one chunk is updated, the next is uploaded and the previous one is downloaded, so there
+    are three buffers. The host never waits. The order of the work is:
 
     * An upload into a buffer waits until the previous contents of the buffer are downloaded, and until the previous
       step's download of the same chunk is complete.
@@ -37,7 +38,7 @@ class DeviceUpdate:
     def __init__(self, chunks: Sequence[Chunk], exp_avg_dtype: torch.dtype, device: torch.device) -> None:
         """Allocate device buffers that are large enough for the largest of `chunks`.
 
-        chunks: all chunks that `carry` will be called with.
+        chunks: all chunks (ranges of the optimizer state in host memory) that `carry` will be called with.
         exp_avg_dtype: the dtype of the first moment.
         device: the device that runs the updates.
         """
@@ -60,26 +61,29 @@ class DeviceUpdate:
         self.downloaded: Event = DONE
 
     def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Event]:
-        """Queue the update of every chunk, and yield for each an event that completes when its weights are updated.
-
-        The gradients of a chunk must not be freed or written before its event completes.
+        """Queue the updates of chunks (ranges of the optimizer state), one each time the returned iterator is advanced.
 
         Args:
             chunks: the chunks to update, in this order.
-            update: called as `update(part, state)`, with the update stream current, for each Part of a chunk. It must
-                update `state`, the state of the whole chunk in a device buffer, in place.
+            update: called as `update(part, state)`, with the update stream current, for each Part of a chunk (the
+                elements of parameters that are updated together). It must update the part's weights, and its elements
+                of `state`, the state of the whole chunk in a device buffer, in place.
 
         Returns:
-            An iterator over one event per chunk.
+            An iterator over one event per chunk, which completes when the chunk's weights are updated. The gradients of
+            the chunk must not be freed or written before.
         """
         self._update.follow()
         for chunk in chunks:
             yield self._pass(next(self._turns), chunk, update)
 
     def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Event:
-        """Queue a chunk's upload, update and download in device buffer `number`. Return the event after the update.
+        """Queue the upload, update and download of one chunk (a range of the optimizer state).
 
-        update: the function that `carry` got.
+        number: the index of the device buffer to use.
+        update: called for each Part of the chunk, as `carry` describes.
+
+        Returns the event that completes with the update.
         """
         home = chunk.slab.part(chunk.start, chunk.stop)
         masters, exp_avg, exp_avg_sq = self._buffers[number]
@@ -103,7 +107,7 @@ class DeviceUpdate:
 
 
 def _copy(targets: StateTensors, sources: StateTensors) -> None:
-    """Queue copies of the state tensors `sources` to `targets`, between host and device, on the current stream."""
+    """Queue copies of optimizer state from `sources` to `targets`, between host and device, on the current stream."""
     for target, source in zip(targets, sources):
         if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
             target.copy_(source, non_blocking=True)

@@ -183,7 +183,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _in_order(self, numbers: Sequence[int]) -> list[int]:
         """Return `numbers`, indices of runs, in an order that is the same on all ranks.
 
-        A run consists of parameters that are updated together. The runs of a flat buffer are adjacent in this order.
+        A run consists of parameters that are updated together. The runs of a flat buffer (parameters that are sharded
+        together) are adjacent in this order.
         """
         return sorted(numbers, key=lambda number: self._states[number].index_base)
 
@@ -261,12 +262,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return bool(self._early.parameters)
 
     def _update_early(self, local_params: list[Any]) -> None:
-        """Update `local_params`, the parameters of one flat buffer, whose gradient has just been reduced.
+        """Update `local_params` during the backward, when their gradients have just been reduced.
 
-        All parameters of a buffer get their gradients at once. If these are not exactly the parameters that the last
-        update of this buffer comprised, nothing is updated here, and `step` updates them. Writing to the weights is
-        safe now, because every rank has contributed to the reduced gradient, and so has finished the block's backward.
-        The next forward waits for the update (see PendingUpdate).
+        They are this rank's elements of the parameters of one flat buffer (those that are sharded together), which all
+        get their gradients at once. If these are not exactly the parameters that the last update of this buffer
+        comprised, nothing is updated here, and `step` updates them. Writing to the weights is safe now, because every
+        rank has contributed to the reduced gradient, and so has finished the block's backward. The next forward waits
+        for the update.
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
@@ -355,5 +357,8 @@ class _EarlyUpdates:
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """Return a copy of `settings` for later comparison, in which (id, version) stands for each tensor."""
+    """Return a copy of `settings`, to find out later whether one has changed.
+
+    In it, (id, version) stands for each tensor, where the version is torch's counter of writes.
+    """
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

@@ -57,11 +57,12 @@ class Chunk:
     """A range of a slab (a large piece of host memory) that is copied to the device and updated there at once.
 
     Attributes:
-        owner: the flat buffer, or the ordinary (not sharded) parameter, whose state this is.
+        owner: the flat buffer (parameters that are sharded together), or the ordinary (not sharded) parameter, whose
+            state this is.
         slab: the slab.
         start: the index of the first element in the slab.
         stop: the index after the last element in the slab.
-        parts: one Part for each run that has elements in the chunk.
+        parts: one Part for each run (parameters that are updated together) that has elements in the chunk.
     """
 
     owner: ShardedBuffer | torch.nn.Parameter
@@ -83,7 +84,7 @@ def allocate_slabs(
         exp_avg_dtype: the dtype of the first moment.
 
     Returns:
-        The place of each run.
+        {run: its Place, the slab and the index at which its state starts}.
 
     Raises:
         RuntimeError: there is too little host memory.
@@ -121,7 +122,7 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
     Returns:
         The chunks. Each has at most CHUNK_ELEMENTS elements of one slab (a large piece of page-locked host memory). A
         chunk contains several runs if they are adjacent, in `order` and in the slab, and belong to the same flat
-        buffer.
+        buffer (parameters that are sharded together).
     """
     chunks: list[Chunk] = []
     chunk = None

@@ -27,7 +27,10 @@ if TYPE_CHECKING:  # at run time this import would be circular, because `options
 
 
 class Packed(Extension):
-    """The extension that implements `auto_wrap(quantize_frozen=)`, and shards weights quantized by bitsandbytes."""
+    """Implements `auto_wrap(quantize_frozen=)`, and shards weights that bitsandbytes has quantized.
+
+    It is an extension: `auto_wrap` calls its methods while it wraps a model.
+    """
 
     def __init__(self, options: Options) -> None:
         self._form = options.quantize_frozen

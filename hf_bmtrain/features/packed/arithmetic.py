@@ -73,15 +73,15 @@ class Format:
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the number of bytes that `numel` elements take when they are packed, in full cells."""
+        """Return the number of bytes that `numel` elements take when they are packed in full cells of CELL elements."""
         return -(-numel // CELL) * self.cell_bytes
 
     @torch.no_grad()
     def pack(self, values: Tensor) -> Tensor:
         """Pack `values`, a floating-point tensor, into (cells * cell_bytes,) uint8 on the same device.
 
-        The last cell is padded with zeros. Raises ValueError if `values` contain inf or NaN, or if an element would
-        overflow its dtype when it is unpacked.
+        Each cell contains the codes and scales of CELL elements. The last cell is padded with zeros. Raises ValueError
+        if `values` contain inf or NaN, or if an element would overflow its dtype when it is unpacked.
         """
         flat = values.detach().reshape(-1)
         packed = torch.zeros(-(-len(flat) // CELL), self.cell_bytes, dtype=torch.uint8, device=flat.device)
@@ -103,12 +103,15 @@ class Format:
         return packed.view(-1)
 
     def _put_scales(self, tails: Tensor, absmax: Tensor, count: int) -> Tensor:
-        """Compute the scales, write them into `tails`, and return them as `unpack` reads them: (cells, 256) float32.
+        """Compute the scales of each packed cell (CELL elements), and write them into `tails`.
 
         Args:
             tails: the bytes of each cell that follow its codes.
             absmax: the largest magnitude in each group of 64 elements, (cells, 256) float32.
             count: the number of groups that belong to the tensor. The others are padding of the last cell.
+
+        Returns:
+            The scales as `unpack` reads them from `tails`, (cells, 256) float32.
         """
         if self.scale_bits == 32:
             # `most` is a tensor, because a GPU would compute a division by a Python number as a multiplication by
@@ -150,17 +153,17 @@ class Format:
     def assemble(
         self, numel: int, codes: Tensor, scales: Tensor, factors: Tensor | None = None, mean: Tensor | None = None
     ) -> Tensor:
-        """Return the packed cells of a tensor that is already quantized, from its 4-bit codes and scales.
+        """Return the packed form of a tensor that is already quantized, from its 4-bit codes and scales.
 
         Args:
             numel: the number of elements.
             codes: uint8, two elements per byte, the first one in the upper half.
-            scales: one per 64 elements, in float32; compressed scales are uint8 indices into `dynamic_values`.
-            factors: the factors of compressed scales, one float32 per 256 scales.
-            mean: the mean of compressed scales, one float32 for the tensor.
+            scales: one per 64 elements: float32 or, if they are compressed, uint8 indices into `dynamic_values`.
+            factors: compressed scales are multiplied by them: one float32 per 256 scales; else None.
+            mean: it is then added to compressed scales: one float32 for the tensor; else None.
 
         Returns:
-            (cells * cell_bytes,) uint8, in new memory.
+            (cells * cell_bytes,) uint8, in new memory. Each cell contains the codes and scales of CELL elements.
         """
         assert self.values
         cells = -(-numel // CELL)
@@ -186,7 +189,8 @@ class Format:
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Unpack `packed` (cells * cell_bytes,) uint8 into `out` (cells * CELL,) float32, float16 or bfloat16.
 
-        Both must be contiguous and aligned to 16 bytes. On a GPU this is one launch on the current stream.
+        Each cell contains the codes and scales of CELL elements. Both tensors must be contiguous and aligned to 16
+        bytes. On a GPU this is one launch on the current stream.
         """
         cells = packed.numel() // self.cell_bytes
         expect("packed", packed, (torch.uint8,), (cells * self.cell_bytes,), out.device)
@@ -202,7 +206,11 @@ class Format:
         )
 
     def _reference(self, packed: Tensor, out: Tensor) -> None:
-        """Unpack `packed` into `out` with torch's operations, as a reference for the kernel. Used on the CPU."""
+        """Unpack `packed` into `out` with torch's operations. `unpack` calls this on the CPU, instead of a CUDA kernel.
+
+        packed: (cells * cell_bytes,) uint8. Each cell contains the codes and scales of CELL elements.
+        out: (cells * CELL,), overwritten.
+        """
         rows = packed.view(-1, self.cell_bytes)
         for cells, target in zip(rows.split(_CHUNK), out.view(-1, _BLOCKS, BLOCK).split(_CHUNK)):
             codes = cells[:, : self._codes]
@@ -264,7 +272,10 @@ def _nearest(values: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """Return flat elements as float32 blocks, (cells, 256, 64). The last cell is padded with zeros."""
+    """Return the elements in blocks of 64, which share a scale: (cells, 256, 64) float32.
+
+    flat: (n,) elements. They are padded with zeros to full cells of 256 blocks.
+    """
     return torch.nn.functional.pad(flat.float(), (0, -len(flat) % CELL)).view(-1, _BLOCKS, BLOCK)
 
 
@@ -276,5 +287,8 @@ def variant(form: Format, dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return the kernel variants of this module, one for each format and output dtype. `arch` makes no difference."""
+    """Return the variants (combinations of macros) of this module's CUDA source: one for each format and output dtype.
+
+    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    """
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

@@ -17,7 +17,7 @@ _NO_MATRICES = (
 
 
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
-    """Choose the parameters in `blocks` to pack, and return them in a PackedKind; None if `name` is None.
+    """Choose the parameters in `blocks` to pack (quantize). Return them in a PackedKind; None if `name` is None.
 
     These are frozen matrices with a dtype of 16 or 32 bits and at least CELL elements (the unit of packing: a smaller
     matrix would take as much memory as one of CELL elements). There are two kinds: each 2-D parameter named `weight`;

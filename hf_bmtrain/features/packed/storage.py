@@ -22,7 +22,7 @@ from .arithmetic import CELL, Format
 
 @dataclass(frozen=True)
 class PackedKind(StorageKind):
-    """The storage kind of frozen parameters that are packed (quantized to 4 or 8 bits) in one format.
+    """The StorageKind (how to shard) of frozen parameters that are packed (quantized to 4 or 8 bits) in one format.
 
     Attributes:
         form: the packed format.
@@ -49,7 +49,7 @@ class PackedParameter(torch.nn.Parameter):
     Attributes:
         form: the packed format.
         pack: a function that returns all packed cells (of CELL elements each) of the parameter, uint8, in new memory.
-        storage_kind: the kind of storage of the flat buffer that will contain the parameter.
+        storage_kind: the PackedKind of `form`, which tells `auto_wrap` how to shard the parameter.
     """
 
     form: Format
@@ -92,7 +92,7 @@ class PackedStorage(Storage):
     stored: torch.Tensor
 
     def __init__(self, form: Format, names: Sequence[str | None]) -> None:
-        """Create the storage of one flat buffer.
+        """Create the storage of one flat buffer (the parameters that are sharded together).
 
         form: the packed format.
         names: for errors, the name of each parameter; None for a PackedParameter, which is already packed.
@@ -116,11 +116,11 @@ class PackedStorage(Storage):
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Pack rank 0's values of `parameters`, and store this rank's part of the packed cells in `stored`.
+        """Pack rank 0's values of `parameters`, and store this rank's part of the packed bytes in `stored`.
 
         Collective: every rank must call it. Parameters are broadcast one at a time, so that at most one full parameter
-        is in memory. Every rank receives the full parameter, packs it, and copies its own cells. A PackedParameter is
-        broadcast packed.
+        is in memory. Every rank receives the full parameter, packs it in cells of CELL elements, and copies its own
+        cells. A PackedParameter, whose values are packed already, is broadcast as it is.
 
         Raises ValueError for values that `form` cannot represent.
         """
@@ -182,7 +182,10 @@ class PackedStorage(Storage):
         return super().memory()._replace(stored=[self.stored])
 
     def unpacked(self, index: int) -> torch.Tensor:
-        """Return this rank's unpacked elements of the parameter `index` of the buffer: (n,) in new memory."""
+        """Return this rank's elements of one parameter, unpacked into new memory: (n,).
+
+        index: the index of the parameter in the flat buffer (the parameters that are sharded together).
+        """
         local_range, nbytes, shard = self.buffer.local_ranges[index], self.form.cell_bytes, self.buffer.shard
         begin, count = local_range.shard_start // CELL, -(-local_range.length // CELL)
         values = torch.empty(count * CELL, dtype=shard.dtype, device=shard.device)

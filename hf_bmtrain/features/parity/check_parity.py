@@ -165,7 +165,7 @@ def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> s
 
 
 class _Comparison:
-    """Compares the sharded step with the plain step, and collects the differences that this rank finds.
+    """Compares one step of the sharded model with the same step in plain torch, and collects this rank's differences.
 
     All ranks must call `of_outputs`, `of_gradients` and `of_update`, in this order.
 
@@ -231,7 +231,8 @@ class _Comparison:
         Collective: every rank must call it. Afterwards `.grad` of each full parameter is the all-gathered gradient of
         the sharded step (or None), so that `of_update` gives both optimizers the same gradients.
 
-        full_params: {local parameter: full parameter}, with the gradients of the plain step in `.grad`.
+        full_params: {local parameter (this rank's elements): full parameter}, with the plain step's gradients in
+            `.grad`.
         """
         found = []
         for sharded, full in reversed(full_params.items()):
@@ -252,6 +253,8 @@ class _Comparison:
         """Return the mean of `full.grad` over ranks, in float32 or wider; None if no rank has a gradient.
 
         Collective: every rank must call it.
+
+        full: the full copy of a sharded parameter, with the gradient of the plain step in `.grad`.
         """
         present = torch.tensor([float(full.grad is not None)], device=self._world.device)
         self._world.reduce.all_reduce(present, maximum=True).wait()
@@ -270,7 +273,8 @@ class _Comparison:
         Collective: every rank must call it.
 
         Args:
-            full_params: {local parameter: full parameter}, with the sharded step's gradients in `.grad`.
+            full_params: {local parameter (this rank's elements): full parameter}, with the sharded step's gradients in
+                `.grad`.
             make: a function that returns an optimizer for a list of parameters.
         """
         trained = [sharded for sharded in full_params if sharded.requires_grad]

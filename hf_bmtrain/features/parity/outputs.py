@@ -18,7 +18,7 @@ name is the module name, followed by " (call 2)" and so on if the module is call
 
 
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return {name: module} of the modules of `model` whose outputs are compared.
+    """Return {name: module} of the modules of `model` whose outputs `check_parity` compares.
 
     These are the outermost blocks, and the modules outside them that have parameters of their own, without `model`.
     """
@@ -43,7 +43,8 @@ def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterato
         schedule: the world's schedule, which knows whether the running forward is a recomputation.
 
     Yields:
-        The outputs of all calls so far: {(module name, call name): the tensors that the call returned}.
+        The outputs of all calls so far: {(module name, call name): copies on the CPU of the floating-point tensors that
+        the call returned}. The call name of a module's second call is "name (call 2)"; that of the first is its name.
     """
     outputs: Outputs = {}
     calls = dict.fromkeys(modules, 0)

@@ -65,12 +65,12 @@ class Parity:
 
     @property
     def first(self) -> Difference | None:
-        """The first difference that is larger than allowed; None if there is none."""
+        """The first difference between the two steps that is larger than allowed; None if there is none."""
         return next((each for each in self.differences if each.differs), None)
 
     @property
     def ok(self) -> bool:
-        """True if no difference is larger than allowed."""
+        """True if no difference between the sharded and the plain step is larger than allowed."""
         return self.first is None
 
     def __str__(self) -> str:

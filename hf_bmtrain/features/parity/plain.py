@@ -19,10 +19,10 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 
 @torch.no_grad()
 def gather_full_params(model: torch.nn.Module) -> Wholes:
-    """Return a full copy of each sharded parameter of `model`. Collective: every rank must call it.
+    """Return {local parameter: full copy} of the sharded parameters of `model`. Collective: every rank must call it.
 
-    The copies are assembled from the local parameters, independently of the all-gathers of a forward, because those are
-    under test.
+    The copies are assembled from the local parameters (each rank's elements), independently of the all-gathers of a
+    forward, because those are under test.
     """
     full_params: Wholes = {}
     for sharded in model.parameters():
@@ -41,7 +41,7 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
 
     Args:
         model: the wrapped model.
-        full_params: {local parameter: full parameter}, for all sharded parameters of the model.
+        full_params: {local parameter (this rank's elements): full parameter}, for all sharded parameters of the model.
     """
     slots = find_slots(model.modules())
     extended = [(module, type(module)) for module in model.modules() if own_class(module) is not type(module)]

@@ -16,9 +16,9 @@ from ..replay.snapshot import Snapshot
 class TrainingState:
     """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
 
-    Only this rank's shards of the weights are copied. Until `restore`, local parameters have no gradients and no
-    gradient hooks, and every block is recomputed, except blocks that training never recomputes. So
-    use_checkpoint="auto" does not measure the memory of these steps, which are not training.
+    Only this rank's shards of the weights are copied. Until `restore`, sharded parameters have no gradients and no
+    gradient hooks, and the backward recomputes every block (transformer layer), except blocks that training never
+    recomputes. So use_checkpoint="auto" does not measure the memory of these steps, which are not training.
 
     Args:
         model: the wrapped model.
@@ -43,7 +43,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, weights: bool) -> None:
-        """Restore the saved gradients, buffers, attributes, random generators and recomputation policies.
+        """Restore the saved gradients, buffers, attributes and random generators, and which blocks are recomputed.
 
         weights: whether to restore the weights too, which is needed only if they may have been written.
         """

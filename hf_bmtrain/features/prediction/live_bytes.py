@@ -127,9 +127,9 @@ class LiveBytes(TorchDispatchMode):
             self._follow(storage, tuple(tensor.shape))
 
     def _follow(self, storage: torch.UntypedStorage, shape: tuple[int, ...] = ()) -> None:
-        """Record a new storage, or the change in size of a known one since it was last recorded.
+        """Record that a tensor storage was allocated or, if it is known, that its size has changed.
 
-        shape: the shape of the first tensor in the storage.
+        shape: the shape of the first tensor in the storage; not needed for a known storage.
         """
         key, nbytes = storage._cdata, -(-storage.nbytes() // _ROUND) * _ROUND
         known = self._known.get(key)

@@ -83,7 +83,9 @@ def predict_memory(
 
 
 class Comparison(Observer):
-    """Observer that measures the peak memory of the second training step, and logs it with the predicted peak.
+    """Measures the peak memory of the second training step, and logs it with the predicted peak.
+
+    It is an observer: its methods are called at events of the forwards and steps.
 
     Args:
         prediction: the prediction for one training step of the model.

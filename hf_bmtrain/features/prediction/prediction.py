@@ -41,7 +41,7 @@ class Prediction:
     """The predicted memory of a training step on one rank, including the optimizer's state. Its `str` is a table.
 
     Attributes:
-        table: {purpose, a key in ROWS: bytes at the peak}.
+        table: {purpose, such as "gradient", a key in ROWS: bytes at the peak}.
         mapped: the bytes in `table` that are outside torch's allocator: shards and received gradients in memory that
             other ranks on the host access.
         context: the bytes on the device for the CUDA context and libraries, which belong to no tensor.
@@ -129,6 +129,8 @@ def predict(
 def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]) -> dict[str, int]:
     """Return the live bytes of each purpose at the peak of the simulation's last step: {key in ROWS: bytes}.
 
+    The keys of ROWS, the rows of the printed table, name purposes such as "gradient" and "optimizer".
+
     done: the simulation.
     vocabulary: the size of the model's vocabulary, or None.
     shapes: the shapes of all parameters.
@@ -153,13 +155,16 @@ def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]
 
 
 def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[tuple[int, ...]]) -> str:
-    """Guess the purpose, a key in ROWS, of a storage without parameters, gradient shards or optimizer state.
+    """Guess the purpose of a tensor storage that has no parameters, gradient shards or optimizer state.
 
     Args:
         label: the part of the step in which the storage was allocated (see `simulation._label`).
         shape: the shape of the first tensor in it.
         vocabulary: the size of the vocabulary, or None.
         shapes: the shapes of all parameters.
+
+    Returns:
+        A key in ROWS, such as "logits".
     """
     if label in ("backward", "recomputation", "outside"):
         if tuple(shape) in shapes or (label == "backward" and not shape):

@@ -54,7 +54,7 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Replaces `PeerMemory` in a simulation. It allocates meta tensors and copies nothing.
+    """Replaces `PeerMemory` in a simulation, with tensors on the meta device and without copies.
 
     PeerMemory allocates memory that other GPUs of the host can access, outside torch's allocator.
 
@@ -92,9 +92,10 @@ class _MetaPeers:
 
 
 def quiet_world(size: int, memory: Any) -> World:
-    """Return a simulated World of `size` ranks, in which this process is rank 0 on the meta device.
+    """Return a simulated World (ranks and their communicators), in which this process is rank 0 on the meta device.
 
-    `current_world` does not change. Large shards are all-gathered and reduced as if by copies between GPUs of one host.
+    Collectives transfer no data. `current_world` does not change. Large shards are all-gathered and reduced as if by
+    copies between GPUs of one host.
 
     Args:
         size: the number of ranks.

@@ -34,8 +34,8 @@ class Simulated:
     Attributes:
         changes: every allocation, release and change in size of a storage since the start of the simulation.
         begin: the index in `changes` at which the last step begins.
-        kinds: {number of a storage: its purpose, a key in `prediction.ROWS`} for storages with parameters, gradients or
-            optimizer state. The purpose of other storages is not known.
+        kinds: {number of a tensor storage: its purpose, such as "gradient", a key in `prediction.ROWS`} for storages
+            with parameters, gradients or optimizer state. The purpose of other storages is not known.
         host: the bytes of page-locked host memory.
         mapped: the bytes that are outside torch's allocator in real training. `changes` includes them.
         phases: the phases (forward, backward, optimizer) of the last step.
@@ -52,7 +52,9 @@ class Simulated:
 
 
 class _Memory:
-    """Takes the place of `DeviceMemory` in a simulation: its methods return the simulated device's memory in bytes.
+    """Takes the place of `DeviceMemory` in a simulation.
+
+    Its methods return the amount of memory of the simulated device, in bytes.
 
     live: the counter of the bytes in use.
     usable: the bytes that are available for tensors.
@@ -120,7 +122,10 @@ def simulate(
 
 @contextmanager
 def _checked_optimizers() -> Iterator[None]:
-    """In this context, torch's optimizers are checked and use foreach functions, as after `init_distributed`."""
+    """Return a context that prepares torch's optimizers for sharded parameters, as `init_distributed` does in training.
+
+    In it, each optimizer is checked before its steps, and foreach functions accept sharded parameters.
+    """
     undo = install()
     try:
         yield
@@ -200,7 +205,7 @@ def _keeps(block: Any) -> bool:
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:
     """Return the purposes of the storages with parameters, gradients or optimizer state.
 
-    The result is {number of a storage: its purpose, a key in `prediction.ROWS`}.
+    The result is {number of a storage: its purpose, such as "gradient", a key in `prediction.ROWS`}.
 
     model: the wrapped model.
     optimizer: its optimizer.

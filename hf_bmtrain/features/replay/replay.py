@@ -103,14 +103,17 @@ class Replay:
             undo()
 
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
-        """Convert `copies` of buffers to the pairs (module._buffers, {name: copy}) that Snapshot takes.
+        """Convert copies of the layer's buffers to the pairs (module._buffers, {name: copy}) that Snapshot takes.
 
-        copies: {index in `_places`: copy of this buffer}.
+        copies: {index in `_places`, the list of all buffers of the layer: copy of this buffer}.
         """
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:
-        """Return the layer's buffers as they are now, in the order of `_places`; None for one that was removed."""
+        """Return the present buffers of the layer. One that was removed is None.
+
+        The order is that of `_places`, the list of the layer's buffers when this object was created.
+        """
         return [buffers.get(name) for buffers, name in self._places]
 
 
@@ -127,7 +130,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def keep_scripts() -> None:
-    """Stop TorchScript from optimizing more functions in this thread. Optimized functions stay optimized."""
+    """Stop TorchScript from optimizing more functions in this thread. Optimized functions stay optimized.
+
+    If a function were optimized between a layer's forward and its recomputation, autograd would save other tensors in
+    the recomputation than in the forward.
+    """
     optimize_scripts(False)
 
 

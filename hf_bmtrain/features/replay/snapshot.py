@@ -77,7 +77,9 @@ class Snapshot:
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
-        """Set the modules to the saved state. Their buffers are replaced by copies of the saved ones, and not written.
+        """Set the modules to the saved state, for a recomputation.
+
+        Their buffers are not written, but replaced by copies of the saved ones.
 
         Returns a function that undoes this: it restores the state before the call, and puts the replaced buffers back
         into the modules.
@@ -127,7 +129,7 @@ class Contents:
         self._find(values)
 
     def _find(self, values: Iterable[Any]) -> None:
-        """Add the containers in `values`, and in their items, to `_copies`."""
+        """Add the mutable containers in `values`, and in their items, to `_copies`: {id: (container, its copy)}."""
         for value in values:
             kind = type(value)
             if kind in ATOMS or kind is torch.Tensor:
@@ -207,7 +209,10 @@ class Attributes:
         self._values = self._read()
 
     def _read(self) -> list[Any] | None:
-        """Return all present attributes and items, to compare by identity; None if attributes were added or removed."""
+        """Return all present attributes, and all items of containers in them, in one list, to compare them by identity.
+
+        Returns None if a module got or lost an attribute.
+        """
         values: list[Any] = []
         try:
             for attributes, getter, count in self._getters:
@@ -231,7 +236,7 @@ class Attributes:
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
 
     def restore(self) -> Callable[[], None]:
-        """Restore the attributes and containers. Return a function that undoes this."""
+        """Restore the saved attributes, and the items of containers in them. Return a function that undoes this."""
         present = []
         for attributes, own in self._modules:
             changed = vars(self._layer()) if attributes is None else attributes

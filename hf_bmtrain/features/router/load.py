@@ -115,13 +115,13 @@ class TokenCounter:
 
 
 def _counters_of(model: torch.nn.Module, world: World) -> tuple[torch.Tensor, dict[str, TokenCounter]]:
-    """Register a TokenCounter on each module of experts that has none.
+    """Register a TokenCounter, a hook that counts the tokens of each expert, on each module of experts that has none.
 
     Returns the switch that all counters of the model share (1 while they count), and {name of module: counter}. Experts
     that do not use transformers' interface, such as Llama 4's, are left out.
 
     model: the model whose experts are counted.
-    world: the world on whose device the counts are.
+    world: the world (set of ranks), on whose device the counts are.
     """
     counters: dict[str, TokenCounter] = {}
     missing = []

@@ -50,6 +50,8 @@ def is_attention(module: torch.nn.Module) -> bool:
 def register(inner: str) -> str:
     """Register the attention function for shared rows with transformers, and return the name that selects it.
 
+    A shared row is a sequence whose tokens are divided among several ranks.
+
     inner: the name of the attention function that it calls for each rank's heads, such as "sdpa".
     """
     if inner.startswith(_PREFIX):

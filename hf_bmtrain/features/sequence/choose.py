@@ -141,7 +141,10 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
 
 
 def _scores(model: Any) -> bool:
-    """Return whether `model` may have one output for a whole row, such as a score, instead of one for each token."""
+    """Return whether `model` may have one output for a whole row (sequence) instead of one for each token.
+
+    An example is a score. Sequence parallelism does not support such models.
+    """
     name = type(model).__name__
     # A model without a head has one output for each token, unless it is like CLIP, which uses one token of a row. Such
     # models have one of these attributes.
@@ -152,7 +155,10 @@ def _scores(model: Any) -> bool:
 
 
 def _pools(module: Any) -> bool:
-    """Return whether the forward of `module` computes one vector for a whole row (pools its tokens)."""
+    """Return whether the forward of `module` computes one vector for a whole row (pools its tokens).
+
+    Sequence parallelism does not support this outside blocks, where each rank has only a part of the tokens of a row.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     pools = code is not None and any("pool" in name for name in code.co_varnames)
     return pools and getattr(module, "pooler", module) is not None
@@ -175,5 +181,8 @@ def _why_not_layer(layer: torch.nn.Module, attentions: Sequence[Any]) -> str | N
 
 
 def _mixes(module: torch.nn.Module) -> bool:
-    """Return whether `module` may combine tokens in another way than attention, as a convolution or recurrence does."""
+    """Return whether `module` may combine tokens in another way than attention, as a convolution or recurrence does.
+
+    Sequence parallelism does not support blocks with such modules.
+    """
     return isinstance(module, torch.nn.modules.conv._ConvNd) or _MIXERS.search(type(module).__name__) is not None

@@ -78,6 +78,8 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
 
     Collective: every rank of the group must call it.
 
+    parts: the division of the tokens of a row (sequence).
+    heads: for each tensor, the heads of each rank. Several ranks may have the same head.
     tensors: (this rank's tokens, rows, all heads, d). The results are (all tokens, rows, this rank's heads, d).
     """
     own, rows = len(parts.own), tensors[0].shape[1]
@@ -100,6 +102,8 @@ def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], tot
     Where several ranks have the same head, the result is the sum of their values. Collective: every rank of the group
     must call it.
 
+    parts: the division of the tokens of a row (sequence).
+    heads: for each tensor, the heads of each rank.
     tensors: (all tokens, rows, this rank's heads, d). The results are (this rank's tokens, rows, all heads, d).
     totals: for each tensor, the number of different heads of all ranks together.
     """

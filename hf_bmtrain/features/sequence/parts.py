@@ -40,21 +40,24 @@ class Parts:
 
     @cached_property
     def tokens(self) -> list[range]:
-        """For each rank of the group, the positions of its tokens in the row."""
+        """For each rank of the group, the positions of its tokens in the row, which is one sequence."""
         return divide(self.length, self.size)
 
     @property
     def own(self) -> range:
-        """The positions of this rank's tokens in the row."""
+        """The positions of this rank's tokens in the row, which is one sequence."""
         return self.tokens[self.rank]
 
     @property
     def group(self) -> Communicator:
-        """The communicator between the ranks that share the rows."""
+        """The communicator between the ranks that share the rows (sequences) of a batch."""
         return current_world().open_group(self.size)
 
     def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a view of this rank's tokens of `tensor`, which has all tokens of the row in dimension `dim`."""
+        """Return a view of this rank's tokens of `tensor`.
+
+        dim: the dimension of `tensor` that has all tokens of the row (sequence).
+        """
         return tensor.narrow(dim, self.own.start, len(self.own))
 
 

@@ -54,6 +54,8 @@ class SharedRows:
         """Open communicators for the groups of ranks that share rows, and register hooks around the forward of `model`.
 
         Collective: every rank must call it.
+
+        size: the number of ranks in a group. They share the rows (sequences) of a batch.
         """
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
@@ -127,9 +129,15 @@ class SharedRows:
         return (), given
 
     def _divide_labels(self, base: Any, given: dict[str, Any], rows: int, parts: Parts) -> None:
-        """Replace the labels of all tokens in `given`, the model's arguments, by the labels of this rank's tokens.
+        """Replace the labels of all tokens in `given` by the labels of this rank's tokens.
 
-        Also choose the factor of this rank's loss such that the mean over the group is the loss of the whole rows.
+        Also choose the factor of this rank's loss such that the mean over the group is the loss of the whole rows
+        (sequences).
+
+        base: the model, without PEFT's wrapper.
+        given: the arguments of its forward, {name: value}. Changed in place.
+        rows: the number of rows of the batch.
+        parts: the division of a row's tokens among the ranks.
         """
         labels, kind, name = given["labels"], loss_kind(base), type(base).__name__
         if tuple(labels.shape) != (rows, parts.length):
@@ -163,9 +171,12 @@ class SharedRows:
         own[0, 0] = torch.where(present == 0, 0, own[0, 0])
 
     def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:
-        """Raise RuntimeError if the ranks of the group got different rows.
+        """Raise RuntimeError if the ranks of the group, which share rows (sequences), got different rows.
 
         Collective: every rank of the group must call it.
+
+        row: the model's `input_ids` or `inputs_embeds`, (rows, tokens, ...). Values are compared only if integer.
+        labels: the labels of all tokens, or None.
         """
         if row.is_meta:  # a memory prediction on the meta device, without values to compare
             return
@@ -218,9 +229,13 @@ class SharedRows:
 
     @staticmethod
     def _own_tokens(layer: torch.nn.Module, parts: Parts, name: str, value: Any) -> Any:
-        """Return `value`, the argument `name` of the block `layer`, with only this rank's tokens.
+        """Return an argument of a block's forward with only this rank's tokens.
 
         Masks, caches and values without a dimension of tokens are returned unchanged.
+
+        layer: the block, for messages.
+        parts: the division of the tokens of a row (sequence) among the ranks.
+        name, value: the argument.
         """
         if value is None or "mask" in name or name in _CACHES:
             return value
@@ -246,7 +261,7 @@ class SharedRows:
 
     @disable_compiler
     def _after_last_layer(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Pad the output of the last block, which has this rank's tokens, with zeros to the length of the row.
+        """Pad the output of the last block, which has this rank's tokens, with zeros to the length of the sequence.
 
         This hook exists only if the module that calls the blocks reshapes this output to the shape of its own input.
         """

@@ -16,7 +16,7 @@ from ...engine.runtime.world import Grid
 
 
 def gather_rows(grid: Grid, x: Tensor) -> Tensor:
-    """All-gather the rows (dimension 0) of all ranks of the group. Collective.
+    """All-gather the rows (dimension 0) of all ranks of the tensor-parallel group. Collective.
 
     Each rank uses the result differently. Backward therefore sums the ranks' gradients, in a reduce-scatter.
 
@@ -31,9 +31,9 @@ def gather_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def add_rows(grid: Grid, x: Tensor) -> Tensor:
-    """Sum the tensors of all ranks of the group, and return this rank's rows (dimension 0) of the sum. Collective.
+    """Sum the tensors of all ranks of the tensor-parallel group, and return this rank's rows of the sum. Collective.
 
-    This is a reduce-scatter. Backward all-gathers the rows of the gradient.
+    This is a reduce-scatter on the rows (dimension 0). Backward all-gathers the rows of the gradient.
 
     Args:
         grid: the tensor-parallel groups.
@@ -46,7 +46,7 @@ def add_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def add(grid: Grid, x: Tensor) -> Tensor:
-    """Sum the tensors of all ranks of the group, in an all-reduce. Collective.
+    """Sum the tensors of all ranks of the tensor-parallel group, in an all-reduce. Collective.
 
     The sum and its gradient are equal on all ranks, so backward returns this gradient without communication.
     """
@@ -54,18 +54,19 @@ def add(grid: Grid, x: Tensor) -> Tensor:
 
 
 def share(grid: Grid, x: Tensor) -> Tensor:
-    """Return `x` unchanged. Backward sums its gradients over the ranks of the group, in an all-reduce. Collective.
+    """Return `x` unchanged. Backward sums its gradients over the ranks of the tensor-parallel group. Collective.
 
-    `x` must be equal on all ranks. The gradients must be summed because each rank uses the result differently, for
-    example with its part of a weight. Only backward communicates.
+    `x` must be equal on all ranks of the group. The gradients must be summed (in an all-reduce), because each rank uses
+    the result differently, for example with its part of a weight. Only backward communicates.
     """
     return _Share.apply(grid, x)
 
 
 def gather_features(grid: Grid, x: Tensor) -> Tensor:
-    """All-gather the features of all ranks of the group: (..., k) becomes (..., grid.size * k). Collective.
+    """All-gather the features (last dimension) of all ranks of the tensor-parallel group. Collective.
 
-    All ranks use the result in the same way. Backward therefore returns this rank's features of the gradient.
+    (..., k) becomes (..., grid.size * k). All ranks use the result in the same way. Backward therefore returns this
+    rank's features of the gradient.
     """
     return _GatherFeatures.apply(grid, x)
 
@@ -73,7 +74,8 @@ def gather_features(grid: Grid, x: Tensor) -> Tensor:
 def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
     """Return this rank's features of all ranks' rows, given all features of this rank's rows. Collective.
 
-    Backward returns all features of the gradient of this rank's rows.
+    "All ranks" are those of the tensor-parallel group; rows are dimension 0 and features the last dimension. Backward
+    does the reverse: it returns all features of the gradient of this rank's rows.
 
     Args:
         grid: the tensor-parallel groups.
@@ -86,7 +88,7 @@ def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
 
 
 def same_rows_of(grid: Grid, x: Tensor) -> Tensor:
-    """All-gather the rows (dimension 0) of all ranks of the group. Collective.
+    """All-gather the rows (dimension 0) of all ranks of the tensor-parallel group. Collective.
 
     All ranks use the result in the same way. Backward therefore returns this rank's rows of the gradient.
     """
@@ -94,7 +96,7 @@ def same_rows_of(grid: Grid, x: Tensor) -> Tensor:
 
 
 def _gathered(grid: Grid, x: Tensor) -> Tensor:
-    """All-gather and stack the tensors `x` of all ranks of the group: (grid.size, *x.shape). Collective."""
+    """All-gather and stack `x` of all ranks of the tensor-parallel group: (grid.size, *x.shape). Collective."""
     part = x.detach().contiguous()
     every = part.new_empty((grid.size, *part.shape))
     if part.numel():

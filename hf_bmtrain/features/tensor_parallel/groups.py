@@ -27,6 +27,9 @@ def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
         size: the number of ranks of a group. It must divide `ranks`.
         open_group: a function that returns the communicator of this rank's group, given the number of ranks in a group
             and the distance between them.
+
+    Returns:
+        The sizes and indices of the groups, with the communicators that this rank uses.
     """
     together, across = open_group(size), open_group(ranks // size, size)
     return Grid(size, rank % size, ranks // size, rank // size, together, across)
@@ -55,11 +58,19 @@ class Groups:
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return the StorageKind (how to shard) of parameters that are split on `dim`, or not split if it is -1."""
+        """Return the StorageKind (how to shard) of parameters with `tp_mode=True`, or of parts of split tensors.
+
+        dim: the dimension on which the tensors are split over a tensor-parallel group, or -1 if they are not split.
+        """
         return SameRows(self) if dim < 0 else Part(self, dim)
 
     def ranks_with_this_part(self, world: World) -> World:
-        """Return a World of only the ranks that have the same parts of split tensors as this rank, one per group."""
+        """Return a World (ranks and communicators) of only the ranks that have the same parts as this rank.
+
+        The parts are those of split tensors. There is one such rank in each tensor-parallel group.
+
+        world: the World of all ranks.
+        """
         if self._world is None:
             across = self.grid.across
             self._world = dataclasses.replace(
@@ -74,7 +85,8 @@ class Groups:
 class SameRows(StorageKind):
     """The StorageKind (how to shard) of unsplit parameters that a group's ranks use for the same rows of the batch.
 
-    They are sharded over all ranks, and their gradients are averaged over all ranks.
+    "Group" means tensor-parallel group. The parameters are sharded over all ranks, and their gradients are averaged
+    over all ranks.
     """
 
     groups: Groups
@@ -105,9 +117,10 @@ class Part(StorageKind):
 
 
 class _Posts(ObjectComm):
-    """Exchanges texts between the ranks that have the same parts of split tensors, without collectives.
+    """Exchanges texts between the ranks that have the same parts of split tensors, one in each tensor-parallel group.
 
-    The texts go through the key-value store of all ranks, under keys that begin with the index of this set of ranks.
+    Without collectives: the texts go through the key-value store of all ranks, under keys that begin with the index of
+    this set of ranks.
     """
 
     def __init__(self, control: ObjectComm, size: int, group: int) -> None:

@@ -47,7 +47,10 @@ def _plan_of(model: Any) -> dict[str, str]:
 
 
 class SplitByPlan(Extension):
-    """The extension that splits linear layers over a tensor-parallel group, as the model's plan says."""
+    """Splits linear layers over a tensor-parallel group, as the model's tensor-parallel plan says.
+
+    It is an extension: `auto_wrap` calls its methods while it wraps a model.
+    """
 
     def __init__(self, options: Options) -> None:
         self._float8 = bool(options.float8)
@@ -140,11 +143,13 @@ def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[
 
 
 def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]]) -> str | None:
-    """Return the name of a parameter beside split layers that the model's plan does not name, or None.
+    """Return the name of a parameter that the plan does not name, although a layer beside it is split; None if none.
 
-    "Beside" means in the same MLP or attention, that is, in a module of a block that contains split layers.
+    "Beside" means in the same MLP or attention, that is, in a module of a block that contains split layers. The
+    gradient of such a parameter could be wrong, so the model is refused.
 
-    found: the (name, module, style) of all modules that the plan names.
+    plan: the model to wrap, and its blocks.
+    found: the (name, module, style) of all modules that the model's tensor-parallel plan names.
     """
     named = {parameter for _, module, _ in found for parameter in module.parameters()}
     parents = {name.rpartition(".")[0] for name, _, style in found if style in _SPLIT}

@@ -11,7 +11,10 @@ from .plan import has_parts, has_plan
 
 
 class TensorParallel(Extension):
-    """The extension that refuses models without layers to split, and arguments that do not work with `tp_size`."""
+    """Refuses models without layers to split, and arguments of `auto_wrap` that do not work with `tp_size`.
+
+    It is an extension: `auto_wrap` calls its methods while it wraps a model.
+    """
 
     def __init__(self, options: Options) -> None:
         # quantize_frozen shards rank 0's weights over all ranks, but rank 0 has only its own part of split weights.

@@ -26,10 +26,14 @@ _QUIET = 100
 
 
 class SameRowsCheck(Observer):
-    """Finds a wrong `tp_mode` by comparing each parameter's gradient norms on the ranks of a tensor-parallel group.
+    """Finds parameters with a wrong `tp_mode`, by comparing gradient norms on the ranks of a tensor-parallel group.
 
-    Each parameter is checked once, in the first backward in which it has a gradient. `end_backward` raises RuntimeError
-    on every rank if `tp_mode` is wrong. It logs a warning if `tp_mode` may be wrong for some parameters.
+    `tp_mode=True` declares that the ranks of a group use a parameter for the same rows of the batch, so that their
+    gradients are equal and are averaged. Without it they use different rows, and their gradients are summed.
+
+    Each parameter is checked once, in the first backward in which it has a gradient; parts of split weights are not
+    checked. `end_backward`, called after each backward, raises RuntimeError on every rank if `tp_mode` is wrong. It
+    logs a warning if `tp_mode` may be wrong for some parameters.
     """
 
     def __init__(self, world: World) -> None:

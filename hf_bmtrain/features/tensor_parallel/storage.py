@@ -9,9 +9,11 @@ from ...engine.sharding.storage import Storage, StorageKind
 
 
 class WholeStorage(Storage):
-    """Storage of parameters with `tp_mode=True` that are not split. It stores their elements as they are.
+    """Storage (how shards are kept and sent) of unsplit parameters with `tp_mode=True`. It stores elements unchanged.
 
-    kind: the StorageKind that has made this storage. Copies of the parameters are sharded with it too.
+    `tp_mode=True` means that all ranks of a tensor-parallel group use the parameter for the same rows of the batch.
+
+    kind: the StorageKind that has made this storage. A full copy of a parameter keeps it, to be sharded alike.
     """
 
     def __init__(self, kind: StorageKind) -> None:
@@ -19,12 +21,12 @@ class WholeStorage(Storage):
 
 
 class PartStorage(WholeStorage):
-    """Storage of parameters that are parts of whole tensors, split over a tensor-parallel group.
+    """Storage (how shards are kept and sent) of this rank's parts of tensors split over a tensor-parallel group.
 
-    It stores the elements of the parts as they are, and converts to and from whole tensors for checkpoints.
+    It stores the elements of this rank's part unchanged, and converts parts to and from whole tensors for checkpoints.
 
     Args:
-        kind: the StorageKind that has made this storage. Copies of the parameters are sharded with it too.
+        kind: the StorageKind that has made this storage. A full copy of a parameter keeps it, to be sharded alike.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """
@@ -48,10 +50,12 @@ class PartStorage(WholeStorage):
         return torch.cat(parts.unbind(), self.dim)
 
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
-        """Return the shape of parameter `index` in checkpoints, and the flat index in it of this rank's first element.
+        """Return the shape of a split parameter in checkpoints, and the flat index in it of this rank's first element.
 
         Checkpoints contain the parts one after another, so that the elements of each rank are contiguous. For a split
         on dimension 0, that is the whole tensor. Otherwise it is a stack of the parts, (grid.size, *shape of a part).
+
+        index: the index of the parameter among those that are stored (and sharded) together.
         """
         part, first = super().saved_as(index)
         stacked = self.whole_shape(index) if self.dim == 0 else torch.Size([self.grid.size, *part])

@@ -80,7 +80,10 @@ class Matrix:
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the matrix's elements on `rank`, as indices into its elements of the parameter."""
+        """Return (start, stop) of the matrix's elements on `rank`.
+
+        They are indices into the elements of the parameter that this rank stores.
+        """
         start, stop = self._range(rank)
         first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0
         return (start - first, stop - first) if start < stop else (0, 0)

@@ -1,4 +1,4 @@
-"""Optimizer state in host memory, updated on the device: copy a chunk to the device, update it there, copy it back."""
+"""Update optimizer state in host memory by chunks (ranges): copy a chunk to the device, update it, copy it back."""
 
 from __future__ import annotations
 

@@ -289,7 +289,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._early.settings = _snapshot(self._settings())
 
     def _check_early(self) -> None:
-        """Raise RuntimeError if gradients or settings changed after parameters were updated in the backward."""
+        """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward.
+
+        The change would have no effect on these parameters.
+        """
         parameters = self._early.parameters
         if not parameters:
             return

@@ -1,6 +1,7 @@
 """Optimizer state in page-locked host memory. It is allocated in slabs, and copied to the device in chunks.
 
-A slab contains the state of several runs. A run is a contiguous range of parameters that are updated together.
+A slab is a large piece of memory with the state of several runs, and a chunk is a range of a slab.
+A run is a contiguous range of parameters that are updated together.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a chunk that belongs to one run (parameters that are updated together).
+    """The part of a chunk (a range of the optimizer state in host memory) that belongs to one run of parameters.
 
     Attributes:
-        run: the index of the run.
+        run: the index of the run, whose parameters are updated together.
         of_run: the indices of the part's elements in the run.
         of_chunk: the indices of the same elements in the chunk.
     """

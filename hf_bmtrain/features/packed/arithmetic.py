@@ -69,7 +69,7 @@ class Format:
 
     @property
     def _codes(self) -> int:
-        """The number of bytes at the start of a packed cell that store codes. The rest stores scales."""
+        """The number of bytes at the start of a packed cell (CELL elements) that store codes. Scales follow."""
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
@@ -130,17 +130,22 @@ class Format:
         return self._scales(tails)
 
     def _scales(self, tails: Tensor) -> Tensor:
-        """Return the scales, (cells, 256) float32, from `tails`, the bytes of each cell that follow its codes."""
+        """Return the scales of packed cells (of CELL elements each), one per 64 elements: (cells, 256) float32.
+
+        tails: the bytes of each cell that follow its codes. They contain the scales.
+        """
         if self.scale_bits == 32:
             return tails.contiguous().view(torch.float32)
         floats = tails[:, _BLOCKS : _BLOCKS + 8].contiguous().view(torch.float32)
         return dynamic_values(tails.device)[tails[:, :_BLOCKS].int()] * floats[:, :1] + floats[:, 1:]
 
     def _encode(self, blocks: Tensor, divisors: Tensor) -> Tensor:
-        """Divide each block of 64 elements by its divisor, and return the nearest codes: (cells, code bytes) uint8.
+        """Divide each block of 64 elements by its divisor, and return the nearest codes.
 
-        blocks: (cells, 256, 64) float32.
+        blocks: (cells, 256, 64) float32. A cell has CELL elements.
         divisors: (cells, 256) float32: for 4-bit codes the largest magnitude of each block, for float8 the scales.
+
+        Returns (cells, bytes of a cell's codes) uint8.
         """
         if not self.values:
             scaled = torch.where(divisors[..., None] > 0, blocks / divisors[..., None], 0.0)

@@ -1,4 +1,4 @@
-"""Select the frozen weights that `auto_wrap(quantize_frozen=...)` packs."""
+"""Select the frozen weights that `auto_wrap(quantize_frozen=...)` packs, that is, quantizes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
 
 
 def _holds_matrices(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether `parameter`, stored as `key` in `module`, is a matrix or stack of matrices to pack."""
+    """Return whether `parameter`, stored as `key` in `module`, is a matrix or stack of matrices to quantize."""
     if isinstance(module, _NO_MATRICES) or parameter.dtype not in _DTYPES or parameter.numel() < CELL:
         return False
     if parameter.dim() == 3:

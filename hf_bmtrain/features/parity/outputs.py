@@ -1,4 +1,4 @@
-"""Record the outputs of blocks, and of modules with parameters outside blocks, in the order of their calls."""
+"""Record the outputs of blocks, and of modules with parameters outside blocks, for `check_parity`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ name is the module name, followed by " (call 2)" and so on if the module is call
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return {name: module} of the modules of `model` whose outputs `check_parity` compares.
 
-    These are the outermost blocks, and the modules outside them that have parameters of their own, without `model`.
+    These are the outermost blocks (transformer layers), and the modules outside them that have parameters of
+    their own, except `model` itself.
     """
     found: dict[str, torch.nn.Module] = {}
     inside: set[torch.nn.Module] = set()

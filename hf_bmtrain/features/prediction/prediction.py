@@ -1,4 +1,4 @@
-"""Predict the memory that a training step takes on one rank, with a table of its purposes."""
+"""Predict the memory that a training step takes on one rank, with a table of what it is used for."""
 
 from __future__ import annotations
 

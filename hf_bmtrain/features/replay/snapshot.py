@@ -230,7 +230,7 @@ class Attributes:
         return values
 
     def is_present(self) -> bool:
-        """Return whether all attributes, and all items of containers, are still the saved objects."""
+        """Return whether the modules' attributes, and all items of containers in them, are still the saved objects."""
         known, values = self._values, self._read()
         assert known is not None
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))

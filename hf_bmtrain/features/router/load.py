@@ -34,7 +34,7 @@ class RouterLoad(Observer):
             self._handles = [world.schedule.observe(self, model), ends]
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop counting the tokens of each expert."""
         for handle in self._handles:
             handle.remove()
 

@@ -273,10 +273,10 @@ class SharedRows:
 
     @disable_compiler
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Remove the padding of `_after_last_layer` from the output of the trunk (the module that calls the blocks).
+        """Remove the padding that `_after_last_layer` has added, from the output of the trunk (which calls the blocks).
 
-        In a mixture of experts, gather the routers' logits of all tokens, from which the model computes the auxiliary
-        loss.
+        The output then has this rank's tokens. In a mixture of experts, also gather the routers' logits of all tokens,
+        from which the model computes the auxiliary loss.
         """
         parts = self._active
         if parts is None:

@@ -261,7 +261,7 @@ class VPEmbedding(DistributedModule):
 
         Returns:
             The embeddings of `x`, (..., embedding_size). With `projection`, the logits of this rank's part of the
-            vocabulary for the rows of all ranks, (..., vocab_size / tp_size).
+            vocabulary for the rows of all ranks of the tensor-parallel group, (..., vocab_size / tp_size).
         """
         grid = current_world().grid
         if projection:

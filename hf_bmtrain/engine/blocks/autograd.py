@@ -91,7 +91,7 @@ class Containers:
             exchange(value, self._originals, seen)
 
     def added(self, seen: set[int], strange: list[Any]) -> list[torch.Tensor]:
-        """Return the tensors that the layer has put into the containers, and that require a gradient.
+        """Return the tensors requiring a gradient that the layer has put into lists, dicts and objects it was given.
 
         Args:
             seen: ids of containers to skip. The ids of the containers that are searched are added to it.

@@ -137,9 +137,10 @@ def extend(
 
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
-    """Make `block` all-gather and reduce parameters that were added to it after it was sharded.
+    """Make `block` all-gather parameters that were added to it after it was sharded, and reduce their gradients.
 
-    sharded: the flat buffers and slots of the new parameters, as returned by `shard_places`.
+    sharded: the flat buffers of the new parameters, and their slots (entries of modules' `_parameters`), as returned by
+        `shard_places`.
     """
     buffers, slots = sharded
     block._bmt.buffers += buffers

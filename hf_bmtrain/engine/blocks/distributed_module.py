@@ -23,7 +23,8 @@ from .schedule import ForwardPass, Schedule
 from .sharded_module import ShardedModule, extend_class
 
 _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
-"""Methods that users call instead of the model itself, to run a part of its forward."""
+"""The names of methods that users call instead of the model itself, to run a part of its forward. Such calls count as
+forwards, in which parameters are all-gathered when they are read."""
 
 
 def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
@@ -150,9 +151,10 @@ class DistributedModule(ShardedModule):
 
 
 def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
-    """Make `module` a DistributedModule in place: its new class extends DistributedModule and its old class.
+    """Make `module` a DistributedModule, whose forward all-gathers sharded parameters when it reads them.
 
-    A module that is a DistributedModule already is not changed.
+    This is done in place: the new class of the module extends DistributedModule and its old class. A module that is a
+    DistributedModule already is not changed.
 
     Args:
         module: the module.

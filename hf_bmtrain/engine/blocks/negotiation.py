@@ -68,11 +68,12 @@ class Negotiation:
     """
 
     def __init__(self, control: ObjectComm, reduce: Callable[[list[GradientBuffer]], None]) -> None:
-        """Create the negotiation between all ranks.
+        """Create the object by which all ranks agree on each next collective.
 
         Args:
             control: exchanges the requests.
-            reduce: a collective function that starts the reduction of the gradients of one block or one root buffer.
+            reduce: a collective function that starts the reduction of the gradients of one block, or of one root buffer
+                (a flat buffer of parameters outside blocks).
         """
         self._control, self._reduce = control, reduce
         self._units = 0
@@ -83,9 +84,9 @@ class Negotiation:
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]
     ) -> None:
-        """Number the collectives of a model's flat buffers. Call this again after buffers were added to the model.
+        """Give numbers to the collectives of a model's flat buffers, by which ranks will request them.
 
-        Every rank must pass the same buffers.
+        Call this again after buffers were added to the model. Every rank must pass the same buffers.
 
         Args:
             buffers: the model's flat buffers, in the order of its modules.
@@ -102,7 +103,9 @@ class Negotiation:
             self._units += 1
 
     def _add(self, buffer: ShardedBuffer, block: BlockState | None, index: int) -> None:
-        """Number the collectives of one buffer, and store the functions to call when only other ranks request them.
+        """Give numbers to the collectives of one flat buffer, by which ranks will request them.
+
+        Also store, for each number, the function by which this rank takes part if only other ranks request it.
 
         block: the block to which the buffer belongs, or None for a root buffer (of parameters outside blocks).
         index: the position of the buffer among the buffers of its block.
@@ -130,7 +133,10 @@ class Negotiation:
         self._served[requests.reduction] = serve_reduction
 
     def covers(self, buffer: ShardedBuffer) -> bool:
-        """Return whether collectives of `buffer` are negotiated. If so, a backward may reduce it more than once."""
+        """Return whether the ranks agree on each collective of `buffer` before issuing it.
+
+        If so, one backward may reduce the gradients of the buffer more than once.
+        """
         return buffer.number in self._requests
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -139,7 +145,8 @@ class Negotiation:
         """Wait until the ranks agree that the all-gather of `buffer` is next. The caller must then issue it.
 
         Collective: every rank must call either this, `before_reduction` or `finish`. It does nothing if the buffer
-        needs no collective now (for example, because it is unsharded), or if its collectives are not negotiated.
+        needs no collective now (for example, because it is unsharded), or if the ranks need not agree
+        on its collectives.
 
         Args:
             buffer: the flat buffer to be gathered.
@@ -153,7 +160,7 @@ class Negotiation:
         """Wait until the ranks agree that the reduction of `gradients` is next. The caller must then start it.
 
         Collective: every rank must call either this, `before_gather` or `finish`. It does nothing if `gradients` is
-        empty, or if their collectives are not negotiated.
+        empty, or if the ranks need not agree on the collectives of their flat buffers.
 
         gradients: the gradients of one block, or of one root buffer (of parameters outside blocks).
         """
@@ -175,7 +182,7 @@ class Negotiation:
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def finish(self, entry: int) -> None:
-        """Take part in the collectives of other ranks until all ranks have reached the end of their pass.
+        """Take part in other ranks' collectives until all ranks have reached the end of this forward or backward.
 
         Collective: every rank must call it.
 

@@ -91,9 +91,10 @@ Kind = TypeVar("Kind", bound=Observer)
 
 
 class Observers:
-    """All observers of this rank, in the order of their `position`.
+    """All observers of this rank (objects whose methods are called at events of training), in the order of `position`.
 
-    For each method of `Observer`, the attribute of the same name contains the observers that override the method.
+    For each method of `Observer`, the attribute of the same name contains the observers that override the method. To
+    report an event, call the method of each of them.
     """
 
     before_forward: tuple[Observer, ...]
@@ -112,12 +113,12 @@ class Observers:
         return iter(self._all)
 
     def add(self, observer: Observer) -> None:
-        """Add `observer`. It is called after the present observers that have the same position."""
+        """Add `observer`. At each event, it is called after those added earlier that have the same `position`."""
         self._all.append(observer)
         self._sort()
 
     def remove(self, observer: Observer) -> None:
-        """Remove `observer`. Do nothing if it was not added."""
+        """Remove `observer`, so that its methods are not called any longer. Do nothing if it was not added."""
         if any(observer is each for each in self._all):
             self._all = [each for each in self._all if each is not observer]
             self._sort()

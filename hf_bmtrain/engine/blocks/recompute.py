@@ -103,9 +103,10 @@ class InputStore(Protocol):
 
 
 class LayerFeatures(Protocol):
-    """Creates the objects by which features control how blocks are recomputed.
+    """Creates, for each new block, the objects that decide when and how its forward is recomputed in backward.
 
-    The engine takes this object from `World.layer_features`, so that it need not import features.
+    The engine takes this object from `World.layer_features`, so that it need not import the code of features such as
+    the offloading of activations, which define the classes of these objects.
     """
 
     def check(self, use_checkpoint: object) -> None:

@@ -80,7 +80,10 @@ class ForwardPass:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def end(self) -> list[int]:
-        """End the forward. Return the version counters of the buffers in `readers`, to pass to `before_backward`."""
+        """End the forward. Return the version counters of the flat buffers of root parameters that it has read.
+
+        `before_backward` gets them, to check that the parameters (those outside blocks) were not modified meanwhile.
+        """
         self.readers = {reader: reader.unwatched for reader in self.readers}
         return [reader.version for reader in self.readers]
 
@@ -183,7 +186,10 @@ class Schedule:
         return ObserverHandle(self.observers, observer, owner)
 
     def observer(self, kind: type[Kind]) -> Kind | None:
-        """Return the first observer that is an instance of `kind`, or None if there is none."""
+        """Return the first observer that is an instance of `kind`, or None if there is none.
+
+        Observers are objects whose methods are called at events of training; `observe` adds them.
+        """
         return next((observer for observer in self.observers if isinstance(observer, kind)), None)
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -297,7 +303,10 @@ class Schedule:
             self._pass.readers[reader] = True
 
     def record(self, block: BackwardParticipant) -> None:
-        """Register in the running forward pass that it called `block`, of which an output requires a gradient."""
+        """Register in the running forward pass that it called `block`, so that its backward expects the block.
+
+        Call this only if an output of the block requires a gradient.
+        """
         if self._pass is not None:
             self._pass.blocks.add(block)
 
@@ -363,7 +372,10 @@ class Schedule:
         self._members_of(current_graph_task())[member] = None
 
     def _enter_pass(self, forward_pass: ForwardPass) -> None:
-        """Register that the running backward has reached the outputs of `forward_pass`, for `was_recorded`."""
+        """Register that the running backward has reached the outputs of `forward_pass`.
+
+        `was_recorded` then finds the blocks that this forward called.
+        """
         task = current_graph_task()
         self._members_of(task)
         self._passes.setdefault(task, []).append(forward_pass)
@@ -456,9 +468,10 @@ class Schedule:
     def send(self, gradients: list[GradientBuffer]) -> None:
         """Start to average the gradients of one block or one root buffer over the ranks.
 
-        Collective: every rank must call it. It first waits for earlier reductions, as `make_room` does. If ranks may
-        enter different blocks, it also first takes part in the operations of other ranks, until the ranks agree that
-        this reduction is next. `_receive` waits for the reductions of one call together.
+        A root buffer is a flat buffer of parameters outside blocks. Collective: every rank must call it. It first waits
+        for earlier reductions, as `make_room` does. If ranks may enter different blocks, it also first takes part in
+        the operations of other ranks, until the ranks agree that this reduction is next. `_receive` waits for the
+        reductions of one call together.
 
         gradients: the gradients of all trainable flat buffers of the block, or of the root buffer.
         """
@@ -482,7 +495,11 @@ class Schedule:
             self._pending.append(gradients)
 
     def _receive(self, ahead: int) -> None:
-        """Wait for all pending reductions except those of the last `ahead` calls of `send`, and set `.grad`."""
+        """Wait for pending reductions of gradients, oldest first, and set the `.grad` of the parameters.
+
+        Each call of `send` starts the reductions of one block, or of one flat buffer of root parameters (those outside
+        blocks). The reductions of the last `ahead` calls stay pending.
+        """
         while len(self._pending) > ahead:
             for gradient in self._pending[0]:
                 if gradient.receive():
@@ -490,7 +507,11 @@ class Schedule:
             self._pending.popleft()
 
     def _decide(self) -> None:
-        """Set the `.grad` of parameters that other ranks used but this rank did not. `_receive` has left them out."""
+        """Set the `.grad` of parameters that this rank did not use in this backward but other ranks did.
+
+        `_receive` sets the `.grad` of all other parameters. It leaves these out if it does not know yet which of them
+        other ranks used.
+        """
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:
             gradient.decide()

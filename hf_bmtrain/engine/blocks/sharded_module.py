@@ -121,10 +121,11 @@ class ShardedModule(torch.nn.Module):
 
 
 class OnlyWhileSharded(torch.nn.Module):
-    """Base class of module classes that are needed only while a model is sharded. Features assign them in place.
+    """Base class of classes that replace a module's own class while its model is sharded.
 
-    Deep copies and pickles of such a module have its original class. The original class is also used where
-    `check_parity` computes a step with plain torch.
+    Features use such classes to change a module's forward: they set its `__class__`. Deep copies and pickles of the
+    module have its original class again. `check_parity` also uses the original class when it computes a step with plain
+    torch.
     """
 
     _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
@@ -166,9 +167,10 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
 
 
 def _begins_without_dict(cls: Any) -> bool:
-    """Return whether Python gives `cls` the object layout of a base without `__dict__`.
+    """Return whether Python gives `cls` the object layout of a base without `__dict__`, such as ABC.
 
-    An example is `class C(ABC, nn.Module)`, which has the layout of ABC.
+    An example is `class C(ABC, nn.Module)`. A subclass that is to be assigned to the `__class__` of instances of `cls`
+    must have the same layout, so `extend_class` then makes `cls` its first base.
     """
     while cls.__base__.__dictoffset__:
         cls = cls.__base__
@@ -229,13 +231,19 @@ def own_class(module: torch.nn.Module) -> Any:
 
 
 def _is_copied_here(module: torch.nn.Module) -> bool:
-    """Return whether `_plain_copy` must copy `module` itself, because its original class has no own `__deepcopy__`."""
+    """Return whether the original class of `module` has no `__deepcopy__` of its own.
+
+    If so, `_plain_copy`, which makes deep copies of sharded models, copies the module itself.
+    """
     copies = ShardedModule.__deepcopy__
     return getattr(own_class(module), "__deepcopy__", copies) is copies
 
 
 def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes that `module` would have if it had not been sharded."""
+    """Return {name: value} of the attributes that `module` would have if it had not been sharded.
+
+    Deep copies and pickles get these attributes.
+    """
     cls, attributes = own_class(module), {}
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_pre_hooks")) and isinstance(value, dict):

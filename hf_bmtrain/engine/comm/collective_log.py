@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""The number of recent entries that can be compared between ranks. Several steps of a large model add fewer entries."""
+"""The number of recent operations that can be compared between ranks. A large model issues fewer in several steps."""
 SENT = 64
 """The number of recent entries of its log that a rank sends to the other ranks."""
 _RING = 2 * KEPT
 WORDS = 1 + _RING
-"""The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests."""
+"""The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests. The
+digest at a position is a hash of all entries up to it. The log stores digests, and not the entries themselves."""
 UNKNOWN = "an exchange between the ranks"
 """The description, in messages, of an exchange of objects whose purpose this rank has not recorded."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
@@ -75,7 +76,12 @@ def value_code(kind: str, value: float) -> int:
 
 
 def option_kind(option: str) -> str:
-    """Return the argument `kind` of `value_code` for an optimizer's option: "step with learning rate" for "lr"."""
+    """Return the argument `kind` of `value_code` for an optimizer's option.
+
+    For "lr", it is "step with learning rate". `value_code` makes the number by which ranks compare the option's value.
+
+    option: the key in the optimizer's parameter groups, such as "lr" or "weight_decay".
+    """
     kind = "step with learning rate" if option == "lr" else f"step with {option}"
     return kind if kind in _OF_VALUES else "step with another option"
 
@@ -93,7 +99,7 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
     """Describe an entry of the collective log for messages, such as "all-gather of 1024 elements".
 
     Args:
-        entry: the entry, from `code` or `value_code`.
+        entry: the entry, a number that stands for an operation, from `code` or `value_code`.
         names: {number of a flat buffer: its name}.
         occasions: {number: description} of the exchanges of Python objects and of the decisions.
     """
@@ -114,11 +120,11 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
 
 
 class Excerpt(NamedTuple):
-    """The last entries of a collective log, in the form in which a rank sends them to other ranks.
+    """The last entries of a collective log (a rank's list of operations), as the rank sends them to other ranks.
 
     Attributes:
         count: the number of entries in the log before `entries`.
-        digest: the digest of the entries before `entries`.
+        digest: a hash of all entries before `entries`.
         entries: the last entries, oldest first.
     """
 
@@ -133,7 +139,9 @@ class Excerpt(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first entry in which the logs of two ranks differ, among the entries that both still store.
+    """The first difference between the collective logs of two ranks, their lists of the operations they have issued.
+
+    Only entries that both ranks still store are compared.
 
     Attributes:
         number: the position of the entry in both logs, counted from 1.
@@ -210,13 +218,16 @@ class CollectiveLog:
                 self.refuse()
 
     def refuse(self) -> None:
-        """Raise RuntimeError with the text of `problem`, if it is set."""
+        """Raise RuntimeError with the text of `problem` (the reason why this rank must stop), if it is set."""
         if self.problem is not None:
             self.told = True
             raise RuntimeError(self.problem)
 
     def check(self, seconds: float = 0) -> None:
-        """Raise RuntimeError if `problem` is set, or if another thread sets it within `seconds`."""
+        """Raise RuntimeError if `problem` is set, or if another thread sets it within `seconds`.
+
+        `problem` is the reason why this rank must stop.
+        """
         end = time.monotonic() + seconds
         while self.problem is None and time.monotonic() < end:
             time.sleep(0.1)
@@ -252,10 +263,10 @@ class CollectiveLog:
         return None if None in digests else _entries(digests)[0]  # pyright: ignore[reportArgumentType]
 
     def _digest(self, number: int) -> int | None:
-        """Return the digest of entries 1 to `number`, or None if more than KEPT entries follow or fewer exist.
+        """Return the digest (hash) of entries 1 to `number` of this log, or None if it is not available.
 
-        The ring buffer has room for twice as many digests, so that entries added by another thread during this call do
-        not overwrite the result.
+        It is not available if more than KEPT entries follow, or if the log has fewer entries. The ring buffer has room
+        for twice as many digests, so that entries added by another thread during this call do not overwrite the result.
         """
         count = self._memory[0]
         return self._memory[1 + number % _RING] if max(0, count - KEPT) <= number <= count else None

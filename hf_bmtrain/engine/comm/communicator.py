@@ -192,7 +192,7 @@ class Gather(Protocol):
 
         Args:
             shard: this rank's shard of the buffer, from `allocate`.
-            update: the ticket of the operation that writes `shard`.
+            update: the ticket (handle to wait for) of the operation that writes `shard`.
         """
 
     def free_dropped(self) -> None:
@@ -260,7 +260,7 @@ class SingleProcess:
 
 
 class _GlooTicket:
-    """The ticket of one gloo operation.
+    """A ticket, the handle to wait for, of one gloo operation that runs asynchronously on CPU tensors.
 
     label: a description of the operation, for errors.
     work: the operation.

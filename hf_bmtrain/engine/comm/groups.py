@@ -61,10 +61,11 @@ class ShardGroup:
 
 
 class EqualSums(ShardGroup):
-    """A `ShardGroup` whose sums are equal bit for bit on all hosts: every host gets the sums of the first host.
+    """A communicator of the ranks of this host whose sums are equal bit for bit on all hosts.
 
-    Otherwise, hosts might add the values in different orders. Gradient norms could then differ in the last bit, each
-    host would clip its gradients differently, and the hosts' copies of the weights would drift apart.
+    It is used if every host stores all shards. Every host gets the sums of the first host. Otherwise, hosts might add
+    the values in different orders. Gradient norms could then differ in the last bit, each host would clip its gradients
+    differently, and the hosts' copies of the weights would drift apart.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -246,7 +247,10 @@ class _ReplicatedReducer:
 
 
 class _After:
-    """A ticket whose first `wait` also calls the function `finish`, after the operation is complete."""
+    """A ticket (handle to wait for) of an operation, whose first `wait` also calls `finish`.
+
+    On a GPU, the work that `finish` queues runs after the operation, because the current stream waits for it.
+    """
 
     def __init__(self, ticket: Ticket, finish: Callable[[], None]) -> None:
         self._ticket, self._finish = ticket, finish
@@ -258,7 +262,9 @@ class _After:
 
 
 def _then(stream: WorkStream | Immediate, first: Ticket, second: Callable[[], Ticket]) -> Ticket:
-    """Issue a second operation that begins when the first is complete, and return the ticket of the second.
+    """Issue a second operation that begins when the first is complete, and return the second's ticket.
+
+    A ticket is the handle by which a stream or the host waits for an asynchronous operation.
 
     The second operation also waits for the work that is already queued on the current stream: the first operation may
     not have waited for it, because with a single rank it does nothing. On the CPU, the host waits for the first.

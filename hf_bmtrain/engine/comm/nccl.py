@@ -49,7 +49,10 @@ def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _CudaTicket:
-    """The ticket of an operation on a CUDA stream. It keeps the operands alive until `wait`."""
+    """A ticket (handle to wait for) of an operation on a CUDA stream.
+
+    `wait` makes the current stream wait for the operation. Until then, this object keeps the operands alive.
+    """
 
     def __init__(self, event: torch.cuda.Event, *operands: torch.Tensor) -> None:
         self._event, self._operands = event, operands

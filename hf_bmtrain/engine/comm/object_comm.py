@@ -106,7 +106,8 @@ class ObjectComm:
 
         Args:
             number: this rank's number, a signed integer of 64 bits.
-            entry: the entry to add to the collective log for this operation, from `collective_log.code`.
+            entry: the number that stands for this operation in the collective log (the list of operations that the
+                ranks compare), from `collective_log.code`.
 
         Raises:
             RuntimeError: not all ranks called it in time, or a problem was found meanwhile, as in `barrier`.
@@ -137,7 +138,10 @@ class ObjectComm:
             self.collective_log.note(code("decision for", self._number(text)))
 
     def _number(self, text: str) -> int:
-        """Return the number that stands for `text` in the collective log, and store the text in `occasions`."""
+        """Return the number that stands for `text` in the collective log, and store the text for messages.
+
+        The collective log is the list of operations that the ranks compare. It contains only numbers.
+        """
         number = zlib.crc32(text.encode())
         self.occasions[number] = text
         return number
@@ -145,21 +149,27 @@ class ObjectComm:
     # -- posts, which are not collective ------------------------------------------------------------------------
 
     def post(self, key: str, text: str) -> None:
-        """Append `text`, which must not contain ";", to the list of texts that ranks have posted under `key`."""
+        """Append `text` to the list of texts that ranks have posted under `key`, in a store that all ranks can read.
+
+        text: a text without ";".
+        """
         if self._store is not None:
             self._store.append(key, f"{text};")
 
     def read_posts(self, key: str) -> list[str]:
-        """Wait until a text is posted under `key`, and return all texts posted so far. With one rank, return []."""
+        """Wait until a rank has posted a text under `key` (see `post`), and return all texts posted so far.
+
+        With one rank, it returns [] at once.
+        """
         return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
 
     def delete_posts(self, key: str) -> None:
-        """Delete all texts that ranks have posted under `key`."""
+        """Delete all texts that ranks have posted under `key` in the store that all ranks can read."""
         if self._store is not None:
             self._store.delete_key(key)
 
     def show(self, key: str, text: str) -> None:
-        """Set the text that `look` returns for `key`, on every rank. It replaces the previous one."""
+        """Store `text` under `key`, where every rank can read it with `look`. It replaces the previous text."""
         if self._store is not None:
             self._store.set(key, text)
 

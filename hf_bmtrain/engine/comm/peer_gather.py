@@ -29,8 +29,9 @@ class _Shared:
             the shard.
         published: the version counter of this rank's shard when its values were last made readable for other ranks; -1
             if they never were.
-        meeting: the ticket of an all-reduce, which completes when every rank has completed the last update of its shard
-            that was passed to `announce`. None if there was no such update since the last gather.
+        meeting: the ticket (handle to wait for) of an all-reduce, which completes when every rank has completed the
+            last update of its shard that was passed to `announce`. None if there was no such update since the last
+            gather.
         read: whether this rank has gathered the shards since the last `wait_for_readers`.
     """
 
@@ -175,7 +176,7 @@ class PeerGather(Gather):
         self._publish()
 
     def _publish(self) -> None:
-        """Make later copies wait until every rank has completed its writes to shards.
+        """Make the gathers that follow wait until every rank has completed its writes to shards.
 
         Collective: every rank must call it.
         """

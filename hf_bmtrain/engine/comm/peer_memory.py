@@ -16,7 +16,7 @@ from .communicator import DONE, Ticket
 
 
 class PeerMemory(Protocol):
-    """Allocates memory that processes of one host share, maps that of other processes, and copies between them."""
+    """Allocates memory that other processes of this host can map, maps theirs, and copies from and to it."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
         """Allocate zeroed memory that other processes of this host can map.
@@ -44,7 +44,10 @@ class PeerMemory(Protocol):
         ...
 
     def part(self, source: Any, start: int, stop: int) -> Any:
-        """Return bytes start:stop of memory from `map`, as a source or target for `copy`."""
+        """Return bytes start:stop of mapped memory of another process, as a source or target for `copy`.
+
+        source: the mapped memory that `map` returned.
+        """
         ...
 
     def unlink(self, handle: Any) -> None:
@@ -65,7 +68,10 @@ class PeerMemory(Protocol):
         """
 
     def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
-        """Start to copy sources to targets. The copies wait for the work queued on the current stream so far.
+        """Start asynchronous copies between this process's tensors and mapped memory of other processes.
+
+        The copies wait for the work queued on the current stream so far. Wait for the returned ticket before you use
+        the targets or overwrite the sources.
 
         Args:
             pairs: sequences of (target, source) pairs. The pairs of one sequence are copied one after another, and the
@@ -120,7 +126,7 @@ class HostMemory:
 
 
 class _Slab:
-    """Memory at an address of a CUDA device, in the form that torch.as_tensor accepts."""
+    """Memory at an address of a CUDA device, which torch.as_tensor can turn into a uint8 tensor without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -29,8 +29,8 @@ class Mailbox:
     Attributes:
         memory: (nbytes,) uint8.
         number: the index of this mailbox. All ranks use their mailboxes with the same index for a reduction.
-        free: a ticket that completes when all ranks have finished reading their mailboxes with this index. The next
-            copies into these mailboxes wait for it.
+        free: a ticket (handle to wait for) that completes when all ranks have finished reading their mailboxes with
+            this index. The next copies into these mailboxes wait for it.
     """
 
     memory: torch.Tensor
@@ -59,8 +59,9 @@ class Mailboxes:
         self.nbytes = 0
 
     def free(self) -> None:
-        """Free the mailboxes. This rank's copies into other mailboxes, and its reads of its own, must be complete.
+        """Free this rank's mailboxes: the memory into which the other ranks copy gradients.
 
+        This rank's copies into other ranks' mailboxes, and its reads of its own, must be complete.
         Collective: every rank must call it.
         """
         if self._handle is None:
@@ -73,9 +74,10 @@ class Mailboxes:
         self.boxes, self._mapped, self._handle, self.nbytes = [], [], None, 0
 
     def make(self, nbytes: int) -> None:
-        """Allocate this rank's mailboxes, of `nbytes` bytes each, and map those of the other ranks.
+        """Allocate this rank's mailboxes, of `nbytes` bytes each, and map those of the other ranks into this process.
 
-        Collective: every rank must call it. If mailboxes already exist, call `free` first.
+        A mailbox is memory into which the other ranks copy gradients. If mailboxes already exist, call `free` first.
+        Collective: every rank must call it.
         """
         full, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
         for rank, handle in enumerate(self._exchange(self._handle)):
@@ -86,16 +88,25 @@ class Mailboxes:
         self._taken, self.nbytes = 0, nbytes
 
     def take(self) -> Mailbox:
-        """Return this rank's mailbox into which other ranks copy in the next reduction. Mailboxes are used in turn."""
+        """Return this rank's mailbox for the next reduction. Mailboxes are used in turn.
+
+        A mailbox is memory into which the other ranks copy gradients.
+        """
         self._taken += 1
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return this rank's mailbox that was used by the reduction before the one that uses `box`."""
+        """Return the mailbox of the previous reduction, if `box` is this rank's mailbox of the present one.
+
+        A mailbox is memory into which the other ranks copy gradients. Mailboxes are used in turn.
+        """
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
-        """Return bytes start:stop of the mailbox of `rank` with the same index as `box`, as a target for copies."""
+        """Return bytes start:stop of the mailbox of `rank` with the same index as `box`, as a target for copies.
+
+        A mailbox is memory into which the other ranks copy gradients.
+        """
         begin = box.number * self.nbytes
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
 
@@ -167,8 +178,8 @@ class PeerReduction(Reduction):
     def take(self, nbytes: int) -> Mailbox:
         """Return this rank's mailbox for the next reduction, with at least `nbytes` bytes.
 
-        Collective: every rank must call it. If the mailboxes are too small, the host waits until all reductions are
-        complete, and allocates larger mailboxes.
+        A mailbox is memory into which the other ranks copy gradients. If the mailboxes are too small, the host waits
+        until all reductions are complete, and allocates larger mailboxes. Collective: every rank must call it.
         """
         if nbytes > self.boxes.nbytes:
             self.free()
@@ -182,13 +193,15 @@ class PeerReduction(Reduction):
     def carry(self, box: Mailbox, pushed: Sequence[tuple[Any, torch.Tensor]], add: Callable[[], object]) -> Ticket:
         """Queue a reduction: copy to other ranks' mailboxes, wait until all ranks have done so, and sum the values.
 
+        A mailbox is memory into which the other ranks copy gradients.
+
         Args:
-            box: the mailbox that `take` returned last.
+            box: this rank's mailbox that `take` returned last.
             pushed: (part of another rank's mailbox, tensor to copy there) pairs, copied one after another.
             add: a function that queues the summation, which reads `box`.
 
         Returns:
-            A ticket that completes with the work queued by `add`.
+            A ticket (handle to wait for) that completes with the work queued by `add`.
         """
         self._pushing.follow()
         self._pushing.after(box.free)
@@ -243,7 +256,9 @@ class _PeerReducer(CollectingReducer):
         return PendingReduce(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the gradient as a contiguous tensor (numel,) in the buffer's dtype, or zeros for None.
+        """Return the gradient, to be copied to other ranks, as a contiguous tensor (numel,); zeros for None.
+
+        Its dtype becomes that of the flat buffer.
 
         numel: the number of elements of the full gradient.
         like: a tensor with the dtype and device of the zeros.
@@ -251,7 +266,9 @@ class _PeerReducer(CollectingReducer):
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
     def _target(self, box: Mailbox, other: int, local_range: Range) -> Any:
-        """Return the part of rank `other`'s mailbox that receives this rank's gradients of one range.
+        """Return the memory of rank `other` to which this rank copies its gradients of one range of elements.
+
+        It is a part of that rank's mailbox, the memory into which other ranks copy gradients.
 
         box: this rank's mailbox for the same reduction. The other ranks' mailboxes for it have the same index.
         other: the rank that stores the range.

@@ -35,7 +35,7 @@ class PendingReduce:
     """A reduction of gradients that has been started and not yet waited for.
 
     Attributes:
-        arrived: a ticket that completes when the result has arrived.
+        arrived: a ticket (handle to wait for) that completes when the result has arrived.
         gradients: the gradients that are being reduced, referenced until `wait` so that they are not freed.
         memory: the memory into which the gradients are packed, which `wait` frees. None if they are not packed.
         added: (mean, running sum, shard) if gradients are accumulated over several backwards: `wait` adds the mean to
@@ -167,7 +167,7 @@ class Packing:
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy the gradient of tensor `index` to its place. A second gradient of a tensor is added to the first."""
+        """Copy the gradient of tensor `index` to its place in `flat`. A second gradient is added to the first."""
         if index in self._packed:
             self._views[index].add_(gradient)
         else:
@@ -198,9 +198,10 @@ class Packing:
 
 
 class CollectingReducer:
-    """A base class of reducers whose `collect` keeps a reference to the gradient, without copying or packing it.
+    """A base class of reducers, the objects that average the gradients of one flat buffer over the ranks.
 
-    A second gradient of the same tensor is added to the first in place.
+    Its `collect`, which accepts a gradient that is ready early, keeps a reference and does not copy it. A second
+    gradient of the same tensor is added to the first in place.
     """
 
     def __init__(self) -> None:
@@ -213,7 +214,13 @@ class CollectingReducer:
             self._collected[index] = gradient
 
     def with_collected(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return the gradients passed to `send`, together with those from `collect`, which are then dropped."""
+        """Return the gradients passed to `send`, completed by those that were passed to `collect` earlier.
+
+        This object then drops its references to the latter. If a tensor has a gradient from both, their sum is
+        returned.
+
+        gradients: for each tensor of the flat buffer, the gradient passed to `send`, or None.
+        """
         if not self._collected:
             return gradients
         complete = list(gradients)
@@ -246,7 +253,10 @@ class CollectiveReduction(Reduction):
 
 
 class _CollectiveReducer(CollectingReducer):
-    """Packs the gradients of a flat buffer and reduces them. If one gradient fills the buffer, it is not packed."""
+    """Copies the gradients of a flat buffer into one flat tensor, and averages this with a reduce-scatter.
+
+    If one gradient fills the whole buffer, it is averaged directly, without the copy.
+    """
 
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
@@ -255,7 +265,7 @@ class _CollectiveReducer(CollectingReducer):
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
-        """The memory for the packed gradients, freed between reductions, and the object that copies gradients there."""
+        """The memory for the gradients as one flat tensor, freed between reductions, and the object that fills it."""
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
@@ -300,7 +310,10 @@ class _CollectiveReducer(CollectingReducer):
 
 
 class _Multiplied:
-    """A ticket whose `wait` also multiplies the operation's result in place by `factor`, on the current stream."""
+    """A ticket (handle to wait for) of an operation whose result must still be multiplied by `factor`.
+
+    `wait` makes the current stream wait for the operation, and then multiply the result in place.
+    """
 
     def __init__(self, ticket: Ticket, result: torch.Tensor, factor: int) -> None:
         self._ticket, self._result, self._factor = ticket, result, factor
@@ -320,10 +333,11 @@ class LocalReduction(Reduction):
 
 
 class _LocalReducer:
-    """Packs gradients into the shard itself or, under gradient accumulation, into new memory to be added to the sum.
+    """The reducer of a single process, which has nothing to average: it copies the gradients of a flat buffer.
 
-    If `send` gets all gradients, as from a block, it concatenates them. `collect` packs its gradient immediately, so
-    that the gradient's memory can be freed before the backward ends.
+    They are copied to the shard or, under gradient accumulation, to new memory, which `PendingReduce.wait` adds to the
+    running sum. If `send` gets all gradients, as from a block, it concatenates them. `collect` copies its gradient
+    immediately, so that the gradient's memory can be freed before the backward ends.
     """
 
     def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
@@ -353,9 +367,11 @@ class _LocalReducer:
         self._open = None
 
     def _packing(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
-        """Return the Packing that copies the current backward's gradients. The first call in a backward creates it.
+        """Return the object that copies gradients of the current backward to their places in one flat tensor.
 
-        shard: the tensor into which gradients are packed if `total` is None. Otherwise they are packed into new memory.
+        The first call in a backward creates it.
+
+        shard: the flat tensor, if `total` is None. Otherwise new memory is the flat tensor.
         total: the running sum of gradient accumulation, or None.
         """
         if self._open is None:

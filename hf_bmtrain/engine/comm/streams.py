@@ -31,7 +31,7 @@ class _Done:
 
 
 DONE: Event = _Done()
-"""The ticket of an operation that is already complete."""
+"""The ticket (handle to wait for) of an operation that is already complete."""
 
 
 class WorkStream:
@@ -51,7 +51,10 @@ class WorkStream:
             function()
 
     def after(self, ticket: Ticket) -> None:
-        """Make work that is queued from now on wait for the operation of `ticket`."""
+        """Make work that is queued from now on wait for an asynchronous operation.
+
+        ticket: the handle that the operation returned when it was started.
+        """
         self.run(ticket.wait)
 
     def follow(self) -> None:
@@ -66,7 +69,10 @@ class WorkStream:
 
 
 class Immediate:
-    """The counterpart of `WorkStream` for the CPU: `run` calls its function at once, so that nothing has to wait."""
+    """A queue of work for the CPU, which has no streams: `run` calls its function at once.
+
+    It has the methods of `WorkStream`, the queue with its own CUDA stream, so callers need not distinguish the two.
+    """
 
     def run(self, function: Callable[[], object]) -> None:
         function()

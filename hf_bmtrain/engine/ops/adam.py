@@ -78,7 +78,11 @@ def macros(
 
 
 def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
-    """Return the combinations of dtypes that `macros` accepts, as (gradient, 16-bit weight or None, master)."""
+    """Return the combinations of dtypes for which there are kernels, as (gradient, weight, master).
+
+    The weight is None if the float32 masters are the weights themselves. A master of int16 stands for residuals: the
+    differences between float32 masters and bfloat16 weights.
+    """
     kinds: list[tuple[torch.dtype, torch.dtype | None, torch.dtype]] = [(grad, None, torch.float32) for grad in C_NAMES]
     kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
     return kinds + [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
@@ -161,7 +165,7 @@ def adam_update(
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
         master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
             the differences between float32 masters and bfloat16 weights (see residual.py). Then `weight` is read too,
-            and the signs of exp_avg_sq are the tie flags of the residuals.
+            and a negative sign of exp_avg_sq marks a residual of 32768, which is stored as -32768.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
@@ -218,7 +222,8 @@ def update_reference(
 
     Args:
         grad: (n,), only read. For the dtypes of this and the other tensors, see `adam_update`.
-        master: (n,), updated: the float32 masters, or the int16 residuals of bfloat16 weights.
+        master: (n,), updated: the float32 masters, or the int16 residuals of bfloat16 weights (the differences between
+            masters and weights).
         exp_avg: (n,), updated.
         exp_avg_sq: (n,), updated.
         weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.

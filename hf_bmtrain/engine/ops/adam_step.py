@@ -25,7 +25,8 @@ class Elements:
 
     Attributes:
         grad: (n,), the gradients, only read.
-        master: the float32 masters, together with the weights and the second moment.
+        master: the float32 masters (copies of full precision that the optimizer updates), together with the weights
+            and the second moment.
         exp_avg: (n,), the first moment. Or both moments in 8 bits; then `master` has no second moment.
         index_base: the position of element 0 among all elements of the model.
     """
@@ -102,8 +103,8 @@ class KernelSteps:
         """Increment the step counts of runs, unless the step is skipped, and compute the factors that `update` needs.
 
         Args:
-            runs: the numbers of the runs, in ascending order. A kernel is launched for each sequence of consecutive
-                numbers.
+            runs: the numbers of the runs (ranges of elements that are updated together), in ascending order. A kernel
+                is launched for each sequence of consecutive numbers.
         """
         for _, group in itertools.groupby(enumerate(runs), lambda pair: pair[1] - pair[0]):
             numbers = [run for _, run in group]
@@ -111,7 +112,12 @@ class KernelSteps:
             adam_prepare(self._scale, self._flag, self._hyper[rows], self.counts[rows], self._records[rows])
 
     def update(self, run: int, elements: Elements) -> None:
-        """Update `elements` in place. They are run number `run`, or a part of it."""
+        """Make one AdamW step on `elements`, in place.
+
+        Args:
+            run: the number of the run (a range of elements that are updated together) to which the elements belong.
+            elements: the tensors of the whole run, or of a part of it.
+        """
         e, (master, weight) = elements, elements.master_and_weight
         record, coupled = self._records[run], self._coupled[run]
         if isinstance(e.exp_avg, Moments):

@@ -38,15 +38,17 @@ _COUNT = 8  # the number of elements that one thread updates, as in adam8.cu
 THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
-"""Decodes a code: shift it to the exponent and fraction bits of a float32, and multiply this float32 by the factor, to
-get the code's number in units of 2ᴱ."""
+"""The factor that decodes an 8-bit code. If the bits of the code are shifted to the exponent and fraction bits of a
+float32, this float32 times the factor is the magnitude in units of 2ᴱ (E is the exponent of the element's block)."""
 
 
 class Moments(NamedTuple):
-    """The moments of n elements: for each moment, codes (n,), and the exponents of blocks of 32 (⌈n/32⌉,), all uint8.
+    """Adam's moments of n elements, stored in 8 bits.
 
-    The codes of the second moment, v, represent √v. An exponent E is stored as 127 + E, as in float32. If the stored
-    exponent is 0, `read` returns 0 for the whole block.
+    Each moment has a code for each element, (n,), and an exponent for each block of 32 elements, (⌈n/32⌉,), all uint8.
+    The code is a small floating-point number, which is multiplied by 2 to the power of the exponent. The codes of the
+    second moment, v, represent √v. An exponent E is stored as 127 + E, as in float32. If the stored exponent is 0,
+    `read` returns 0 for the whole block.
     """
 
     exp_avg: Tensor
@@ -99,7 +101,10 @@ class Moments(NamedTuple):
         self.exp_avg_sq_exponents.copy_(exponents)
 
     def chunks(self) -> Iterator[tuple[slice, Moments]]:
-        """Yield (range, moments) for consecutive ranges of elements, which limits the memory of temporary tensors."""
+        """Yield (slice, moments of the elements in it) for consecutive ranges of elements.
+
+        Working on one range at a time limits the memory of temporary tensors.
+        """
         for start in range(0, len(self.exp_avg), _CHUNK):
             stop = min(start + _CHUNK, len(self.exp_avg))
             yield slice(start, stop), self.part(start, stop)
@@ -179,7 +184,7 @@ def adam8_update(
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
         master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
-            the differences between float32 masters and bfloat16 weights, without tie flags (see residual.py). Then
+            the differences between float32 masters and bfloat16 weights. The largest, 32768, is stored as 32767. Then
             `weight` is read too.
         moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
@@ -216,7 +221,8 @@ def update_reference(
 
     Args:
         grad: (n,), only read. For the dtypes of this and the other tensors, see `adam8_update`.
-        master: (n,), updated: the float32 masters, or the int16 residuals of bfloat16 weights.
+        master: (n,), updated: the float32 masters, or the int16 residuals of bfloat16 weights (the differences between
+            masters and weights).
         moments: the moments of these elements, updated.
         weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.
         record: (12,) float32, this run's row of the records from `adam_prepare`.

@@ -42,10 +42,11 @@ class Master:
 
     Attributes:
         weight: the weights.
-        stored: the float32 masters of half-precision weights, the int16 residuals of bfloat16 weights, or None for
-            float32 weights, which are their own masters.
-        exp_avg_sq: Adam's second moment, float32. If `stored` contains residuals, its signs are their tie flags (see
-            the module). None if the optimizer has no second moment in float32; then there are no tie flags.
+        stored: the float32 masters of half-precision weights; or the int16 residuals of bfloat16 weights (the
+            differences between masters and weights); or None for float32 weights, which are their own masters.
+        exp_avg_sq: Adam's second moment, float32. If `stored` contains residuals, a negative sign is a tie flag: it
+            marks a residual of 32768, which int16 lacks. None if the optimizer has no second moment in float32; then
+            there are no tie flags.
     """
 
     weight: torch.Tensor
@@ -63,11 +64,14 @@ class Master:
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
 
     def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the masters, and exp_avg_sq without tie flags, both float32. Do not write to the results.
+        """Return the masters and Adam's second moment, both float32. Do not write to the results.
+
+        The second moment is None if the optimizer has none in float32.
 
         Args:
-            device: the device of the results if they must be computed from residuals; None uses the residuals' device.
-                Without residuals, the stored tensors themselves are returned, and `device` is ignored.
+            device: the device of the results if the masters are stored as residuals (their differences from the
+                weights). None uses the residuals' device. Otherwise the stored tensors themselves are returned, and
+                `device` is ignored.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -76,7 +80,9 @@ class Master:
         return join(self.weight.to(self.stored.device), self.stored, self.exp_avg_sq, device)
 
     def write(self, master: torch.Tensor) -> None:
-        """Store new masters. If residuals are stored, also set the weights to the masters, rounded to nearest even.
+        """Store new masters. If they are stored as residuals, also set the weights to them, rounded to nearest even.
+
+        A residual is the difference between a master and its weight.
 
         Args:
             master: float32 with n elements, of any shape and on any device.
@@ -118,14 +124,17 @@ class Master:
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor | None) -> None:
-    """Split float32 masters into bfloat16 weights and residuals. All tensors are (n,).
+    """Split float32 masters into bfloat16 weights and 16-bit residuals. All tensors are (n,).
+
+    A residual is the difference between a master and its weight: their bits, read as integers, are subtracted. The
+    value 32768, which int16 lacks, is stored as -32768 and marked by a tie flag, the sign of `exp_avg_sq`.
 
     Args:
         master: the masters, only read.
         weight: written with the masters rounded to nearest even.
         residual: written with the residuals, int16.
-        exp_avg_sq: Adam's second moment, float32. Its signs are set to the tie flags (see the module); its magnitudes
-            do not change. With None there are no tie flags, and a master may change in its last bit.
+        exp_avg_sq: Adam's second moment, float32. Its signs are set to the tie flags; its magnitudes do not change.
+            With None there are no tie flags, and a master may change in its last bit.
     """
     if exp_avg_sq is None:
         for p, w, r in _in_chunks(master, weight, residual):
@@ -143,16 +152,20 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
 def join(
     weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor | None, device: torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Reverse `split`: return the masters, and exp_avg_sq without tie flags. All tensors are (n,).
+    """Return the float32 masters of bfloat16 weights, computed from residuals. This reverses `split`.
+
+    All tensors are (n,).
 
     Args:
         weight: the bfloat16 weights.
-        residual: the residuals, int16.
-        exp_avg_sq: float32, with the tie flags in its signs (see the module). None if there are no tie flags.
+        residual: the residuals, int16: the differences between masters and weights.
+        exp_avg_sq: Adam's second moment, float32. A negative sign is a tie flag: it marks a residual of 32768, which is
+            stored as -32768. None if there are no tie flags.
         device: the device of the results; None uses the device of the arguments.
 
     Returns:
-        Two new float32 tensors (n,): the masters, and exp_avg_sq. The second is None if exp_avg_sq is None.
+        Two new float32 tensors (n,): the masters, and exp_avg_sq without the negative signs. The second is None if
+        exp_avg_sq is None.
     """
     if exp_avg_sq is None:
         master = torch.empty(weight.shape, device=device or weight.device)
@@ -172,14 +185,18 @@ def _in_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
 
 
 def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the residuals (see the module) of float32 masters from bfloat16 weights to which they round, as int32."""
+    """Return the residuals (int32) of float32 masters: the bits of each master minus the bits of its weight.
+
+    The bits are read as integers. The weights are bfloat16; their bits are those of the equal float32 numbers. The
+    residual of NaN is 0.
+    """
     return torch.where(master.isnan(), 0, master.view(torch.int32) - _bits(weight))
 
 
 def _at(weight: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
     """Return the float32 masters of bfloat16 weights, or the weight where a master would not round to it.
 
-    distance: the residuals, int32: the difference between each master and its weight (see the module).
+    distance: the residuals, int32: the bits of each master, read as an integer, minus the bits of its weight.
     """
     master = (_bits(weight) + distance).view(torch.float32)
     rounds = master.bfloat16().view(torch.int16) == weight.view(torch.int16)

@@ -475,6 +475,9 @@ def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
     """Raise RuntimeError, after closing `control`, unless `facts` are equal on all ranks.
 
     Collective: every rank must call it.
+
+    control: exchanges Python objects between the ranks.
+    facts: the values that must be equal, such as arguments and versions of packages, by name.
     """
     try:
         agree(control, "init_distributed", facts)

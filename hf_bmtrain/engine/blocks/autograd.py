@@ -85,7 +85,10 @@ class Containers:
         self._guarded = guarded  # keeps the tensors alive, so that their ids stay unique
 
     def restore(self) -> None:
-        """Put the original tensors back into the containers. Called at the end of the forward."""
+        """Put the original tensors back into the lists, dicts and objects among the layer's arguments.
+
+        Called at the end of the forward. During the forward, they contain replacements.
+        """
         seen: set[int] = set()
         for value in self._values:
             exchange(value, self._originals, seen)

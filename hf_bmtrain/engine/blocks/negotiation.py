@@ -145,8 +145,8 @@ class Negotiation:
         """Wait until the ranks agree that the all-gather of `buffer` is next. The caller must then issue it.
 
         Collective: every rank must call either this, `before_reduction` or `finish`. It does nothing if the buffer
-        needs no collective now (for example, because it is unsharded), or if the ranks need not agree
-        on its collectives.
+        needs no collective now (for example, because it is unsharded), or if the ranks need not agree on its
+        collectives.
 
         Args:
             buffer: the flat buffer to be gathered.

@@ -143,7 +143,7 @@ class Schedule:
 
     Attributes:
         shards: allocates and all-gathers shards.
-        blocks: averages the gradients of blocks over the ranks.
+        blocks: averages the gradients of blocks (sharded transformer layers) over the ranks.
         outside: averages the gradients of root parameters (those outside blocks) over the ranks.
         inside: the context in which every forward of a layer or model runs, also a recomputation. It counts how deeply
             they are nested.
@@ -213,9 +213,10 @@ class Schedule:
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def explain_shortage(self, error: BaseException) -> None:
-        """If `error` is a torch.OutOfMemoryError, add the texts to it that observers return from `out_of_memory`.
+        """If `error` is a torch.OutOfMemoryError, add texts to it that explain the shortage.
 
-        The texts become notes of the exception. In Python 3.10, where exceptions have no notes, they are logged.
+        The texts are returned by the method `out_of_memory` of the observers (objects called at events of training).
+        They become notes of the exception. In Python 3.10, where exceptions have no notes, they are logged.
         """
         if not isinstance(error, torch.OutOfMemoryError):
             return
@@ -303,7 +304,7 @@ class Schedule:
             self._pass.readers[reader] = True
 
     def record(self, block: BackwardParticipant) -> None:
-        """Register in the running forward pass that it called `block`, so that its backward expects the block.
+        """Register in the running forward pass that it called `block`. In backward, `was_recorded` then returns True.
 
         Call this only if an output of the block requires a gradient.
         """

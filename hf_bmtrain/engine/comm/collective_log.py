@@ -280,10 +280,11 @@ def _excerpt(memory: Any) -> Excerpt:
 
 
 def _entries(digests: list[int]) -> list[int]:
-    """Return the n entries of a log that lie between n + 1 successive digests.
+    """Return the n entries of a collective log that lie between n + 1 successive digests.
 
-    A digest covers all entries up to a position: it is the previous digest times `_FACTOR`, plus the entry, modulo a
-    power of two. So each entry can be computed from the digests before and after it.
+    An entry is a number that stands for an operation. A digest covers all entries up to a position: it is the previous
+    digest times `_FACTOR`, plus the entry, modulo a power of two. So each entry can be computed from the digests before
+    and after it.
 
     digests: the digests at n + 1 adjacent positions, in order.
     """

@@ -53,43 +53,48 @@ class Communicator(Protocol):
     collective_log: CollectiveLog
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        """Fill `full` (size * n,) with the shards (n,) of all ranks, in rank order.
+        """Start to fill `full` (size * n,) with the shards (n,) of all ranks, in rank order.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Call `wait` of the returned ticket before you use `full` or write `shard`.
         """
         ...
 
     def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
-        """Average `full` (size * n,) over the ranks, and write this rank's part of the mean to `shard` (n,).
+        """Start to average `full` (size * n,) over the ranks. `shard` (n,) gets this rank's part of the mean.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Call `wait` of the returned ticket before you use `shard` or write `full`.
         """
         ...
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        """Replace `tensor` on every rank by its elementwise sum over the ranks, or by the maximum if `maximum`.
+        """Start to replace `tensor` on every rank by its elementwise sum over the ranks, or maximum if `maximum`.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Call `wait` of the returned ticket before you use `tensor`.
         """
         ...
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
-        """Replace the 1-D `tensor` on every rank by its elementwise mean over the ranks.
+        """Start to replace the 1-D `tensor` on every rank by its elementwise mean over the ranks.
 
-        Collective: every rank must call it. The result is bit-identical on all ranks.
+        Collective: every rank must call it. The result is bit-identical on all ranks. Call `wait` of the returned
+        ticket before you use `tensor`.
         """
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        """Replace `tensor` on every rank by the values of rank `root`. Collective: every rank must call it."""
+        """Start to replace `tensor` on every rank by the values of rank `root`. Collective: every rank must call it.
+
+        Call `wait` of the returned ticket before you use `tensor`.
+        """
         ...
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Ticket:
-        """Send each rank a part of `sent`, and fill `received` with the parts that the ranks send to this one.
+        """Start to send each rank a part of `sent`, and to fill `received` with the parts that this rank gets.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Call `wait` of the returned ticket before you use `received` or write
+        `sent`.
 
         Args:
             received: (sum of receive_counts,), written: the parts from all ranks, in rank order.

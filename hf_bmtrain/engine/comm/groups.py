@@ -121,9 +121,9 @@ class TwoLevels:
         return self.all_gather_through(full.detach().view(self.inside.size, -1)[self.inside.rank], full, shard)
 
     def all_gather_through(self, part: torch.Tensor, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        """All-gather `shard` between hosts into `part`, and then `part` inside the host into `full`.
+        """Start to all-gather `shard` between hosts into `part`, and then `part` inside the host into `full`.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Call `wait` of the returned ticket before you use `part` or `full`.
 
         Args:
             part: (hosts * n,), written with the shards of the ranks that have this rank's index on their hosts.
@@ -181,7 +181,7 @@ class HostGather(CollectiveGather):
     two all-gathers. Otherwise, only some ranks would take part in the all-gather between hosts.
 
     Args:
-        levels: the communicator of all ranks.
+        levels: the communicator of all ranks, which all-gathers in these two steps.
     """
 
     def __init__(self, levels: TwoLevels) -> None:

@@ -84,7 +84,7 @@ class PeerGather(Gather):
         open_meetings: Callable[[], Communicator],
         members: Sequence[int] | None = None,
     ) -> None:
-        """Create a gather with peer copies.
+        """Create a gather with peer copies, in which each rank copies shards directly from other ranks' memory.
 
         Args:
             communicator: the communicator whose all-reduces synchronize the copies with writes to the weights.
@@ -176,7 +176,9 @@ class PeerGather(Gather):
         self._publish()
 
     def _publish(self) -> None:
-        """Make the gathers that follow wait until every rank has completed its writes to shards.
+        """Make the gathers that follow read the present values of all shards.
+
+        They wait until every rank has completed its writes to its shards.
 
         Collective: every rank must call it.
         """

@@ -149,7 +149,7 @@ class PeerReduction(Reduction):
         smallest: int,
         device: torch.device,
     ) -> None:
-        """Create a reduction with peer copies.
+        """Create a reduction with peer copies, in which each rank writes gradients directly to other ranks' memory.
 
         Args:
             collective: the reduction for small shards and unsupported dtypes. Its communicator is also used to wait

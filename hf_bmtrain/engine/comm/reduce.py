@@ -37,7 +37,8 @@ class PendingReduce:
     Attributes:
         arrived: a ticket (handle to wait for) that completes when the result has arrived.
         gradients: the gradients that are being reduced, referenced until `wait` so that they are not freed.
-        memory: the memory into which the gradients are packed, which `wait` frees. None if they are not packed.
+        memory: the flat tensor into which the gradients are copied, whose memory `wait` frees. None if they are not
+            copied.
         added: (mean, running sum, shard) if gradients are accumulated over several backwards: `wait` adds the mean to
             the running sum and writes the sum to the shard. None if `wait` has nothing to add.
         squares: (k,) float64, for gradient norms. For each of the k gradients, the sum of squares of the elements that
@@ -235,7 +236,9 @@ class CollectingReducer:
 
 
 class CollectiveReduction(Reduction):
-    """Reduces gradients with reduce-scatter. Packed gradients stay in memory until `PendingReduce.wait`.
+    """Averages gradients over ranks with a reduce-scatter, for which they are copied into one flat tensor.
+
+    The flat tensor stays in memory until `PendingReduce.wait`.
 
     Args:
         communicator: the communicator of the ranks over which gradients are averaged.
@@ -298,7 +301,9 @@ class _CollectiveReducer(CollectingReducer):
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether packing is unnecessary: the only gradient fills the buffer, contiguously and in its dtype.
+        """Return whether the only gradient fills the flat buffer, contiguously and in its dtype.
+
+        If so, it can be reduced directly, and need not be copied into a flat tensor first.
 
         gradients: the full gradients of the buffer's tensors. None stands for a gradient of zero.
         """
@@ -324,7 +329,7 @@ class _Multiplied:
 
 
 class LocalReduction(Reduction):
-    """The reduction for a single process: gradients are packed into the shard, and nothing is sent."""
+    """The reduction for a single process: gradients are copied into the shard, and nothing is sent."""
 
     ahead = 0
 

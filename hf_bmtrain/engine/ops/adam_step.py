@@ -72,7 +72,7 @@ class KernelSteps:
         self._coupled = [False] * runs
 
     def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Begin a step: set the hyper-parameters of all runs, the gradient scale and the skip flag.
+        """Begin an optimizer step: set the hyper-parameters, the gradient scale and the skip flag for all elements.
 
         Args:
             hyper: the hyper-parameters of each parameter group.
@@ -130,9 +130,10 @@ class KernelSteps:
 
 
 class TorchSteps:
-    """AdamW on the CPU, with the same arguments and methods as KernelSteps. All optimizer state is float32.
+    """AdamW on the CPU, with the arguments and methods of KernelSteps, which launches CUDA kernels.
 
-    It calls the same torch functions as torch.optim.Adam and AdamW on the CPU, so its results are identical to theirs.
+    All optimizer state is float32. It calls the same torch functions as torch.optim.Adam and AdamW on the CPU, so its
+    results are identical to theirs.
     """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:

@@ -132,7 +132,7 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
 
 
 def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
-    """Return the magnitudes, (n,) float32, that 8-bit codes represent.
+    """Return the magnitudes, (n,) float32, that 8-bit codes and the exponents of their blocks represent.
 
     Args:
         codes: (n,), from `encode`.

@@ -96,7 +96,7 @@ class Master:
         self.weight.copy_(weight)
 
     def reset(self) -> None:
-        """Set every master to the value of its weight."""
+        """Set every master (the copy of full precision that the optimizer updates) to the value of its weight."""
         if self.is_residual:
             assert self.stored is not None
             self.stored.zero_()

@@ -53,8 +53,9 @@ fraction of the bandwidth inside a host."""
 _TRACE_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 MEASURED = 4 << 20  # size in bytes of a rank's shard in the all-gathers by which bandwidths are measured
 SMALLEST_PULLED = 16 << 20
-"""The smallest size in bytes of a shard that is gathered with peer copies by default. From this size on, they are
-faster than NCCL between H200s. With `gather="peer"`, smaller shards are gathered with peer copies, too."""
+"""The smallest size in bytes of a shard that is gathered with peer copies by default. Peer copies read the memory of
+other ranks directly. From this size on, they are faster than NCCL between H200s. With `gather="peer"`, smaller shards
+are gathered with peer copies, too."""
 
 
 class Backend(NamedTuple):
@@ -355,8 +356,10 @@ def _choose_ranks(
 ) -> str:
     """Return the value of `shard_over` that "auto" selects, which is the same on all ranks, and log the reason.
 
-    Collective: every rank must call it. If weights should be stored on every host, "host+world" is preferred to "host".
-    It sends the same amount between hosts, and needs little more memory than "world". For "host", the optimizer states
+    Collective: every rank must call it. `shard_over` is the set of ranks over which weights and optimizer states are
+    sharded: "world" all ranks, "host" the ranks of each host, and "host+world" the ranks of each host for weights, and
+    all ranks for optimizer states. If every host should store all weights, "host+world" is preferred to "host". It
+    sends the same amount between hosts, and needs little more memory than "world". For "host", the optimizer states
     must fit on one host, which is not known yet, because there is no model.
 
     Args:

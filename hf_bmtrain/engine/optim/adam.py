@@ -242,7 +242,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _settings(self) -> list[Hyper]:
         """Return a tuple of settings for each parameter group, as the kernels expect them.
 
-        The order is lr, β₁, β₂, eps, decoupled weight decay, hold_steps, weight decay that is added to the gradient.
+        The order is lr, β₁, β₂, eps, decoupled weight decay, hold_steps (the number of first steps that update only the
+        moments), weight decay that is added to the gradient.
         """
         return [
             (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
@@ -330,7 +331,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
         """Allocate state tensors for new runs (lists of adjacent parameters), and return them in the same order.
 
-        The moments are zero. The masters are not initialized; the caller must fill them.
+        The moments are zero. The masters, full-precision copies of half-precision weights, are not initialized; the
+        caller must fill them.
         """
         tensors: list[StateTensors] = []
         for weights in (run.weights for run in runs):
@@ -372,8 +374,9 @@ class AdamOptimizer(torch.optim.Optimizer):
     def state_dict(self, gather: bool = False) -> dict:
         """Return this rank's state in the form of torch's AdamW, with a float32 "master" for half-precision weights.
 
-        The tensors are the optimizer's own, which the next step changes. Masters and moments that are computed from
-        residuals or 8-bit codes are new tensors in host memory instead.
+        The tensors are the optimizer's own, which the next step changes. Masters that are stored as 16-bit differences
+        from the weights (residuals), and moments that are stored in 8 bits, are converted to new float32 tensors in
+        host memory instead.
 
         Args:
             gather: whether to return the full state instead, copied to host memory on rank 0. Other ranks get no
@@ -395,8 +398,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Return {parameter: its state} without copying. The next step changes these tensors.
 
         Exception: 8-bit moments are returned as new float32 tensors in host memory. For bfloat16 weights on CUDA, the
-        state has "residual" (the 16-bit differences between masters and weights) instead of "master". If weights were
-        written since the last step, their float32 masters are first set to values that round to the new weights.
+        state has "residual" (the 16-bit differences between masters and weights) instead of "master" (the float32 copy
+        of the weights that the optimizer updates). If weights were written since the last step, their float32 masters
+        are first set to values that round to the new weights.
         """
         self._finish()
         for state in self._states:
@@ -439,7 +443,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Returns:
             {parameter: {name: state tensor}} for the parameters that have a step count, in the form in which the
-            optimizer stores the state: possibly with residuals instead of masters, and with 8-bit moments.
+            optimizer stores the state. This may be 8-bit moments, and "residual" (16-bit differences between float32
+            masters and weights) instead of "master".
         """
         self._load(state_dict, copied=True)
         self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])

@@ -194,7 +194,10 @@ class _NotedOptions:
         self._values = [*map(group.get, self._names)]
 
     def step(self, group: dict[str, Any]) -> None:
-        """Record the settings in `group` that the optimizer is about to use in its step."""
+        """Record the settings of `group` for the optimizer's step in the collective log, which the ranks compare.
+
+        The learning rate is recorded in every call, and other numbers only if they have changed.
+        """
         rate = group.get("lr")
         if isinstance(rate, torch.Tensor):
             rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None
@@ -280,7 +283,9 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
-    """Run a trial of an optimizer. Return a text that says how its result differs from `expected`, or None.
+    """Run a trial of an optimizer. Return a text that says how its result differs from `expected`, or None if equal.
+
+    The trials are updates of a small matrix, which show whether the optimizer can update sharded parameters.
 
     Args:
         move: runs the trial and returns the change of the weights. If it raises an error, that counts as a difference.
@@ -300,6 +305,8 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """Update two parts of the 1-D `values`, each with its own new optimizer. Return the change of all values.
 
+    The caller compares it with the change by a single optimizer, which is the same if the optimizer is element-wise.
+
     optimizer: the optimizer whose class the new ones have.
     group: the parameter group whose options they get.
     gradients: for each step, a 1-D gradient of all values.
@@ -311,7 +318,7 @@ def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """Shard `values` as a parameter, update it with a new optimizer, and return the change of the full values.
 
-    Collective: every rank must call it.
+    The caller compares it with the change of a full parameter. Collective: every rank must call it.
 
     optimizer: the optimizer whose class the new one has.
     group: the parameter group whose options it gets.
@@ -325,6 +332,8 @@ def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 
 def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the change of `start` after one step for each gradient, by a new optimizer with the options of `group`.
+
+    Such changes are compared to find out whether an optimizer can update sharded parameters.
 
     optimizer: the optimizer whose class the new one has.
     gradients: for each step, a gradient of the shape of `start`. They are copied.

@@ -373,9 +373,10 @@ class OptimManager:
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """Return the norm of the parameters' gradients over all ranks. If it is inf or nan, set the skip flag.
+        """Return the norm of the parameters' gradients over all ranks. If it is inf or nan, let the step be skipped.
 
-        Collective: every rank must call it. The norm still contains the loss scale.
+        For this, it sets a flag on the device. Collective: every rank must call it. The norm still contains the loss
+        scale.
 
         order: the order p of the p-norm; inf for the largest absolute value.
         """
@@ -514,9 +515,10 @@ class OptimManager:
     def _end_last_step(self) -> None:
         """Advance the schedulers or, if the last step was skipped, drop its gradients and log why it was skipped.
 
-        Reads the skip flag of the last step, for which the host may wait. Does nothing if it was read already.
-        Collective if the step was skipped. Raises RuntimeError if the limit of skipped steps has been reached, or if an
-        optimizer has already used the inf or nan during the backward.
+        A step is skipped if a gradient is inf or nan, which is known only on the device at first, so the host may wait
+        for it here. Does nothing after the first call for a step. Collective if the step was skipped. Raises
+        RuntimeError if the limit of skipped steps has been reached, or if an optimizer has already used the inf or nan
+        during the backward.
         """
         if self._skipped is None:
             return
@@ -624,7 +626,7 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
     Collective: every rank must call it. The result is inf or NaN if an element is. The 2-norm is computed in float64,
     either in one pass over each list of adjacent gradients, or from the sums of squares that the reduction of the
     gradients has computed. Torch computes other norms in float32. There is only one all-reduce, of at most two numbers.
-    Ordinary parameters, which all ranks have, count once.
+    Parameters that are not sharded, which all ranks have, count once.
 
     Args:
         parameters: the parameters, all with a `.grad`.

@@ -55,17 +55,20 @@ class Run:
 
     @property
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
-        """The flat buffer that contains the run, or the ordinary parameter of the run."""
+        """The flat buffer that contains the parameters of this run; or the run's parameter, if it is an ordinary one.
+
+        An ordinary parameter is not sharded.
+        """
         return self.parameters[0] if self.buffer is None else self.buffer
 
     def begin(self, parameter: torch.nn.Parameter) -> int:
-        """Return the index in `weights` of the first element of `parameter`."""
+        """Return the index of the first element of `parameter` in `weights`, the flat tensor of the run's elements."""
         if not isinstance(parameter, DistributedParameter):
             return 0
         return parameter.buffer.local_ranges[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return the `.grad` of all parameters as one tensor (n,), laid out like `weights`, without copying.
+        """Return the `.grad` of all parameters as one tensor (n,), without copying, laid out like the flat `weights`.
 
         Returns None if the user has replaced a `.grad`, so that the gradients are not adjacent in memory.
         """
@@ -220,11 +223,13 @@ class RunState:
 
     Attributes:
         run: the parameters, and a view of their elements.
-        master: the masters and exp_avg_sq, (n,) each, in the form in which they are stored.
+        master: the weights' masters (the copies of full precision that the optimizer updates), or residuals from which
+            they are computed; and exp_avg_sq. All are (n,).
         exp_avg: (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
-        index_base: the number of the run's first element among all elements of the optimizer (see `index_bases`). It
-            does not depend on the number of ranks, except for parameters that are laid out differently with one rank.
+        index_base: the number of the run's first element among all elements of the optimizer, from which stochastic
+            rounding derives its random bits (see `index_bases`). It does not depend on the number of ranks, except for
+            parameters that are laid out differently with one rank.
         version: torch's version counter of the weights after the optimizer last wrote them; -1 before the first step.
     """
 
@@ -237,9 +242,10 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if the masters are out of date, because something other than the optimizer has written the weights.
+        """True if the float32 masters are out of date, because other code than the optimizer has written the weights.
 
-        Only float32 masters can be out of date: residuals are differences from the weights.
+        Masters are the copies of full precision that the optimizer updates. If they are stored as differences from the
+        weights (residuals), they cannot be out of date.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and self.version not in (-1, self.run.weights._version)
@@ -281,10 +287,11 @@ def has_codes(held: ParameterState) -> bool:
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
-    """Return a parameter's state as a state dict shows it: float32 masters and moments, no residuals or 8-bit codes.
+    """Return a parameter's state as a state dict shows it: with float32 masters and moments.
 
-    Masters and moments that are computed from residuals and codes are new tensors in host memory, because on the device
-    they would take 8 or 12 more bytes per element. All other tensors are those of `held`.
+    Some states contain residuals (16-bit differences between masters and weights) or 8-bit moments instead. Masters and
+    moments that are computed from these are new tensors in host memory, because on the device they would take 8 or 12
+    more bytes per element. All other tensors are those of `held`.
 
     Args:
         parameter: the parameter.
@@ -306,8 +313,9 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
     """Copy a parameter's earlier or loaded state into new state tensors.
 
-    Storing a float32 master as a residual also sets the weight to the rounded master. The weight already has this
-    value, unless a loaded master belongs to different weights.
+    A float32 master may have to be stored as a residual, its 16-bit difference from the weight. This also sets the
+    weight to the rounded master. The weight already has this value, unless a loaded master belongs to different
+    weights.
 
     Args:
         parameter: the parameter.
@@ -332,7 +340,7 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
 
 
 def stored_numel(parameter: torch.Tensor) -> int:
-    """Return the number of elements of `parameter` that this rank stores."""
+    """Return the number of elements of `parameter` that this rank stores: all of them, if it is not sharded."""
     return parameter.placement.range.length if isinstance(parameter, DistributedParameter) else parameter.numel()
 
 

@@ -19,7 +19,9 @@ _WARN_EVERY = 8
 
 
 class HostFlag:
-    """A copy of a flag, (1,), in host memory. A flag on a GPU is copied asynchronously, on the current stream.
+    """A copy in host memory of a flag, (1,), which is not 0 if a step must be skipped.
+
+    A flag on a GPU is copied asynchronously, on the current stream.
 
     Attributes:
         immediate: True if the flag was in host memory, so that `read` never waits.
@@ -39,11 +41,11 @@ class HostFlag:
 
     @property
     def arrived(self) -> bool:
-        """True if the copy is complete, so that `read` would not wait."""
+        """True if the flag's copy to host memory is complete, so that `read` would not wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> float:
-        """Return the value of the flag. The host waits until the copy is complete."""
+        """Return the value of the flag. The host waits until its copy to host memory is complete."""
         if self._event is not None:
             self._event.synchronize()
         return self._value.item()

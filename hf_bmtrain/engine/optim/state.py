@@ -173,7 +173,7 @@ class FullState:
             self._local = False
 
     def shard_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace full tensors in the loaded state by this rank's elements."""
+        """Replace full tensors in the optimizer's loaded state by this rank's elements. Called before its next step."""
         self._sharded = optimizer.state
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):

@@ -116,9 +116,9 @@ class ShardedBuffer:
         Args:
             source: this rank's tensor, which the all-gather sends.
             target: the memory that the all-gather fills; None if there is nothing to gather.
-            cut: the (start, stop) ranges of `source` that must also be copied to this rank's own part of `target`. The
-                rest of that part may stay unfilled. None copies only the elements of parameters that are divided
-                between ranks, because this rank reads its other parameters from its shard.
+            cut: the (start, stop) ranges of `source` that are also needed in `target`. An all-gather may skip the other
+                elements that come from this rank itself. None: only the elements of parameters that are divided between
+                ranks are needed, because this rank reads its other parameters from its shard.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -129,7 +129,8 @@ class ShardedBuffer:
     def make_local(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
         """Create the local parameters: for each parameter, an instance of `cls` that is a 1-D view of `shard`.
 
-        parameters: the full parameters, from which `requires_grad`, `init_method` and `group` are copied.
+        parameters: the full parameters, from which `requires_grad` and the attributes `init_method` and `group` (of
+            BMTrain) are copied.
         """
         slices: list[Any] = []
         for index, (parameter, local_range) in enumerate(zip(parameters, self.local_ranges)):
@@ -144,7 +145,7 @@ class ShardedBuffer:
 
     @property
     def slices(self) -> list[Any]:
-        """The local parameters that still exist. A local parameter is freed together with its module."""
+        """The flat buffer's local parameters that still exist. A local parameter is freed together with its module."""
         return [local for reference in self.gradient.slices if (local := reference()) is not None]
 
     # -- all-gather, use, reshard -------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ class ShardedBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Free the full buffer, even if it is resident."""
+        """Free the full buffer, even if it is resident, that is, if `reshard` keeps it from step to step."""
         if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()
             self._ticket = None
@@ -249,7 +250,7 @@ class ShardedBuffer:
 
     @property
     def sharded(self) -> bool:
-        """True if the full buffer has memory of its own. With one rank it has none: the shard is the full buffer."""
+        """True if the full buffer has memory of its own. With one rank, it does not: the shard is the full buffer."""
         return not self._alone
 
     @property

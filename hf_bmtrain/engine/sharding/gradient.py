@@ -48,13 +48,13 @@ class GradientBuffer:
         like: torch.Tensor,
         unused: UnusedParameters,
     ) -> None:
-        """Create the gradient buffer of one flat buffer.
+        """Create the gradient buffer that belongs to one flat buffer of parameters.
 
         Args:
-            placements: where each full parameter is in the buffer.
+            placements: for each parameter, its position in the flat buffer and the elements that each rank stores.
             reducer: averages the gradients over the ranks.
             full_params: the full parameters, whose `.grad` autograd sets.
-            like: the shard of the parameters. The gradient's shard gets its shape, dtype and device.
+            like: this rank's shard of the parameters. The gradient's shard gets its shape, dtype and device.
             unused: finds the parameters that no rank used.
         """
         self._placements, self._reducer, self._full_params, self._like = placements, reducer, full_params, like
@@ -165,7 +165,7 @@ class GradientBuffer:
 
     @property
     def is_pending(self) -> bool:
-        """True while a reduction is pending, that is, from `send` to `receive`."""
+        """True from `send`, which starts to average gradients over the ranks, until `receive` has waited for them."""
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -202,7 +202,8 @@ class GradientBuffer:
     def _note_absent(self, lacking: list[int]) -> None:
         """Tell the other ranks which parameters this rank did not use in the backward.
 
-        Parameters that already have a `.grad`, or were passed to `collect`, are left out.
+        Left out are parameters whose gradient was passed to `collect`, and those whose local parameter has a `.grad`
+        already, from an earlier backward.
 
         lacking: the indices of full parameters whose `.grad` is None.
         """
@@ -218,11 +219,13 @@ class GradientBuffer:
     def receive(self) -> bool:
         """Wait for the mean, add it to the accumulated gradient if there is one, and set the local parameters' `.grad`.
 
-        Each `.grad` is a view of `shard`. A parameter that this rank did not use gets a `.grad` only if another rank
-        used it. With one rank, or if parameters have gradient hooks, this is found out at once.
+        Each `.grad` is a view of `shard`, this rank's shard of the flat gradient. A parameter that this rank did not
+        use gets a `.grad` only if another rank used it. With one rank, or if parameters have gradient hooks, this call
+        finds out whether another rank did.
 
         Returns:
-            True if this is still unknown for some parameters. Then `decide` must be called later, for their `.grad`.
+            True if this is still unknown for some parameters. Then `decide` must be called later, which sets their
+            `.grad`.
         """
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
@@ -247,10 +250,10 @@ class GradientBuffer:
         return True
 
     def decide(self) -> None:
-        """Set the `.grad` of parameters that this rank did not use but another rank did.
+        """Set the `.grad` of parameters that this rank did not use in the backward, but another rank did.
 
-        The host waits for the mean. Does nothing while another reduction is pending, because `decide` was called before
-        it started.
+        Called some time after `receive`, if that returned True, and before the next reduction starts at the latest.
+        While that reduction is pending, a further call does nothing. The host waits for the mean.
         """
         if self._pending is not None or not self._absent:
             return
@@ -266,7 +269,7 @@ class GradientBuffer:
     def discard(self) -> None:
         """Drop all gradients of this backward, and a pending reduction, after an exception in the backward.
 
-        The shard is freed if no `.grad` is a view of it.
+        The memory of the flat gradient is freed if no parameter's `.grad` is a view of it.
         """
         for full in self._full_params:
             full.grad = None
@@ -284,8 +287,8 @@ class GradientBuffer:
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (the shard that receives this backward's mean, the running sum or None), and allocate them if needed.
 
-        There is a running sum only if this backward is added to earlier ones, that is, if a local parameter has a
-        `.grad`.
+        There is a running sum of several backwards only if this backward is added to earlier ones, that is, if a local
+        parameter has a `.grad`.
         """
         assert self._pending is None, "`receive` was not called after the last `send`"
         if not self._begun:
@@ -304,7 +307,10 @@ class GradientBuffer:
 
     @property
     def intact(self) -> bool:
-        """True if each local parameter's `.grad` is None or the view of `shard` that `receive` or `decide` has set."""
+        """True if no local parameter's `.grad` was replaced by the user.
+
+        Each is then None, or the view of `shard` that `receive` or `decide` has set.
+        """
         for mine, handed in zip(self._gradients, self._handed):
             if mine is not None and mine is not handed:
                 return False
@@ -341,7 +347,7 @@ class GradientBuffer:
         return self._total[start:stop]
 
     def _resume_total(self) -> None:
-        """Prepare the running sum, to which another backward will be added.
+        """Prepare the running sum of the gradients of several backwards, to which another backward will be added.
 
         If there is a sum of earlier backwards already, it is kept, because it is more precise than `.grad`. Otherwise,
         or if the user has written to a `.grad` in place, it is copied from `shard`. If the user has replaced a `.grad`,
@@ -360,7 +366,10 @@ class GradientBuffer:
                 target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self, indices: Iterable[int]) -> None:
-        """Set the `.grad` of the local parameters with these indices to views of `shard`, then call their hooks."""
+        """Set the `.grad` of the local parameters with these indices, then call their gradient hooks.
+
+        Each `.grad` becomes a view of `shard`, this rank's shard of the flat gradient.
+        """
         assert self.shard is not None
         norms = self._norms
         parts = self.shard.split_with_sizes(self._sizes)

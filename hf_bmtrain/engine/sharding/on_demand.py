@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Saved:
-    """A view of the full buffer that autograd has saved for backward."""
+    """A view of a full parameter that autograd has saved. While it exists, backward still needs the parameter."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
@@ -48,11 +48,12 @@ class OnDemandGather:
 
     @classmethod
     def of(cls, sharded: Any, schedule: Schedule) -> OnDemandGather:
-        """Return the OnDemandGather of the flat buffer of the local parameter `sharded`.
+        """Return the OnDemandGather of the flat buffer that contains the local parameter `sharded`.
 
         The first call creates it, and sets it as the attribute `on_demand` of all local parameters of the buffer.
 
-        schedule: the process's schedule of gathers and reductions. It is used only if the OnDemandGather is created.
+        schedule: the object that starts this process's all-gathers and reductions. It is used only if the
+            OnDemandGather is created.
         """
         gather = sharded.on_demand
         if gather is None:
@@ -63,16 +64,16 @@ class OnDemandGather:
 
     @property
     def buffers(self) -> tuple[ShardedBuffer]:
-        """The buffer, as a tuple, because other participants of a backward (blocks) have several buffers."""
+        """The flat buffer that this object unshards, as a tuple, like the `buffers` of a block, which has several."""
         return (self._buffer,)
 
     @property
     def version(self) -> int:
-        """Torch's version counter of the buffer's shard, which every write to it increments."""
+        """Torch's version counter of the flat buffer's shard, which every write to the shard increments."""
         return self._buffer.version
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a full parameter of the buffer."""
+        """Return whether `tensor` is a view of one of the full parameters that this object unshards."""
         return self._buffer.holds(tensor)
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class OnDemandGather:
         return [own[index] for own in self._parameters.values() if index in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient of parameter `index`, from one of the modules that read it, to the gradient of the buffer."""
+        """Add a gradient of parameter `index`, from one of the modules that read it, to the flat buffer's gradient."""
         self._schedule.join_backward(self)
         # A block's parameter that was also read outside the block may have a reduction pending. It must end first.
         if self._buffer.gradient.is_pending:
@@ -139,7 +140,7 @@ class OnDemandGather:
         self._buffer.gradient.collect(index, gradient)
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if a forward cast a full parameter of the buffer or wrote to it in place."""
+        """Raise RuntimeError if a forward cast one of the full parameters or wrote to it in place."""
         copies = [full for own in self._parameters.values() for full in own.values() if full._version]
         self._buffer.check_unwritten(copies)
 
@@ -148,7 +149,10 @@ class OnDemandGather:
             self._buffer.reshard()
 
     def reshard(self) -> None:
-        """Reshard the buffer at the end of the forward pass or of its backward."""
+        """Free the full parameters at the end of the forward pass or of its backward, unless the buffer is resident.
+
+        A resident buffer keeps its full parameters from step to step.
+        """
         self.unwatched = False
         self._buffer.reshard()
 
@@ -167,9 +171,10 @@ class OnDemandGather:
         return saved.view
 
     def prepare_backward(self, unwatched: bool) -> None:
-        """Start the all-gather if backward needs the full parameters. Called when backward begins.
+        """Start to all-gather the full parameters if backward needs them. Called when backward begins.
 
-        unwatched: whether the forward pass read the buffer outside `watch`: the attribute `unwatched` at its end.
+        unwatched: whether the forward pass read a parameter outside the context `watch`, so that the views which
+            autograd saved are unknown.
         """
         self._schedule.join_backward(self)
         self.unwatched = unwatched
@@ -180,9 +185,10 @@ class OnDemandGather:
             self._buffer.wait()
 
     def finish_backward(self) -> None:
-        """Reshard the buffer and start the reduction of its gradient. Called when backward ends.
+        """Free the full parameters and start to average their gradients over the ranks. Called when backward ends.
 
-        Collective: every rank must call it. The buffer is not resharded if an enclosing backward still needs it.
+        Collective: every rank must call it. The full parameters are not freed if an enclosing backward still needs
+        them.
         """
         if not self._schedule.is_member(self):
             self.reshard()
@@ -190,7 +196,7 @@ class OnDemandGather:
             self._schedule.send([self._buffer.gradient])
 
     def abandon_backward(self) -> None:
-        """Reshard the buffer and drop its gradient, after an exception in the backward."""
+        """Free the full parameters and drop their gradients, after an exception in the backward."""
         self.reshard()
         self._buffer.gradient.discard()
 
@@ -199,10 +205,10 @@ class OnDemandGather:
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     """Keep track of the views of full parameters that autograd saves inside the context.
 
-    At the end, a buffer is resharded if autograd has saved no view of it, only one module has read it so far, and none
-    read it outside `watch`.
+    At the end, the full parameters of a flat buffer are freed if autograd has saved no view of them, only one module
+    has read them so far, and none read them outside `watch`.
 
-    group: the OnDemandGathers of the buffers whose views are tracked.
+    group: the OnDemandGathers (one for each flat buffer of root parameters) whose views are tracked.
     """
 
     def pack(tensor: torch.Tensor):

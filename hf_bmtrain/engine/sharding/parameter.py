@@ -209,7 +209,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Copy this parameter's `init_method`, `group` and storage kind to `full`, which may then be sharded again.
+        """Copy the attributes that matter for sharding to `full`, which may then be sharded again like this parameter.
+
+        They are `init_method`, `group` and the storage kind (plain, quantized, …).
 
         full: a full copy of this parameter.
         """

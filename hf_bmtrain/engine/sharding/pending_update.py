@@ -19,15 +19,16 @@ class PendingUpdate:
       `state_dict`
     * torch operations on a local parameter, its `.data`, and `parameter.take`
 
-    Other ranks also get the updated weights: each rank waits before it passes its shard to a collective, and
-    `announce` makes copies from other GPUs' memory wait for the updates of all ranks. The gradients that the update
-    reads are not overwritten too early either, because the next gradient is written after a forward that has waited.
+    Other ranks also get the updated weights: each rank waits before it passes its shard to a collective, and `announce`
+    makes copies from other GPUs' memory wait for the updates of all ranks. The gradients that the update reads are not
+    overwritten too early either, because the next gradient is written after a forward that has waited.
 
     This object refers to the gradients until `wait`, so that the allocator does not reuse their memory while the update
     still reads them.
 
     Attributes:
-        ticket: completes when the update has written the shard; None if no update is pending.
+        ticket: a handle whose `wait` makes the current stream wait until the update has written the shard; None if no
+            update is pending.
         ever_asynchronous: whether `begin` has ever been called; the same on every rank.
     """
 
@@ -38,16 +39,17 @@ class PendingUpdate:
         self._gradients: Sequence[torch.Tensor] = ()
 
     def begin(self, ticket: Ticket, gradients: Sequence[torch.Tensor]) -> None:
-        """Register an update of the shard.
+        """Register an asynchronous update of the shard that an optimizer has started.
 
         Args:
-            ticket: completes when the shard is written. It must not complete before earlier updates do.
+            ticket: a handle whose `wait` makes the current stream wait until the shard is written. It must not complete
+                before earlier updates do.
             gradients: the tensors that the update reads.
         """
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:
-        """Make later all-gathers of `shard` wait until every rank has completed the update of the last `begin`.
+        """Make later all-gathers of `shard` wait until every rank has completed the update last passed to `begin`.
 
         Collective: every rank must call it. In an optimizer's step, all ranks must begin and announce the same updates
         in the same order.
@@ -56,7 +58,7 @@ class PendingUpdate:
         self._gather.announce(shard, self.ticket)
 
     def wait(self) -> None:
-        """Make the current stream wait for the update, if one is pending."""
+        """Make the current stream wait for the optimizer's update of the shard, if one is pending."""
         if self.ticket is not None:
             self.ticket.wait()
             self.ticket, self._gradients = None, ()

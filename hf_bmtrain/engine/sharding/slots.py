@@ -56,7 +56,10 @@ def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
 
 
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
-    """Return a Slot for each local (sharded) parameter that one of these modules itself has, not its children."""
+    """Return a Slot for each local (sharded) parameter that one of these modules itself has, not its children.
+
+    A Slot is an entry of a module's `_parameters` that can be set to the local or the full parameter.
+    """
     return [
         Slot(module._parameters, name, parameter.full, parameter)
         for module, name, parameter in find_places(modules)
@@ -65,7 +68,7 @@ def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
 
 
 def tensor_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Describe the parameters and buffers of `model` by strings that must be equal on all ranks.
+    """Describe the parameters and buffers (`register_buffer`) of `model` by strings that must be equal on all ranks.
 
     Returns {name: string}, for `World.check_same_on_all_ranks`.
     """
@@ -135,7 +138,7 @@ def shard_places(
 
 
 class _Group(NamedTuple):
-    """The properties that all parameters of a flat buffer have in common."""
+    """The properties in which parameters must agree to share a flat buffer."""
 
     dtype: torch.dtype
     requires_grad: bool
@@ -144,9 +147,10 @@ class _Group(NamedTuple):
 
 
 def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
-    """Move parameters of the plain kind (stored as they are) into group `key`, if its storage kind accepts them.
+    """Move parameters that are stored as they are (the plain kind) into group `key`, if its storage kind accepts them.
 
-    They come first in the group. Only parameters whose other properties are those of the group are moved.
+    A group becomes one flat buffer, so this saves an all-gather. The moved parameters come first in the group. Only
+    parameters whose other properties are those of the group are moved.
 
     groups: for each group, its parameters as {id(parameter): parameter}. Changed in place.
 

@@ -40,7 +40,7 @@ class SourcedParameter(torch.nn.Parameter):
         """Return a SourcedParameter with the values of `full`. Not collective.
 
         If `full` is memory-mapped from a file and needs no cast, the result refers to it. Otherwise the result contains
-        a copy of this rank's share.
+        a copy of this rank's share, that is, of 1/size of the elements.
 
         Args:
             full: a tensor on the CPU with the same values on all `size` ranks.
@@ -59,6 +59,8 @@ class SourcedParameter(torch.nn.Parameter):
     def divide(self, rank: int, size: int) -> None:
         """Replace `values`, which must contain all elements, by a copy of this rank's share in host memory.
 
+        The share is one of `size` equal parts of the elements.
+
         Args:
             rank: this rank.
             size: the number of ranks.
@@ -69,7 +71,9 @@ class SourcedParameter(torch.nn.Parameter):
         self.values[: len(values)] = values
 
     def has_share_of(self, other: SourcedParameter, rank: int, size: int) -> bool:
-        """Return whether `other` has the same shape and, within this rank's share, the same values. Not collective.
+        """Return whether `other` has the same shape and, in this rank's share, the same values. Not collective.
+
+        Until loaded parameters are sharded, a rank may have only its share, one of `size` equal parts of the elements.
 
         Args:
             other: another loaded parameter.
@@ -120,7 +124,7 @@ class SourcedParameter(torch.nn.Parameter):
 
 
 def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
-    """Divide each parameter's values among the ranks, unless all ranks have them in a memory-mapped file.
+    """Divide each loaded parameter's values among the ranks, unless all ranks have them in a memory-mapped file.
 
     Collective: every rank must call it.
 
@@ -154,8 +158,8 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 def _allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return zeros (numel,) in a separate anonymous memory mapping, or in ordinary memory if smaller than a page.
 
-    If the shares were in malloc's heap, the memory of the full tensors, which are freed during loading, would lie
-    between the shares, and could not be returned to the system.
+    They hold this rank's share (1/N) of a loaded tensor. If the shares were in malloc's heap, the memory of the full
+    tensors, which are freed during loading, would lie between the shares, and could not be returned to the system.
     """
     if numel * dtype.itemsize < mmap.PAGESIZE:
         return torch.zeros(numel, dtype=dtype, device="cpu")

@@ -86,9 +86,9 @@ class Storage:
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
-        """Allocate the shard and the full buffer, and tell the buffer which memory an all-gather sends and fills.
+        """Allocate the shard and the full buffer, and tell the flat buffer which memory an all-gather sends and fills.
 
-        Collective: every rank must call it. `fill` frees the full buffer after use.
+        Collective: every rank must call it. Afterwards, `fill` writes the shard, and frees the full buffer.
 
         dtype: the dtype of the shard and the full buffer.
         """
@@ -135,7 +135,7 @@ class Storage:
         self.full.free()
 
     def _fill_singly(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Do the same as `fill`, but one parameter at a time, without memory for the full buffer.
+        """Fill the shards with rank 0's values of `parameters`, one at a time, without memory for the full buffer.
 
         Collective: every rank must call it. A SourcedParameter is read from its own source, such as a file, and not
         from rank 0.
@@ -227,22 +227,25 @@ class Storage:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """Creates the storage of flat buffers. This class is the plain kind, which stores elements as they are.
+    """A way to store the shards of flat buffers. This class is the plain kind, which stores elements as they are.
 
-    Parameters may share a flat buffer if their kinds compare equal.
+    `make` creates the storage of a flat buffer. Parameters may share a flat buffer if their kinds compare equal.
     """
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
-        """Return the storage of a buffer of `parameters`.
+        """Return the storage (the object that stores and sends the elements) of a flat buffer of `parameters`.
 
         Args:
             parameters: the full parameters, in the order of the buffer.
-            small: the number of parameters at the start that are of the plain kind. `takes` has accepted them.
+            small: the number of parameters at the start that are of the plain kind (stored as they are), and only share
+                the buffer. `takes` has accepted them.
         """
         return Storage()
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether parameters of the plain kind may be stored at the start of a flat buffer of this kind.
+        """Return whether parameters of the plain kind (stored as they are) may share a flat buffer of this kind.
+
+        They are then stored at its start, which saves an all-gather of their own.
 
         Args:
             small: parameters of the plain kind, of the same dtype and `requires_grad` as `own`.
@@ -251,17 +254,17 @@ class StorageKind:
         return False
 
     def share(self, world: World, reduction: Reduction) -> tuple[World, Reduction]:
-        """Return the ranks over which a buffer of this kind is sharded, and the reduction of its gradients.
+        """Return the ranks over which a flat buffer of this kind is sharded, and the way to average its gradients.
 
         Args:
             world: all ranks.
-            reduction: the reduction for gradients of the plain kind.
+            reduction: the way to average the gradients of a buffer that stores elements as they are (the plain kind).
         """
         return world, reduction
 
     @property
     def parameter_class(self) -> type[DistributedParameter] | None:
-        """The class of the local parameters, or None for DistributedParameter itself."""
+        """The class of sharded parameters that are stored in this way, or None for DistributedParameter itself."""
         return None
 
 

@@ -21,10 +21,10 @@ class UnusedParameters:
     """
 
     def __init__(self, control: ObjectComm, number: int) -> None:
-        """Create an object that serves one flat buffer.
+        """Create an object that finds the unused parameters of one flat buffer.
 
         Args:
-            control: exchanges the posts between the ranks.
+            control: exchanges texts between the ranks through a key-value store. Each rank posts its unused parameters.
             number: the buffer's number, the same on every rank.
         """
         self._control, self.number = control, number
@@ -39,7 +39,10 @@ class UnusedParameters:
         self._control.post(self._key, ",".join(map(str, indices)))
 
     def agree(self, indices: Sequence[int]) -> set[int]:
-        """Return the indices of the parameters that no rank used. The host must have waited for the mean gradient.
+        """Return the indices of the parameters that no rank used in the backward.
+
+        The host must have waited for the mean gradient: every rank has then told the others which parameters it did not
+        use.
 
         indices: the parameters that this rank did not use, as passed to `post`.
         """

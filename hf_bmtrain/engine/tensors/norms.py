@@ -40,11 +40,17 @@ class SegmentNorms:
         self._squares, self._measured = squares, shard._version
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the 2-norm of tensor `index`, a new float32 scalar. Collective if the norms are not cached."""
+        """Return the 2-norm over all ranks of the flat buffer's tensor `index`, as a new float32 scalar.
+
+        Collective if the norms are not cached.
+        """
         return self.all()[index]
 
     def all(self) -> Sequence[torch.Tensor]:
-        """Return the 2-norms of all tensors of the buffer, as new float32 scalars. Collective if not cached."""
+        """Return the 2-norms over all ranks of all tensors of the flat buffer, as new float32 scalars.
+
+        Collective if the norms are not cached.
+        """
         measure([self])
         assert self._norms is not None
         return self._norms.clone().unbind()

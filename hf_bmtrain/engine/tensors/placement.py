@@ -56,7 +56,10 @@ class Placement:
         return mine == theirs
 
     def with_shape(self, shape: torch.Size) -> Placement:
-        """Return this placement with another full shape, for a view whose elements are in the same order."""
+        """Return the placement of a view of this tensor with another full shape and the same order of elements.
+
+        Each rank stores the same elements of the view as of the tensor.
+        """
         return replace(self, shape=shape)
 
     def as_real(self) -> Placement:

@@ -284,9 +284,10 @@ _OVERWRITES = frozenset(
 
 
 class CopySource:
-    """A sharded tensor, and a temporary full copy of it. Views of the copy are WholeCopies.
+    """A sharded tensor, and a temporary full copy of it.
 
-    Every rank makes the same writes to its copy, so no communication is needed to transfer them to the sharded tensor.
+    A view of the copy is a WholeCopy: if it is written, the copy is written back to the sharded tensor. Every rank
+    makes the same writes to its copy, so no communication is needed for this.
     """
 
     def __init__(self, sharded: Any, copy: torch.Tensor) -> None:
@@ -296,7 +297,7 @@ class CopySource:
         return shares_storage(view, self._copy)
 
     def pass_on(self, view: torch.Tensor | None) -> str | None:
-        """Write this rank's elements of the copy to the sharded tensor, after a view of the copy was written.
+        """Write this rank's elements of the full copy to the sharded tensor, after a view of the copy was written.
 
         Fails if the sharded tensor has changed since the copy was made, unless `view` is given. Returns the reason for
         the failure, or None if it succeeds.
@@ -319,10 +320,11 @@ class CopySource:
 
 
 def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
-    """Write the changed copies of all `sources` to their sharded tensors.
+    """Copy what was written to temporary full copies back to their sharded tensors.
 
     Returns the first reason for a failure, or None if there was none.
 
+    sources: the sharded tensors, each with its full copy.
     view: the view that was written, if all of its elements were overwritten without being read; otherwise None. It is
         passed to `CopySource.pass_on` of the source whose copy contains it; the other sources get None.
     """
@@ -537,8 +539,8 @@ class _Call:
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
         """Return the tensors to pass instead of `members`, so that a function of lists acts on this rank's elements.
 
-        Such a function is `torch._foreach_add_(parameters, gradients)`. Returns None if the function must act on full
-        tensors instead, because a member cannot be combined with the sharded one element by element on this rank.
+        Such a function is `torch._foreach_add_(parameters, gradients)`. Returns None if it must act on full tensors
+        instead, because a member cannot be combined with the sharded one element by element on this rank.
 
         members: the items at one position of all lists, such as (parameters[i], gradients[i]).
         """
@@ -553,14 +555,15 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
-        """Return the result of `_aligned` if the function writes to the first of `members`, which is a plain tensor.
+        """Return the tensors to pass to a function of lists, at a position where it writes to a plain tensor.
 
-        Returns None if the function must act on full tensors. Sharded vectors are gathered here: the plain tensor may
-        have the full shape on a rank that stores all elements, and yet all ranks must issue the same collectives.
+        The function then acts on this rank's elements. Returns None if it must act on full tensors. Sharded vectors are
+        gathered here: the plain tensor may have the full shape on a rank that stores all elements, and yet all ranks
+        must issue the same collectives.
 
-        members: the items at one position of all lists that the function takes.
+        members: the items at this position of all lists. The first is the plain tensor, and another one is sharded.
         like: the first sharded tensor of `members`.
-        operands: the tensors to pass instead of `members`, if the function acts on this rank's elements; modified.
+        operands: the tensors that `_aligned` would pass instead of `members`; modified.
         """
         target = members[0]
         if target.shape not in (like.shape, like.full_shape):
@@ -754,9 +757,9 @@ def _data_ptr(tensor: Any) -> int | Address:
 def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise function of lists, such as `torch._foreach_mul_`, to this rank's elements.
 
-    This is a fast path for optimizers. The sharded tensors at one position of the lists must have the same placement
-    object, and plain tensors must have one element. Otherwise this function does nothing and returns NotImplemented,
-    and the caller uses the slower `_Call`.
+    This is a fast path for optimizers. The sharded tensors at one position of the lists must share their `placement`
+    (which elements each rank stores) as one object, and plain tensors must have one element. Otherwise this function
+    does nothing and returns NotImplemented, and the caller uses the slower `_Call`.
 
     func: the function.
     name: the result of `name_of(func)`. A trailing `_` means that the function writes to its first argument.

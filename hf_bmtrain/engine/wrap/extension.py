@@ -75,13 +75,18 @@ class Extension:
         """Return how to store a block's parameter (quantized, for example), or None to let other extensions decide."""
 
     def connect(self, plan: WrapPlan) -> None:
-        """Do what must follow the sharding of `plan.model`, for example replace forwards or add observers."""
+        """Do what must follow the sharding of `plan.model`.
+
+        For example, replace the forwards of modules, or add observers (objects whose methods are called during each
+        step).
+        """
 
 
 def kind_of(extensions: list[Extension]) -> Any:
-    """Return a function that asks each of `extensions` in turn for the storage kind of a parameter.
+    """Return a function that asks each of `extensions` in turn how to store a parameter (quantized, for example).
 
-    The function takes the parameter. It returns the first answer that is not None, or None if there is no such answer.
+    The function takes the parameter. It returns the first StorageKind that an extension returns, or None if there is
+    none.
     """
 
     def ask(parameter: torch.nn.Parameter) -> StorageKind | None:

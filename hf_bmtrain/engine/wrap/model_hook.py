@@ -25,7 +25,7 @@ from .accelerator import check_accelerator, check_trainer
 
 
 def install_hook(model: torch.nn.Module) -> None:
-    """Register a ModelHook on `model`, unless it has one already."""
+    """Register a ModelHook, which checks the model before each forward, on `model`, unless it has one already."""
     if not any(isinstance(hook, ModelHook) for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(ModelHook(), with_kwargs=True)
 
@@ -36,10 +36,11 @@ def _tell_observers(world: World, model: torch.nn.Module, args: tuple, kwargs: d
 
 
 class ModelHook:
-    """The forward pre-hook of a wrapped model, which checks the model and then calls the observers' `before_forward`.
+    """The forward pre-hook of a wrapped model. It checks the model, and then calls the observers' `before_forward`.
 
-    Hooks that were registered before the model was wrapped, and may change the arguments, run first. The checks precede
-    the observers, because observers may communicate with other ranks.
+    Observers are objects whose methods are called at events of a training step. They may communicate with other ranks,
+    so the checks precede them. Hooks that were registered before the model was wrapped, and may change the arguments,
+    run first.
 
     The hook raises RuntimeError if the model is traced or exported. In a training forward it also raises RuntimeError
     if the model is called inside a torch.func transform or DistributedDataParallel, if Accelerate shards models itself

@@ -78,7 +78,7 @@ def name_buffers(model: torch.nn.Module, world: World) -> None:
 
     Args:
         model: the model, whose parameters are sharded.
-        world: the world of the model. The names are stored in its monitor.
+        world: the world of the model. The names are stored in its monitor, the object that reports failures of ranks.
     """
     names: dict[int, list[str]] = {}
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, CheckpointBlock)]

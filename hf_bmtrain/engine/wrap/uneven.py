@@ -41,7 +41,9 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 
 
 def follow_additions(plan: WrapPlan) -> None:
-    """Include newly added parameters in the agreements, if the ranks agree on each collective of this model.
+    """If ranks may run different parts of this model, let them agree on the collectives of added parameters, too.
+
+    Such ranks agree on each collective before it starts.
 
     plan: the model, which was wrapped before, and its division into blocks and other modules.
     """
@@ -52,7 +54,8 @@ def follow_additions(plan: WrapPlan) -> None:
 def _register(plan: WrapPlan) -> None:
     """Mark the model of `plan` as uneven (ranks may run different parts of it), and number its collectives.
 
-    By these numbers, the ranks agree on the next collective (see `Negotiation`).
+    With these numbers, a rank tells the others which collective it needs next, and they agree on one (see
+    `Negotiation`).
     """
     for module in plan.root:
         if isinstance(module, DistributedModule):

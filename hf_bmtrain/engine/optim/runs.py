@@ -282,7 +282,7 @@ def without_codes(held: ParameterState) -> ParameterState:
 
 
 def has_codes(held: ParameterState) -> bool:
-    """Return whether the moments in a parameter's state are stored in 8 bits."""
+    """Return whether the moments in a parameter's optimizer state are stored in 8 bits."""
     return _EIGHT_BITS + Moments._fields[0] in held
 
 

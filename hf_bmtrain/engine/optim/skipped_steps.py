@@ -41,7 +41,7 @@ class HostFlag:
 
     @property
     def arrived(self) -> bool:
-        """True if the flag's copy to host memory is complete, so that `read` would not wait."""
+        """True if the copy of the flag to host memory is complete, so that `read` would not wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> float:

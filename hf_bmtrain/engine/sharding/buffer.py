@@ -191,7 +191,7 @@ class ShardedBuffer:
         return self.storage.prepares or (self._target is not None and self._gather.is_collective(self._source))
 
     def take_part(self) -> None:
-        """Take part in an all-gather of this buffer that only other ranks need, and discard the result.
+        """Take part in an all-gather of this flat buffer that only other ranks need, and discard the result.
 
         Collective: every rank must call either this or `gather`. If this rank's full buffer is filled already, it stays
         so, and the result is received in temporary memory.

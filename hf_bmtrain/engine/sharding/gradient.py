@@ -93,7 +93,7 @@ class GradientBuffer:
 
     @property
     def trainable(self) -> bool:
-        """True if any local parameter requires a gradient."""
+        """True if any local parameter of the flat buffer requires a gradient."""
         return any(self.requires_grad)
 
     def follow_requires_grad(self) -> None:
@@ -122,7 +122,7 @@ class GradientBuffer:
 
     @property
     def _gradients(self) -> list[torch.Tensor | None]:
-        """The `.grad` of each local parameter, in the buffer's order.
+        """The `.grad` of each local parameter, in the order of the flat buffer.
 
         An entry is None if the parameter has no gradient, or was garbage-collected with its module.
         """

@@ -67,7 +67,7 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
 
     Buffers whose norms are cached already are skipped. Collective: every rank must call it.
 
-    norms: one object for each buffer, all with the same communicator.
+    norms: the SegmentNorms of each flat buffer, all with the same communicator.
     """
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:

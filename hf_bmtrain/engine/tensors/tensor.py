@@ -596,7 +596,7 @@ class _Call:
         return [part if like is None else ShardTensor.of(part, like.placement) for part, like in zip(result, likes)]
 
     def _communicate(self) -> Any:
-        """Run a collective of torch.distributed on the full tensors."""
+        """Run a collective of torch.distributed on full tensors, in place of the sharded tensors that it was given."""
         if current_world().size == 1:  # this rank's elements are the full tensor
             own = lambda each: each.part.view(each.full_shape) if isinstance(each, ShardBase) else each  # noqa: E731
             return self.func(*replace_tensors(own, self.args), **replace_tensors(own, self.kwargs))

@@ -58,7 +58,10 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the `_Inputs` that were saved last before `inputs` and that backward still needs, or None."""
+        """Return the `_Inputs` (inputs of one forward of a block) that backward needs next after `inputs`, or None.
+
+        These are the last ones that were saved before `inputs` and are still alive.
+        """
         found = None
         for each in (reference() for reference in self._saved):
             if each is inputs:
@@ -157,10 +160,10 @@ class _Inputs:
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Queue the copy of an activation to host memory, and return the `_Saved` that autograd keeps in its place.
+        """Queue the copy of a block's input to host memory, and return the `_Saved` that autograd saves in its place.
 
-        Other tensors are returned unchanged. So masks and positions, which need no gradient, stay on the device, where
-        all blocks share them.
+        Parameters, and tensors that need no gradient, are returned unchanged. So masks and positions stay on the
+        device, where all blocks share them.
         """
         if not tensor.requires_grad or tensor.is_leaf or not tensor.is_contiguous() or not tensor.numel():
             return tensor
@@ -189,9 +192,10 @@ class _Inputs:
             self._event = self._store.upload(copies)
 
     def take(self, saved: _Saved) -> torch.Tensor:
-        """Return the tensor of `saved` on the device, and queue the copies of the preceding block's inputs.
+        """Return the tensor of `saved` on the device. Autograd calls this when the block's backward reads the tensor.
 
-        Autograd calls this when the block's backward reads the tensor.
+        Also queues the copies, from the host to the device, of the inputs that backward needs next: those of the
+        preceding block.
         """
         self.fetch()
         self._event.wait()
@@ -206,7 +210,7 @@ class _Inputs:
     def give_back(self, saved: _Saved) -> None:
         """Allow reuse of the host memory of `saved`, which is being deleted.
 
-        If its tensor is still on the device, first wait for the queued copies, because they may read or write it.
+        If its tensor is still on the device, first wait for the queued copies, which may read or write that memory.
         """
         if saved.tensor is not None:
             self._event.wait()

@@ -26,8 +26,8 @@ from .sorted import sort_experts
 
 _log = logging.getLogger("hf_bmtrain")
 COMPILES = torch.__version__ >= "2.11"
-"""Whether torch.compile handles these experts without graph breaks. If not (torch 2.6), compiled blocks run
-transformers' own code for experts."""
+"""Whether torch.compile handles `SortedExperts`, the faster experts, without graph breaks. If not (torch 2.6), compiled
+blocks run transformers' own code for experts."""
 
 
 class Experts(Extension):

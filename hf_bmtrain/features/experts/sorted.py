@@ -56,7 +56,11 @@ def can_sort(experts: Any) -> bool:
 
 
 def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
-    """Convert the modules of experts among `modules` to SortedExperts, in place, and return how many were converted."""
+    """Give each mixture of experts in `modules` the faster forward of SortedExperts. Return how many were changed.
+
+    A module is changed in place: its class becomes a subclass of SortedExperts. Modules that `can_sort` rejects are
+    left alone.
+    """
     found = [module for module in modules if can_sort(module) and not isinstance(module, SortedExperts)]
     for module in found:
         module.__class__ = _extended_class(type(module))

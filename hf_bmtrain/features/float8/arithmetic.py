@@ -111,7 +111,7 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def quantize_full(weight: Tensor) -> Float8:
-    """Quantize `weight` (N, K) to float8 with one scale for all elements. The result's `scales` repeats it N times."""
+    """Quantize `weight` (N, K) to float8 with one scale for all elements, which `scales` of the result repeats."""
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
@@ -131,7 +131,9 @@ def quantize_transposed(weight: Tensor) -> Float8:
 
 
 class Pieces:
-    """The range of this rank's shard that belongs to each weight, for `measure_pieces` and `round_pieces`.
+    """The parts of several weights that this rank's shard contains, as ranges of the shard.
+
+    An argument of `measure_pieces` and `round_pieces`, which process all ranges with one kernel launch on a GPU.
 
     Create this object once per shard and not in each step, because it copies a table of the ranges to the device.
 

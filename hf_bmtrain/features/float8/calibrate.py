@@ -42,7 +42,7 @@ def install_signal_guard(
         model: the model.
         layers: its Float8Linear layers, by path.
         blocks: its blocks.
-        world: the world of the model.
+        world: the ranks over which the model is sharded.
         compiled: whether `blocks` are compiled.
     """
     states = {path: layer.float8_state for path, layer in layers.items()}
@@ -64,8 +64,8 @@ class Calibration(Observer):
     stops computing in float8, on every rank. Subclasses determine when layers measure and when the ranks decide.
 
     Args:
-        world: the world of the model.
-        model: the model. Only its forwards are observed.
+        world: the ranks over which the model is sharded.
+        model: the model. Layers are measured, and the decision is made, only in its forwards.
         states: the state of each float8 layer, by the layer's path in the model.
         blocks: the model's blocks.
 
@@ -133,7 +133,7 @@ class Calibration(Observer):
 class CalibrationInStep(Calibration):
     """Measures layers in the first training forward. At the start of a later one, the ranks decide which use float8.
 
-    This is the first training forward that begins after the backward of the measured forward has ended on every rank.
+    The later one is the first training forward after the backward of the measured forward has ended on every rank.
     """
 
     _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then
@@ -157,10 +157,11 @@ class CalibrationInStep(Calibration):
 
 
 class CalibrationAhead(Calibration):
-    """Measures layers in a separate forward just before the first training forward. The ranks decide right after it.
+    """Measures layers in a separate forward just before the first training forward.
 
-    The separate forward gets copies of the training forward's arguments. It is not compiled and runs without gradients.
-    Random generators and the model's buffers, attributes and containers are restored afterwards, even if it raises.
+    Right after it, the ranks decide which layers keep using float8. The separate forward gets copies of the training
+    forward's arguments. It is not compiled and runs without gradients. Random generators and the model's buffers,
+    attributes and containers are restored afterwards, even if it raises.
     """
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -202,7 +203,7 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
     Collective: every rank must call it. If all ranks have measured the layers but not yet decided, they decide first.
 
     Args:
-        world: the world of the model.
+        world: the ranks over which the model is sharded.
         model: the model, or a module that contains it.
 
     Returns:
@@ -225,7 +226,7 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
     differs. If the checkpoint has no decision for some layers of a model, all its layers are measured as usual.
 
     Args:
-        world: the world of the model.
+        world: the ranks over which the model is sharded.
         model: the model, or a module that contains it.
         decision: the result of `float8_decision` in the run that saved the checkpoint.
     """
@@ -269,7 +270,10 @@ def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
 
 
 def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
-    """Return the Calibration objects that have yet to decide about layers of `states`, without duplicates."""
+    """Return the Calibration objects that have yet to decide whether the layers with these `states` keep float8.
+
+    Layers of one model share an object, which is returned once.
+    """
     found = [state.guard() for state in states.values() if state.guard is not None]
     return [guard for guard in dict.fromkeys(found) if guard is not None]
 

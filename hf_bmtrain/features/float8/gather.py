@@ -43,7 +43,9 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
 
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Record in the state of each float8 layer where its sharded weight is: its Float8Storage, and the index there.
+    """Record in the state of each float8 layer where its sharded weight is stored.
+
+    The record is the Float8Storage (the shard of a flat buffer of weights) and the weight's index in that buffer.
 
     A layer whose weight is not in a Float8Storage, because it is never all-gathered in float8, is skipped.
 
@@ -61,11 +63,13 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
     """All-gather the weights of float8 layers in float8 from now on, and log for how many flat buffers this is done.
 
-    Collective: every rank must call it. The exceptions are flat buffers that contain the weight of a layer that stopped
-    using float8, or whose state has another `reason`: these are still all-gathered in their own dtype.
+
+    Collective: every rank must call it. A flat buffer holds the weights that are all-gathered together, usually those
+    of one block. It is still all-gathered in its own dtype if the state of one of its layers has a `reason` for it, for
+    example that the layer has stopped using float8.
 
     Args:
-        world: the world of the layers.
+        world: the ranks over which the layers are sharded.
         states: the states of all float8 layers, by path, in the same order on every rank.
     """
     layers: dict[Float8Storage, list[str]] = {}

@@ -98,10 +98,10 @@ class Float8State:
     index: int = 0
 
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
-        """Return the layer's weight in float8, if it was all-gathered so.
+        """Return the layer's weight in float8 if it was all-gathered in float8, otherwise None.
 
-        Returns None if it was all-gathered in its own dtype, or if `weight` is not the full parameter of the storage
-        but another tensor.
+        Also returns None if `weight` is not the full parameter but another tensor, to which the gathered values do not
+        belong.
 
         weight: the tensor that the layer has as its `weight` in this forward.
         """
@@ -218,7 +218,8 @@ class _Product(torch.autograd.Function):
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
     """Return a weight in float8 or, if `turned`, its transpose, as an argument for `product`.
 
-    weight: either one tensor, the full weight in its own dtype, or the three fields of a GatheredFactor.
+    weight: either one tensor, the full weight in its own dtype, or three, the fields of a GatheredFactor: the values of
+        a weight that was all-gathered in float8, and its scales for rows and for columns.
     """
     if len(weight) > 1:
         return GatheredFactor(*weight).factor(turned)

@@ -50,8 +50,9 @@ class Float8Requantizer:
     All shards that have changed are rounded together, with one all-reduce for the absmax (largest magnitude) of each
     weight. A shard that an optimizer updates asynchronously is rounded alone instead, after its own update.
 
-    The storages of a deleted model are skipped. They are recognized by their deleted owners, the objects that were
-    passed to `add`. The storages themselves may stay alive in an optimizer, on one rank longer than on another.
+    Each shard belongs to a Float8Storage, which was passed to `add` together with its owners: objects that live as
+    long as the model. Shards whose owners have been deleted are skipped. Their storages may stay alive in an optimizer,
+    on one rank longer than on another.
 
     Args:
         communicator: connects the ranks over which the weights are sharded.
@@ -66,7 +67,9 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round the shard of `gathered`, which is to be all-gathered next, and all other shards that have changed.
+        """Round the shard of `gathered`, the next to be all-gathered, and all others that have changed, to float8.
+
+        Shards of deleted models, and those with asynchronous updates, are rounded only when they are `gathered`.
 
         Collective: every rank must call it.
         """
@@ -91,7 +94,7 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """The storage kind of weights that may be all-gathered in float8. It creates a Float8Storage for their buffer."""
+    """Makes the flat buffer of weights that may be all-gathered in float8 keep its shard in a Float8Storage."""
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         return Float8Storage(small)
@@ -99,7 +102,8 @@ class Float8Kind(StorageKind):
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether the norms and biases `small` are small enough to share the flat buffer of the weights `own`.
 
-        LEAST_WEIGHTS is the limit. The result does not depend on the world size.
+        For each byte of them, the weights must have at least LEAST_WEIGHTS elements. The result does not depend on the
+        world size.
         """
         nbytes = sum(parameter.numel() * parameter.itemsize for parameter in small)
         return LEAST_WEIGHTS * nbytes <= sum(parameter.numel() for parameter in own)
@@ -213,7 +217,7 @@ class Float8Storage(Storage):
             buffer.reshard()
 
     def _check(self) -> None:
-        """Raise RuntimeError if this rank has received wrong small parameters or wrongly rounded weights.
+        """Raise RuntimeError if this rank has received wrong norms or biases, or wrongly rounded weights.
 
         Collective: every rank must call it. For the comparison, the parameters are also all-gathered in their own
         dtype.
@@ -238,7 +242,11 @@ class Float8Storage(Storage):
                 )
 
     def _make_factors(self) -> None:
-        """Create `factors`: views of the memory into which an all-gather writes the values, and `round` the scales."""
+        """Create `factors`, the weights in float8 with which the layers compute.
+
+        The values in it are views of the memory into which an all-gather writes. The scales are views of a tensor that
+        `round` fills.
+        """
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]
         sides = [max(shape) for shape in shapes]

@@ -111,7 +111,7 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def quantize_full(weight: Tensor) -> Float8:
-    """Quantize `weight` (N, K) to float8 with one scale for all elements, which `scales` of the result repeats."""
+    """Quantize `weight` (N, K) to float8 with one scale for all elements. The result's `scales` repeats it N times."""
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         return _rounded(weight, weight.abs().amax().expand(len(weight), 1))

@@ -41,7 +41,7 @@ def install_signal_guard(
     Args:
         model: the model.
         layers: its Float8Linear layers, by path.
-        blocks: its blocks.
+        blocks: its blocks (transformer layers).
         world: the ranks over which the model is sharded.
         compiled: whether `blocks` are compiled.
     """
@@ -67,7 +67,7 @@ class Calibration(Observer):
         world: the ranks over which the model is sharded.
         model: the model. Layers are measured, and the decision is made, only in its forwards.
         states: the state of each float8 layer, by the layer's path in the model.
-        blocks: the model's blocks.
+        blocks: the model's blocks (transformer layers).
 
     Attributes:
         handle: its `remove()` removes this observer, so that forwards no longer call it.

@@ -31,7 +31,7 @@ def choose_float8(
 
     Args:
         model: the model that is about to be sharded.
-        blocks: its blocks.
+        blocks: its blocks (transformer layers).
         device: the device on which the layers compute.
         float8: the argument of `auto_wrap`. False selects no layers.
         keep: names of layers that must not compute in float8, or of modules that contain such layers.
@@ -80,7 +80,7 @@ def _choose(
     """Divide the linear layers of `blocks` into those that will use float8, {path: layer}, and others, {path: reason}.
 
     model: the model that is about to be sharded. Paths are relative to it.
-    blocks: its blocks.
+    blocks: its blocks (transformer layers).
     keep: names of layers that must not use float8, or of modules that contain such layers.
     """
     names = {module: path for path, module in model.named_modules()}

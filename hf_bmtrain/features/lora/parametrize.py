@@ -26,7 +26,11 @@ class UncountedWrapper(OnlyWhileSharded):
 
 
 def let_parametrize(model: torch.nn.Module) -> None:
-    """Turn PEFT's wrappers of parameters (`target_parameters`) in `model` into UncountedWrappers, in place."""
+    """Make PEFT's adapters on parameters (`target_parameters`) in `model` work if these parameters are sharded.
+
+    PEFT's wrappers of the parameters become UncountedWrappers, in place. Their forward does not count as a change of
+    the parameter.
+    """
     for module in model.modules():
         if hasattr(module, "_activate_lora") and not isinstance(module, UncountedWrapper):
             module.__class__ = _extended_class(type(module))
@@ -40,7 +44,9 @@ def _extended_class(cls: Any) -> Any:
 
 @contextmanager
 def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator[None]:
-    """Return a context that enters `activated` without counting as a change of the wrapped parameter.
+    """Return a context that enters `activated`, without counting this as a change of the wrapped parameter.
+
+    Torch's counter of in-place writes and the module's entry for the parameter are preserved.
 
     activated: PEFT's context, in which the adapter is added to the parameter.
     wrapper: PEFT's wrapper of the parameter.

@@ -124,7 +124,7 @@ class _Work:
             return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
-        """Compute the results of `run` in chunks of rows, from full weights.
+        """Compute the losses and the gradients that `run` returns, in chunks of rows, so that few logits are in memory.
 
         rows: (N, H) in `self.dtype`, the hidden states.
         weight: (V, H) in `self.dtype`, full.

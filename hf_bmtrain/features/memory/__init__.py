@@ -40,8 +40,8 @@ class MemoryPlanner(Observer):
     """Owns the plans for use_checkpoint="auto" and keep_frozen="auto", and passes the events of training on to them.
 
     There is at most one planner per world. As an observer, it is called before each forward of a wrapped model and
-    after each backward. If memory is measured during a backward, the schedule also calls `finish_backward` at its end,
-    or `abandon_backward` if it raises an error.
+    after each backward. If memory is measured during a backward, `finish_backward` is also called at its end, or
+    `abandon_backward` if it raises an error.
 
     Attributes:
         activations: the plan for all blocks with use_checkpoint="auto". It does not use the memory of resident buffers
@@ -102,7 +102,10 @@ class MemoryPlanner(Observer):
 
 
 def planner_of(world: World) -> MemoryPlanner | None:
-    """Return the MemoryPlanner of `world`, creating it if needed; None on the CPU, where free memory is not known."""
+    """Return the MemoryPlanner of `world`, which makes the plans of options with "auto". Create it if needed.
+
+    Returns None on the CPU, where free memory is not known.
+    """
     if world.device_memory is None:
         return None
     planner = world.schedule.observer(MemoryPlanner)

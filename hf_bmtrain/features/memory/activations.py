@@ -98,12 +98,19 @@ class AutoCheckpoint(Recompute):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the block's activations when backward begins: those of its largest forward, times `calls`."""
+        """The bytes of the block's activations when backward begins.
+
+        These are the bytes of its largest measured forward, times the largest number of its forwards that were waiting
+        for backward at once (`calls`).
+        """
         return self._most * self.calls
 
     @property
     def attention_nbytes(self) -> int:
-        """The part of `nbytes` that the outputs of attention take; 0 if these cannot be kept without the rest."""
+        """The bytes of the block's outputs of attention when backward begins, a part of its activations.
+
+        It is 0 if they cannot be kept without the other activations.
+        """
         return self._attention * self.calls
 
     def prefers_attention(self) -> bool:
@@ -195,7 +202,10 @@ class AutoCheckpoint(Recompute):
         self.activations.add(self, Measurement(shapes, saved.nbytes, pending + 1, meter.nbytes, watch, meter))
 
     def learn(self, measurement: Measurement) -> None:
-        """Update this block's maxima with `measurement`. Called when the backward of the measured pass ends."""
+        """Include `measurement`, of one forward, in the maxima of this block: its bytes, calls and input shapes.
+
+        Called at the end of the backward that follows the measured forward.
+        """
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._attention, self._measured = max(self._attention, measurement.attention), measurement
         self._inputs.add(measurement.shapes)
@@ -222,10 +232,10 @@ class Activations:
     assumed. They change only which blocks are recomputed. That affects no collective, so each rank decides by itself.
 
     There are two exceptions. In an uneven model, whose ranks may enter different blocks, each rank makes even the first
-    plan by itself, because the ranks negotiate each collective anyway. If layers have collectives in their own forwards
-    (`together`), recomputing them is collective. Then all ranks measure the same passes and make every plan together:
-    before each training forward, one message tells whether a rank has larger inputs than it has measured, and at the
-    start of a pass, another one whether a rank needs a new plan.
+    plan by itself, because these ranks agree on each collective before they start it. If layers have collectives in
+    their own forwards (`together`), recomputing them is collective. Then all ranks measure the same passes and make
+    every plan together: before each training forward, one message tells whether a rank has larger inputs than it has
+    measured, and at the start of a pass, another one whether a rank needs a new plan.
 
     Attributes:
         measuring: whether the rest of this pass is measured.
@@ -256,12 +266,15 @@ class Activations:
 
     @property
     def beside_residents(self) -> bool:
-        """True if a wrapped model has keep_frozen="auto", so that a plan may make frozen buffers resident."""
+        """True if a wrapped model has keep_frozen="auto", and may keep frozen parameters unsharded between steps."""
         return bool(self._planner.residents)
 
     @property
     def together(self) -> bool:
-        """True if all ranks make every plan together, because recomputing a layer is collective."""
+        """True if all ranks make every plan together.
+
+        They do if layers have collectives in their own forwards: all ranks must then recompute the same layers.
+        """
         return self._schedule.collective_layers
 
     @property
@@ -288,9 +301,9 @@ class Activations:
             self._begin_pass(self._present())
 
     def begin_together(self, shapes: Shapes) -> None:
-        """Begin a training forward of a model, and measure this pass if any rank's inputs are larger than measured.
+        """Begin a training forward of a model. Measure its memory if any rank's inputs are larger than all measured.
 
-        Collective: every rank must call it. Called only if all ranks make plans together.
+        Collective: every rank must call it. Called only if all ranks decide together which blocks are recomputed.
 
         shapes: the shapes of the model's inputs.
         """
@@ -323,20 +336,20 @@ class Activations:
             self._plan_again(blocks, self._free)
 
     def measure(self) -> None:
-        """Begin to measure: until the end of this pass, every block is recomputed and its memory is measured."""
+        """Until the end of the next backward, recompute every block and measure the memory that it takes."""
         if not self.measuring:
             self.measuring, self._stale, self._recomputed = True, True, False
             self._meter.memory.reset_peak()
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
-        """Add the measurement of a forward of `block`. It takes effect when the backward of this pass has ended."""
+        """Add the measurement of a forward of `block`. It takes effect when the next backward has ended."""
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
-        """Record the allocator's peak since the last call, and reset it. Called in the backward of a measured pass.
+        """Record the allocator's peak since the last call, and reset it. Called in a backward while memory is measured.
 
         The peak counts as the backward's if recomputed activations of a block were alive since the last call, and
-        otherwise as the forward's. The first call makes the schedule call `finish_backward` at the backward's end.
+        otherwise as the forward's. Also requests the call of `finish_backward` at the end of this backward.
 
         recomputed: True at the start of a block's recomputation, False at the start of a block's backward.
         """
@@ -360,7 +373,7 @@ class Activations:
         self._meter.memory.reset_peak()
 
     def finish_backward(self) -> None:
-        """Store the measurements of this pass for the next plan. Called when its backward ends."""
+        """Store the measurements of this backward and the forwards before it, for the next plan. Called at its end."""
         self._take_peak(recomputed=False)
         known = self._present()
         for block, measurement in self._fresh:
@@ -379,20 +392,23 @@ class Activations:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _read_free(self) -> int:
-        """Return the bytes that were free when the pass began. Resident buffers, which can be freed, count as free."""
+        """Return how many bytes were free at the first training forward after the last backward.
+
+        Buffers that stay unsharded between steps count as free, because they can be resharded.
+        """
         return self._meter.memory.usable() - self._meter.began
 
     def _rooms(self, free: int) -> tuple[int, int]:
         """Return how many bytes of activations can be kept at the forward's peak, and at the backward's peak.
 
-        Each is `free` (the bytes that were free when the pass began), minus all resident buffers, minus what the pass
-        takes at that peak if every block is recomputed.
+        Each is `free`, the bytes that were free when the forwards began, minus the buffers that are to stay unsharded
+        between steps, minus what is allocated until that peak if every block is recomputed.
         """
         free -= self._planner.resident_bytes
         return free - self._forward, free - self._backward
 
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
-        """Make the first plan if an optimizer has stepped, and return whether it was made.
+        """Make the first plan of which blocks are recomputed, if an optimizer has stepped; return whether it was made.
 
         Collective: every rank must call it. Before an optimizer has stepped on any rank, it is too early for a
         plan, because the optimizer's state is not allocated yet. The plan is the same on every rank, except in an
@@ -425,8 +441,8 @@ class Activations:
         """Choose anew which blocks are recomputed: on this rank alone, or on all ranks if they plan together.
 
         blocks: the policies of the measured blocks.
-        free: the bytes of free memory to plan with: of the pass of the first plan and all passes after it, the smallest
-            number of bytes that were free when one of them began.
+        free: the bytes of free memory to plan with: the smallest number that was free at the start of a pass (at the
+            first training forward after a backward), since the first plan.
         """
         world = self._planner.world
         mine = Reading(

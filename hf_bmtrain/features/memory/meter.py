@@ -21,8 +21,8 @@ Shapes = tuple[torch.Size, ...]
 class SavedBytes:
     """Counts the bytes that autograd saves for backward inside `counting()`.
 
-    Each tensor storage counts once. Tensors in `held` do not count, because they stay in memory anyway. Tensors that
-    are not strided (such as sparse ones) do not count either.
+    Each tensor storage counts once. Tensors in `held`, such as parameters, do not count, because they stay in memory
+    anyway. Tensors that are not strided (such as sparse ones) do not count either.
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
@@ -153,21 +153,23 @@ class MeasuredInputs:
 
 
 class Meter:
-    """Measures, for one plan, how much memory is free when a pass begins, and how much the pass takes at its peak.
+    """Measures how much memory is free when a pass begins, and how much the pass takes at its peak.
 
-    A pass begins with the first training forward after a backward. Buffers that a plan keeps resident (unsharded
-    between steps) can be resharded at any time, so their bytes count as free.
+    A pass begins with the first training forward after a backward. The results are for planning which activations or
+    which unsharded parameters can stay in memory. Flat buffers that are resident (kept unsharded between steps) can be
+    resharded at any time, so their bytes count as free.
 
     Attributes:
         memory: the device's memory.
-        began: the bytes that were allocated when `begin` was called, without resident buffers.
+        began: the number of bytes that were allocated when `begin` was called, without resident buffers.
     """
 
     def __init__(self, memory: DeviceMemory, resident_bytes: Callable[[], int]) -> None:
         """Create a meter that has not measured anything yet.
 
         memory: the device's memory.
-        resident_bytes: a function that returns how many bytes resident buffers take now.
+        resident_bytes: a function that returns how many bytes the parameters take now that are kept unsharded between
+            steps.
         """
         self.memory, self._resident_bytes = memory, resident_bytes
         self.began = 0
@@ -175,10 +177,12 @@ class Meter:
         self._versions: list[int] = []
 
     def enters_pass(self, backwards: int) -> bool:
-        """Return whether the training forward that begins now begins a pass: whether it is the first since a backward.
+        """Return whether the training forward that is starting is the first one since a backward, and so begins a pass.
 
-        backwards: the number of backwards that have ended so far. A pass begins when this number has changed since the
-            last call.
+        Call it at the start of each training forward.
+
+        backwards: the number of backwards that have ended so far. The result is whether it has changed since the last
+            call.
         """
         if backwards == self._backwards:
             return False
@@ -186,11 +190,17 @@ class Meter:
         return True
 
     def begin(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Set `began` to the bytes allocated now. Gradient memory of `buffers` that no `.grad` uses is freed first."""
+        """Store in `began` how many bytes are allocated now. Call it before the forwards whose memory is measured.
+
+        Gradient memory of the flat buffers `buffers` that no `.grad` uses is freed first.
+        """
         self.began = self._allocated(buffers)
 
     def read_free(self, buffers: Iterable[ShardedBuffer]) -> int:
-        """Return the bytes that are free now. Gradient memory of `buffers` that no `.grad` uses is freed first."""
+        """Return how many bytes are free now. Flat buffers that are kept unsharded between steps count as free.
+
+        Gradient memory of the flat buffers `buffers` that no `.grad` uses is freed first.
+        """
         return self.memory.usable() - self._allocated(buffers)
 
     def _allocated(self, buffers: Iterable[ShardedBuffer]) -> int:
@@ -199,15 +209,15 @@ class Meter:
         return self.memory.allocated() - self._resident_bytes()
 
     def taken(self) -> int:
-        """Return how many bytes the pass has taken at its peak, beyond the bytes allocated when `begin` was called.
+        """Return how many more bytes were allocated at the peak than when `begin` was called.
 
-        The peak is the allocator's since `reset_peak` of `memory`, which `begin` does not call. The bytes that resident
-        buffers (those kept unsharded between steps) take now are subtracted from it.
+        The peak is the largest number of allocated bytes since `memory.reset_peak()`, which `begin` does not call. The
+        bytes that resident buffers (those kept unsharded between steps) take now are subtracted from it.
         """
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Store the versions (torch's counters of writes) of the trainable shards of `buffers`, for `has_stepped`."""
+        """Store how often the trainable shards of `buffers` have been written, for `has_stepped` to notice a step."""
         self._versions = _versions(buffers)
 
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
@@ -227,7 +237,7 @@ def _versions(buffers: Iterable[ShardedBuffer]) -> list[int]:
 
 @dataclass(frozen=True)
 class Reading:
-    """One rank's measurements, from which the ranks make a plan.
+    """One rank's measurements, from which the ranks plan what to keep in memory.
 
     Attributes:
         stepped: whether the rank's optimizer has stepped, and so has allocated its state.
@@ -248,13 +258,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The readings of all ranks that plan together, combined.
+    """The measurements (`Reading`) of all ranks that plan together what to keep in memory, combined for the worst case.
 
     Attributes:
-        rooms: for each peak, the smallest `rooms` of any rank.
-        activations: for each block, the largest `activations` of any rank.
-        attention: for each block, the largest `attention` of any rank.
-        attention_first: whether `attention_first` of every rank is True.
+        rooms: for each memory peak of a step, the bytes that may still be allocated on the rank with the least.
+        activations: for each block, the bytes of its activations on the rank with the most.
+        attention: for each block, the bytes of the outputs of its attention on the rank with the most.
+        attention_first: whether on every rank, keeping only the outputs of attention saves more time per byte than
+            keeping all activations.
     """
 
     rooms: list[int]
@@ -266,18 +277,20 @@ class Agreed:
 def agree(world: World, mine: Reading) -> Agreed | None:
     """Exchange the measurements of all ranks, and return them combined. Collective: every rank must call it.
 
-    Returns None if it is too early for a plan: no rank's optimizer has stepped, or a rank does not know yet how much
-    memory its steps leave free (`rooms`).
+    Returns None if it is too early to plan what to keep in memory: no rank's optimizer has stepped, or a rank does not
+    know yet how much memory its steps leave free (`rooms`).
 
     Args:
-        world: the world, whose ranks plan together.
+        world: the ranks, which plan together.
         mine: this rank's measurements.
     """
     return combine(world.gather_objects(mine))
 
 
 def combine(readings: Sequence[Reading]) -> Agreed | None:
-    """Combine the measurements of the ranks that plan together; None if it is too early for a plan (see `agree`).
+    """Combine the measurements of the ranks that plan together what to keep in memory.
+
+    Returns None if it is too early for a plan: no rank's optimizer has stepped, or a rank has no `rooms` yet.
 
     Args:
         readings: the measurements of each of these ranks.

@@ -86,7 +86,7 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     kept, attention = [False] * count, [False] * count
 
     def fits(index: int, size: int) -> bool:
-        """Return whether block `index` can keep `size` bytes in the free memory. If so, set its entry in `taken`."""
+        """Return whether block `index` can keep `size` bytes in the free memory. If so, reserve them in `taken`."""
         before, taken[index] = taken[index], size
         if sum(taken) <= forward_room and sum(taken[:-1]) <= backward_room:
             return True

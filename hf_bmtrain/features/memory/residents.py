@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hf_bmtrain")
 _LEAST_SHARE = 4
-"""A model gets a plan only if at least 1 / _LEAST_SHARE of its parameters is frozen."""
+"""With keep_frozen="auto", frozen parameters can be kept unsharded only if they are at least 1 / _LEAST_SHARE of a
+model's parameters."""
 _TOLERANCE = 64
-"""A new plan is made only if free memory decreases by more than the plan left free, plus 1 / _TOLERANCE of the usable
-memory. This fraction is smaller than the reserve that `DeviceMemory.usable` leaves."""
+"""When free memory decreases, the ranks choose again which parameters stay unsharded only if it decreases by more than
+the last choice left free, plus 1 / _TOLERANCE of the usable memory. This fraction is smaller than the reserve that
+`DeviceMemory.usable` leaves."""
 _GIB = 2**30
 
 
@@ -111,7 +113,7 @@ class Residents:
         return [buffer for buffer in (reference() for reference in self._chosen) if buffer is not None]
 
     def _units(self) -> list[list[ShardedBuffer]]:
-        """Return all buffers of the model, in groups that become resident together.
+        """Return all flat buffers of the model, in groups that become resident (unsharded between steps) together.
 
         The buffers of a block form one group; each buffer of parameters outside blocks is a group by itself. A buffer
         or block that has been deleted leaves an empty group.
@@ -154,7 +156,11 @@ class Residents:
         self._forwards += 1
 
     def _begin_pass(self) -> None:
-        """Store the input shapes measured in the last pass, and set `_idle` if there is nothing to measure or keep."""
+        """Begin a pass. Called at the first training forward after a backward.
+
+        Stores the input shapes that were measured in the last pass, and sets `_idle` to whether there is nothing to
+        measure and no buffer to keep unsharded.
+        """
         self._forwards = 0
         for number, shapes in self._seen:  # added only now, because a measurement is complete only when its pass ends
             self._inputs.add(shapes, number)
@@ -168,7 +174,9 @@ class Residents:
             self._peak = None  # use_checkpoint="auto" has reset the allocator's peak, so this measurement ends
 
     def _is_short(self) -> bool:
-        """Return whether this pass begins with less free memory than the plan assumed.
+        """Return whether less memory is free than was assumed when the buffers to keep unsharded were chosen.
+
+        Called at the first training forward after a backward.
 
         Also returns True if blocks are recomputed by another policy than when the last measurement began.
         """
@@ -178,7 +186,10 @@ class Residents:
         return self._planned and self._read_free() < self._free - self._spare
 
     def _read_free(self) -> int:
-        """Return the bytes that are free now. Resident buffers of this model count as free, those of others do not."""
+        """Return how many bytes are free now. Buffers that this model keeps unsharded between steps count as free.
+
+        Those that other models keep do not count.
+        """
         others = self._planner.gathered_bytes - self.gathered
         return self._meter.read_free(self._buffers()) - others
 
@@ -188,7 +199,10 @@ class Residents:
     # -- a measurement ------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Begin to measure the memory that steps take. Call it while no buffer of this model is resident."""
+        """Begin to measure the memory that steps take.
+
+        Call it while no buffer of this model is resident (kept unsharded between steps).
+        """
         self._policies = self._present_policies()
         self._meter.note_versions(self._buffers())
         if self._planner.activations.measuring:
@@ -209,7 +223,7 @@ class Residents:
             self._peak = max(self._peak, self._meter.taken())
 
     def _room(self) -> int | None:
-        """Return how many bytes the resident buffers of this model may take in total, or None while that is unknown."""
+        """Return how many bytes this model may keep unsharded between steps in total, or None while that is unknown."""
         # No buffer of this model is resident here, so `resident_bytes` contains only buffers of other models.
         free, others = self._read_free(), self._planner.resident_bytes
         self._free = free if self._peak is None else min(self._free, free)
@@ -235,13 +249,14 @@ class Residents:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _plan(self, units: Sequence[Sequence[ShardedBuffer]], room: int) -> None:
-        """Choose the resident buffers: in execution order, each group that still fits into `room`.
+        """Choose the flat buffers that stay unsharded between steps: in execution order, each group that still fits.
 
         Collective: every rank must call it. The first groups matter most, because at the start of a forward there is
         hardly any computation to overlap with their all-gathers.
 
-        units: groups of frozen buffers: those of a block, or one buffer of parameters outside blocks.
-        room: the bytes that resident buffers may take.
+        units: groups of flat buffers whose parameters are frozen: those of a block, or a single one of parameters
+            outside blocks.
+        room: the bytes that the chosen buffers may take.
         """
         numbers, left = [], room
         for number, unit in enumerate(units):
@@ -264,14 +279,18 @@ class Residents:
             _log.info("keep_frozen='auto': %s", "\n".join(lines))
 
     def _keep(self) -> None:
-        """Make the chosen buffers resident: from their next all-gather on, they stay unsharded between steps."""
+        """Make the chosen flat buffers resident: from their next all-gather on, they stay unsharded between steps."""
         if not self._keeping:
             self._keeping = True
             for buffer in self._kept():
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard the resident buffers now or, if called inside another model's forward, at the end of that forward."""
+        """Reshard the buffers that were kept unsharded between steps.
+
+        This is done now or, inside another model's forward, at the end of that forward. They can become resident again
+        in the next training forward.
+        """
         for buffer in self._kept():
             buffer.resident = False
             if self._schedule.inside.depth <= 1:
@@ -280,7 +299,7 @@ class Residents:
 
 
 def _frozen(units: Sequence[Sequence[ShardedBuffer]]) -> list[list[ShardedBuffer]]:
-    """Return the frozen buffers of each group of buffers in `units`."""
+    """Return, for each group in `units`, its flat buffers in which no parameter is trainable."""
     return [[buffer for buffer in unit if not buffer.gradient.trainable] for unit in units]
 
 

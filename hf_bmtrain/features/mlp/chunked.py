@@ -57,7 +57,8 @@ class _Call:
         count: the number of chunks.
         parameters: the parameters of the module that require a gradient.
         autocast: the device type and the dtype of autocast in the forward, or None if it was off.
-        gradient: the gradient of the output, stored by the backward of `_Compute` for that of `_Keep`.
+        gradient: the gradient of the output. It is stored by the backward of `_Compute`, the autograd function that
+            computes the output, and read by the backward of `_Keep`, which saves the input.
     """
 
     forward: Callable[[Tensor], Tensor]

@@ -63,7 +63,6 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
     """All-gather the weights of float8 layers in float8 from now on, and log for how many flat buffers this is done.
 
-
     Collective: every rank must call it. A flat buffer holds the weights that are all-gathered together, usually those
     of one block. It is still all-gathered in its own dtype if the state of one of its layers has a `reason` for it, for
     example that the layer has stopped using float8.

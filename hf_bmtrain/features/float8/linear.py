@@ -83,8 +83,9 @@ class Float8State:
         measures: whether the next forward measures rounding noise and sets `powers`.
         powers: (2,) float32, the sum of squares of the output without rounding, and the sum of squares of the error
             that rounding causes; None before the measurement.
-        storage: the storage that may all-gather the weight in float8; None if the weight is stored in another way.
-        index: the weight's index in the buffer of `storage`.
+        storage: the Float8Storage, which stores the weight's shard and may all-gather it in float8; None if the weight
+            is stored in another way.
+        index: the weight's index in the flat buffer of `storage`.
     """
 
     transposed: bool

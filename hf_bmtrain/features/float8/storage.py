@@ -110,7 +110,9 @@ class Float8Kind(StorageKind):
 
 
 class Float8Storage(Storage):
-    """Storage of weights of float8 layers: all-gathered in their own dtype at first, and in float8 after `switch`.
+    """Stores the shard of a flat buffer of float8 layers' weights, and tells how it is all-gathered.
+
+    It is all-gathered in its own dtype at first, and in float8 after `switch`.
 
     After `switch`, an all-gather sends the weights rounded to float8, one byte per element. Before the all-gather, each
     rank rounds its own part of them if its shard has changed since the last rounding. The gathered weights equal

@@ -85,7 +85,7 @@ def _extended_class(cls: Any) -> Any:
 
 
 def _is_wrapper(module: Any) -> bool:
-    """Return whether `module` is PEFT's wrapper of a stack of experts that transformers can run with grouped_mm."""
+    """Return whether `module` is PEFT's wrapper of a weight of experts that transformers can run with grouped_mm."""
     cls = type(module)
     if (cls.__module__, cls.__name__) != _WRAPPER or isinstance(module, SplitWrapper):
         return False
@@ -94,7 +94,7 @@ def _is_wrapper(module: Any) -> bool:
 
 
 def _factors_of(wrapper: Any) -> Factors | str:
-    """Return (A, B, scaling) of each active adapter of PEFT's wrapper of a stack of experts.
+    """Return (A, B, scaling) of each active adapter of PEFT's wrapper of a stack of experts (a 3-D weight).
 
     If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
     """

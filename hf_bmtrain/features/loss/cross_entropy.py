@@ -248,7 +248,7 @@ class CrossEntropy:
     # -- reference in torch, in float32 -------------------------------------------------------------------------
 
     def reference_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the result of `losses` with torch in float32, on any device.
+        """Return each row's loss and its logsumexp, both (N,) float32, computed with torch on any device.
 
         Args:
             logits: (N, V). Not modified.

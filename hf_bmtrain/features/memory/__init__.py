@@ -70,7 +70,7 @@ class MemoryPlanner(Observer):
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
-        """Return a recomputation policy for `block` that follows the plan in `activations`.
+        """Return an object that tells whether `block` is recomputed, according to the plan in `activations`.
 
         If all blocks that were measured for this plan have been deleted, a new, empty plan replaces it first.
         """
@@ -90,7 +90,7 @@ class MemoryPlanner(Observer):
             self.activations.begin_together(shapes_of(args, kwargs))
 
     def finish_backward(self) -> None:
-        """Store the measurements of the backward that is ending. Called before its last reduced gradients arrive."""
+        """Store the memory measured in the backward that is ending. Called before its last reduced gradients arrive."""
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -117,6 +117,8 @@ def planner_of(world: World) -> MemoryPlanner | None:
 
 def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompute:
     """Return the recomputation policy that `use_checkpoint` selects for `block`.
+
+    The block asks this object, for each training forward, whether it is to be recomputed in backward.
 
     Args:
         use_checkpoint: the argument of `auto_wrap`. True recomputes the block in backward, False does not, and

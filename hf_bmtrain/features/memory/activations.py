@@ -75,7 +75,7 @@ class Measurement:
 
 
 class AutoCheckpoint(Recompute):
-    """The policy of a block with use_checkpoint="auto": the plan in `activations` decides whether it is recomputed.
+    """Tells whether a block with use_checkpoint="auto" is recomputed, according to the plan in `activations`.
 
     For a block that is recomputed, the plan may still keep the outputs of attention, so that attention is not
     recomputed.
@@ -158,8 +158,8 @@ class AutoCheckpoint(Recompute):
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the block's training forward that is about to begin is recomputed in backward.
 
-        Call it before the block's all-gather. Collective until there is a plan: every rank must then call it for the
-        first forward of a pass, because the ranks exchange their measurements.
+        Call it before the block's all-gather. Until the first plan is made, the first call after a backward is
+        collective: every rank must make it, because the ranks exchange their measurements.
 
         Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
         block), because these hooks decide which tensors are kept. Also returns True inside a backward.
@@ -283,11 +283,11 @@ class Activations:
 
     @property
     def outlived(self) -> bool:
-        """True if blocks have been measured, and all of them have since been deleted."""
+        """True if blocks have been measured for this plan, and all of them have since been deleted."""
         return bool(self._blocks) and not self._present()
 
     def _present(self) -> list[AutoCheckpoint]:
-        """Return the policies of the measured blocks that still exist, in the order of their first forwards."""
+        """Return the AutoCheckpoint of each measured block that still exists, in the order of their first forwards."""
         return [block for block in (reference() for reference in self._blocks) if block is not None]
 
     # -- a pass -------------------------------------------------------------------------------------------------
@@ -315,11 +315,11 @@ class Activations:
             self.measure()
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
-        """Begin a pass, which lasts until the end of the next backward: make a plan if one is needed.
+        """Begin a pass, which lasts until the end of the next backward: if needed, plan which blocks are recomputed.
 
-        While it is too early for the first plan, the pass is measured instead.
+        While it is too early for the first plan, the memory that the pass takes is measured instead.
 
-        blocks: the policies of the blocks measured so far.
+        blocks: the AutoCheckpoint of each block measured so far.
         """
         self._meter.begin(_buffers(blocks))
         self._fresh, self._seen, self.measuring = [], [], False
@@ -414,7 +414,7 @@ class Activations:
         plan, because the optimizer's state is not allocated yet. The plan is the same on every rank, except in an
         uneven model, whose ranks may enter different blocks.
 
-        blocks: the policies of the measured blocks.
+        blocks: the AutoCheckpoint of each measured block.
         """
         world, free = self._planner.world, self._read_free()
         mine = Reading(
@@ -440,7 +440,7 @@ class Activations:
     def _plan_again(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
         """Choose anew which blocks are recomputed: on this rank alone, or on all ranks if they plan together.
 
-        blocks: the policies of the measured blocks.
+        blocks: the AutoCheckpoint of each measured block.
         free: the bytes of free memory to plan with: the smallest number that was free at the start of a pass (at the
             first training forward after a backward), since the first plan.
         """

@@ -120,9 +120,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Reuse(_Attention):
-    """A context for a recomputation: each call of attention returns the next of `outputs` instead of computing it.
+    """A context for a recomputation: each call of attention returns the output that the first forward has kept.
 
-    Each output is used once and then freed. If the forward is recomputed a second time, attention is computed.
+    These outputs are in `outputs`, in the order of the calls. Each is used once and then freed. If the
+    forward is recomputed a second time, attention is computed.
     """
 
     def __init__(self, outputs: list[Any]) -> None:
@@ -175,7 +176,7 @@ class AttentionMeter(_Attention):
 
 
 class KeepAttention(Recompute):
-    """The policy of use_checkpoint="attention": the block is recomputed, but its attention is not."""
+    """Tells a block with use_checkpoint="attention" to recompute its forward in backward, except for attention."""
 
     def contexts(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Contexts | None:
         return None if inside_hooks() else keep_attention()

@@ -58,14 +58,15 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
 
 
 class Residents:
-    """keep_frozen="auto" for one wrapped model: keeps as many frozen buffers resident as memory allows.
+    """keep_frozen="auto" for one model: keeps as many frozen parameters unsharded between steps as memory allows.
 
-    A resident buffer stays unsharded between steps. A pass begins with the first training forward after a backward, and
-    ends where the next pass begins. The first passes are measured: no buffer is resident in them, and the allocator's
-    peak statistics are reset. After an optimizer's first step the ranks agree which buffers become resident: as many as
-    fit on the rank with the least available memory, first those of parameters outside blocks (root buffers), then those
-    of the blocks. The available memory is what a measured step leaves free or, if blocks have use_checkpoint="auto",
-    what the plan for their activations leaves (`Activations.left`).
+    A flat buffer that stays unsharded between steps is called resident. A pass begins with the first training forward
+    after a backward, and ends where the next pass begins. The first passes are measured: no buffer is resident in them,
+    and the allocator's peak statistics are reset. After an optimizer's first step the ranks agree which buffers
+    become resident: as many as fit on the rank with the least available memory, first those of parameters outside
+    blocks (root buffers), then those of the blocks. The available memory is what a measured
+    step leaves free or, if blocks have use_checkpoint="auto", what the plan for their activations leaves
+    (`Activations.left`).
 
     Before each training forward the ranks exchange one message. If on any rank the inputs are larger than all measured
     ones, or less memory is free than the plan assumed, all ranks reshard the resident buffers, measure, and plan again.
@@ -127,7 +128,7 @@ class Residents:
     # -- a forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self, shapes: Shapes) -> None:
-        """Prepare a training forward: make the buffers of the plan resident, or measure the memory that steps take.
+        """Prepare a training forward: keep the planned buffers unsharded, or measure the memory that steps take.
 
         Collective: every rank must call it. If there is a plan, its buffers become resident (unsharded between steps).
         If there is none, a pass (the forwards between two backwards) begins by making one from the measurements so far;
@@ -178,7 +179,8 @@ class Residents:
 
         Called at the first training forward after a backward.
 
-        Also returns True if blocks are recomputed by another policy than when the last measurement began.
+        Also returns True if a block's recomputation policy (use_checkpoint) has changed since the last measurement
+        began.
         """
         if self._present_policies() != self._policies:
             self._peak = None

@@ -177,9 +177,10 @@ def _check_tensor(function: str, name: str, x: Any) -> None:
 
 
 def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> None:
-    """Raise ValueError on every rank if the shape or dtype of `x` differs between ranks of one group of `ranks.groups`.
+    """Raise ValueError on every rank if the shape or dtype of `x` differs between ranks that communicate.
 
-    Collective: every rank of the world must call it. The message names `function` and `name`.
+    Collective: every rank of the world must call it. The groups of ranks that communicate are in `ranks.groups`. The
+    message names `function` and `name`.
     """
     _check_tensor(function, name, x)
     everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
@@ -206,8 +207,8 @@ def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
 class _AllGather(torch.autograd.Function):
     """Differentiable all-gather: every rank gets the stack of all ranks' inputs.
 
-    In backward, rank r gets part r of the sum of all ranks' gradients, or of its own gradient if the ranks compute one
-    loss together, as in tensor parallelism.
+    In backward, rank r gets entry r, along dimension 0 of the stack, of the sum of all ranks' gradients, or of its own
+    gradient if the ranks compute one loss together, as in tensor parallelism.
     """
 
     @staticmethod

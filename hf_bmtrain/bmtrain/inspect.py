@@ -248,7 +248,10 @@ class InspectTensor:
 
 
 class _Recording(Observer):
-    """Observer that is registered while `inspect_tensor` is active. `record_tensor` calls its method `record`.
+    """Passes the tensors of `record_tensor` to an InspectTensor, while `inspect_tensor` is active.
+
+    It is registered as an observer, an object whose methods are called at events of training. `record_tensor` calls its
+    method `record`.
 
     inspector: the InspectTensor that keeps the recorded tensors.
     """
@@ -264,7 +267,8 @@ class _Recording(Observer):
 def inspect_tensor() -> Iterator[InspectTensor]:
     """Record the tensors that are passed to `record_tensor` inside this context.
 
-    A tensor is recorded once per forward, even if its block is recomputed. The records keep the tensors in memory.
+    A tensor is recorded once per forward, even if activation checkpointing recomputes it.
+    The records keep the tensors in memory.
 
     Returns:
         A context manager that yields an `InspectTensor`.

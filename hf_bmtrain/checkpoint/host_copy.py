@@ -115,10 +115,10 @@ class Snapshot:
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
-        """Let optimizer steps continue, because the tensors of this snapshot have been copied or written.
+        """Let optimizer steps continue, because all tensors have been copied or written.
 
-        Raises RuntimeError instead if a version counter shows that a tensor was changed since the snapshot was
-        constructed. Optimizer steps then wait until `write` ends.
+        If torch's version counters show that a tensor was changed since the construction of this object, raise
+        RuntimeError instead. Optimizer steps then wait until `write` ends.
         """
         changed = [part.values._version for part in self._parts] != self._versions
         self._parts = []

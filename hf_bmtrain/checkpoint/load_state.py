@@ -193,7 +193,10 @@ def _attempt(world: World, stage: Any) -> str | None:
 
 
 class _Loading:
-    """Loads one checkpoint, in three steps: call `open`, `read` and `apply`, in this order."""
+    """Loads one checkpoint into a model and its optimizers. Call `open`, `read` and `apply`, in this order.
+
+    `open` checks that the checkpoint fits, `read` reads the tensors, and `apply` loads everything else.
+    """
 
     manifest: Manifest
     _state: dict[str, Any]

@@ -51,7 +51,7 @@ class Manifest:
     files: dict[str, list[Checked]] = field(default_factory=dict)
 
     def without(self, bases: tuple[str, ...]) -> Manifest:
-        """Return a copy of the manifest that leaves out some safetensors files and their indices.
+        """Return a copy of this list of a checkpoint's files, without some safetensors files and their indices.
 
         bases: how the names of these files begin, such as "model".
         """
@@ -64,7 +64,7 @@ class Manifest:
         return chunks[-1].start + chunks[-1].length if chunks else 0
 
     def add(self, name: str, chunks: Iterable[Checked], size: int) -> None:
-        """Add a file of `size` bytes to the manifest. Raises Damaged unless `chunks` cover the file without gaps."""
+        """Add a file of `size` bytes to this list of files. Raises Damaged unless `chunks` cover it without gaps."""
         ordered = sorted(Checked(*chunk) for chunk in chunks)
         end = 0
         for chunk in ordered:
@@ -81,7 +81,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of the checkpoint in `folder`. Raises Damaged if it is missing, changed or invalid."""
+        """Return the manifest (the list of files and checksums) of the checkpoint in `folder`.
+
+        Raises Damaged if it is missing, changed or invalid.
+        """
         try:
             outer = json.loads((folder / NAME).read_bytes())
             content = outer["content"]

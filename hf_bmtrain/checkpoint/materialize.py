@@ -55,7 +55,10 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
 
 
 def _named(model: torch.nn.Module, of_buffers: bool) -> Named:
-    """Return a model's parameters or, if `of_buffers`, its persistent buffers, each with all its names."""
+    """Return a model's parameters or, if `of_buffers`, its persistent buffers, each with all its names.
+
+    The result has the form {id(tensor): (tensor, names)}.
+    """
     found: Named = {}
     for module, prefix in _modules(model):
         tensors: Mapping[str, Any] = module._buffers if of_buffers else module._parameters

@@ -29,7 +29,7 @@ PIECE_BYTES = 4 << 20
 
 
 class Part(NamedTuple):
-    """Values to write to a file: a 1-D tensor on any device, and its offset in the file in bytes."""
+    """Values to write to `file`: the 1-D tensor `values`, on any device, and its offset `start` in bytes."""
 
     file: str
     start: int
@@ -152,7 +152,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
 
 def checksums(path: Path) -> list[Checked]:
-    """Return the offset, size and checksum of each chunk (`PIECE_BYTES`) of a file that other code has written.
+    """Return the offset, size and checksum of each chunk (of at most 4 MiB) of a file that other code has written.
 
     Also call fsync on the file, so that it is on disk when this returns.
     """
@@ -213,11 +213,11 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 
 
 def _chunks_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
-    """Yield the chunks of the file that must be read for `wanted`.
+    """Yield the chunks (at most 4 MiB each) of a file that must be read to get the elements `wanted`.
 
-    With a manifest, these are all of its chunks that contain wanted bytes, because a checksum can be verified only if
-    its chunk is read completely. Without a manifest, only the wanted bytes are divided into chunks, and these have no
-    checksums.
+    With a manifest, the list of the files' chunks and checksums, these are all of its chunks that contain wanted bytes,
+    because a checksum can be verified only if its chunk is read completely. Without a manifest, only the wanted bytes
+    are divided into chunks, and these have no checksums.
     """
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size

@@ -354,7 +354,7 @@ class _Job:
         self._note(f"added-{self.rank}", {str(path.relative_to(folder)): checksums(path) for path in paths})
 
     def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
-        """Write this rank's elements by calling `write`. When all ranks have done so, rank 0 publishes the checkpoint.
+        """Write this rank's elements by calling `write`. Then rank 0 renames the complete folder into place.
 
         Collective: every rank must call it. Returns a text with the problems of all ranks, or None.
 
@@ -468,7 +468,7 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Copy the tensors that are not sharded, and return all entries, with these copies.
+    """Return `bases` with copies of the tensors that are not sharded.
 
     Without copies, a forward could change a module's buffers before a thread has written them.
 
@@ -557,20 +557,20 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 def _agreement(world: World) -> Agree:
-    """Return a function that exchanges problems between the ranks by a collective.
+    """Return a function that tells all ranks which of them failed, by a collective.
 
-    Every rank passes it a name for the exchange, and its problem or None. The result is a text with the problems of all
-    ranks, or None.
+    Every rank passes the function a name for the exchange, and the text of its own problem, or None if it has not
+    failed. The result is a text with the problems of all ranks, or None if there are none.
     """
     return lambda point, problem: _report(world.gather_objects(problem))
 
 
 def _posts(world: World, job: _Job) -> Agree:
-    """Return a function that exchanges problems between background threads of the ranks.
+    """Return a function with which the ranks' background threads tell each other which ranks failed.
 
     It uses the launcher's store instead of a collective, because the main thread may run a collective at the same time.
-    Every rank passes it a name for the exchange, and its problem or None. The result is a text with the problems of all
-    ranks, or None.
+    Every rank passes the function a name for the exchange, and the text of its own problem, or None if it has not
+    failed. The result is a text with the problems of all ranks, or None if there are none.
 
     job: the checkpoint being saved. The keys in the store contain the name of its temporary folder.
     """
@@ -589,9 +589,11 @@ def _posts(world: World, job: _Job) -> Agree:
 
 
 def _look(world: World, key: str, rank: int) -> str:
-    """Wait for the text that `rank` stores under `key` in the launcher's store, and return it.
+    """Wait for the text that a rank stores under `key` in the launcher's key-value store, and return it.
 
-    After `_SECONDS`, return instead a text which says that the rank has not finished.
+    After `_SECONDS` (half an hour), return instead a text which says that the rank has not finished.
+
+    rank: the rank that stores the text, for this message.
     """
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:

@@ -35,9 +35,10 @@ def collect(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Collect the small state of all ranks, which `state.pt` will contain. Every rank returns the same dict.
+    """Collect the state of all ranks that the file `state.pt` will contain: everything except the large tensors.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. Every rank returns the same dict. It contains random generators, parameter
+    groups, step counts, schedulers, the loss scale, the user's `extra`, and similar values.
 
     others: for each optimizer, the state that is not written to safetensors files, such as step counts, as
         {parameter name: {key: value}}.
@@ -62,6 +63,8 @@ def collect(
 
 def encode(state: dict[str, Any]) -> bytes:
     """Return the bytes of the file `state.pt` that stores `state`, the result of `collect`.
+
+    The file contains random generators, schedulers and all other state except the large tensors.
 
     Raises ValueError if torch.load(weights_only=True) would refuse objects in it.
     """
@@ -95,11 +98,12 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:
-    """Load schedulers, the loss scale and other small state from `state`. Return the `extra` that this rank saved.
+    """Load schedulers, the loss scale and other state from `state`. Return the `extra` that this rank saved.
 
-    The other small state is the extra state of modules, the state of features such as float8, and the buffers that
-    differ between ranks. Optimizers and random generators are loaded elsewhere. If the checkpoint was saved by another
-    number of ranks, buffers that differ between ranks are not loaded, and the `extra` of rank 0 is returned.
+    `state` has the contents of the checkpoint's file `state.pt`. The other state is the extra state of modules, the
+    state of features such as float8, and the buffers that differ between ranks. Optimizers and random generators are
+    loaded elsewhere. If the checkpoint was saved by another number of ranks, buffers that differ between ranks are not
+    loaded, and the `extra` of rank 0 is returned.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])
@@ -119,10 +123,10 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
 
 
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
-    """Restore this rank's random generators from `state`, the small state of a checkpoint.
+    """Restore this rank's random generators from `state`, the contents of the checkpoint's file `state.pt`.
 
     If the checkpoint was saved by another number of ranks, the generators are seeded instead with a number that is
-    derived from rank 0's saved generator and `step`.
+    derived from rank 0's saved generator and `step`, the step of the checkpoint.
     """
     ranks = state["ranks"]
     if len(ranks) == world.size:
@@ -138,7 +142,10 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
 
 
 def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Raise ValueError if `state`, a checkpoint's small state, does not fit the given optimizers and schedulers."""
+    """Raise ValueError if a checkpoint does not fit the given optimizers and schedulers, for example in their number.
+
+    state: the contents of the checkpoint's file `state.pt`, as `read` returns them.
+    """
     for what, saved, mine in (
         ("optimizers", len(state["optimizers"]), len(optimizers_of(optimizer))),
         ("schedulers", len(state["schedulers"]), len(schedulers_of(schedulers))),

@@ -187,8 +187,9 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Yield boxes (rectangular regions) that cover the elements start:stop, in C order, of a tensor of `shape`.
 
-    Each element is in one box, and each box is (offsets, sizes). For a matrix there are at most three boxes: the end of
-    a row, complete rows, and the beginning of a row.
+    DCP describes the part of a tensor that a rank has by such boxes. Each element is in one box, and each box is
+    (offsets, sizes). For a matrix there are at most three boxes: the end of a row, complete rows, and the beginning of
+    a row.
     """
     if start == stop:
         return

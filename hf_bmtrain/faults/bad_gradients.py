@@ -1,4 +1,4 @@
-"""After a skipped step, report which gradients were inf or nan, in which block, and which ranks computed them."""
+"""After a skipped step, report which gradients were inf or nan, in which layer, and which ranks computed them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class OwnGradients(Observer):
         """Return which of this rank's gradients had inf or nan elements in the last step.
 
         Returns:
-            {(number of the flat buffer, index of the parameter in it): position of the gradient in backward}.
+            {(number of the flat buffer, index of the parameter in it): position of the gradient in backward}. A flat
+            buffer is a 1-D tensor that contains parameters, such as those of a layer, one after another.
         """
         if not self._last:
             return {}
@@ -121,7 +122,12 @@ class GradientWatcher(Observer):
         own.handle = self._world.schedule.observe(own, owner)
 
     def watch_of(self, owner: Any) -> OwnGradients | None:
-        """Return the observer that checks this rank's gradients for `owner`, even if it has ended, or None."""
+        """Return the `OwnGradients` that checks this rank's gradients for `owner`, or None if there is none.
+
+        It is also returned if its checks have ended after 16 steps.
+
+        owner: an OptimManager, or the object that follows the steps of Trainer.
+        """
         return self._watches.get(owner)
 
     def stop(self, owner: Any) -> None:
@@ -146,7 +152,7 @@ class _Bad:
     Attributes:
         place: (number of the model, position of the parameter in the model, position in the optimizers' parameters).
             Backward reaches parameters with a higher place earlier.
-        block: the name of the parameter's block, or "" for a parameter outside the blocks.
+        block: the name of the parameter's block (transformer layer), or "" for a parameter outside the blocks.
         name: the parameter's name.
         numel: the number of elements of the full parameter or, if `tp_size` splits it over ranks, of the whole tensor.
         nan: the number of nan elements of the averaged gradient, or 0 if every rank has already freed it.
@@ -177,13 +183,14 @@ def explain(
 ) -> str | None:
     """Explain which gradients of a skipped step were inf or nan, and which ranks computed them.
 
-    Collective: every rank must call it. The message names the gradients of the block that backward reached first.
+    Collective: every rank must call it. The message names the gradients of the block (transformer layer) that
+    backward reached first.
 
     Args:
         parameters: the parameters of all optimizers.
         counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
             gradient; -1 if the gradient was already freed.
-        own: the observer that has checked this rank's own gradients, or None if they were not checked.
+        own: the `OwnGradients` that has checked this rank's own gradients, or None if they were not checked.
         world: the world of this process.
 
     Returns:
@@ -214,8 +221,8 @@ def explain(
 def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
     """Combine counts from all ranks, such as of nan elements, into one row for each shard.
 
-    Ranks of different hosts may store the same shard, so their counts must not be added. Returns the counts, (shards,
-    ...); -1 where no rank knows them.
+    A shard is the part of the parameters that one rank stores. Ranks of different hosts may store the same shard, so
+    their counts must not be added. Returns the counts, (shards, ...); -1 where no rank knows them.
 
     counts: the counts from each rank, (ranks, ...); -1 where unknown.
     numbers: for each rank, the number of the shard that it stores.
@@ -229,8 +236,8 @@ def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Tensor, number: int) -> _Bad | None:
     """Combine the results of all ranks for the gradient of `parameter`. Return None if none has found an inf or nan.
 
-    counts: (shards, 2) int64. For each shard, the numbers of nan and of inf elements in this part of the averaged
-        gradient; -1 if the part was already freed.
+    counts: (shards, 2) int64. For each shard (the elements that one rank stores), the numbers of nan and of inf
+        elements in this part of the averaged gradient; -1 if the part was already freed.
     places: (ranks,) int64. If the rank's own gradient had inf or nan before averaging, its position in the order of
         backward; otherwise -1.
     number: the parameter's position in the optimizers' parameters. The message uses it if the name is unknown.
@@ -255,8 +262,8 @@ def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Te
 def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> str:
     """Return a message about the gradients `bad`, which names those of the block that backward reached first.
 
-    Backward goes from the last block to the first, and inf and nan spread in this direction, so this block is the
-    likely origin.
+    Backward goes from the last block (transformer layer) to the first, and inf and nan spread in this direction, so
+    this block is the likely origin.
 
     bad: the gradients that had inf or nan elements.
     present: the number of gradients whose elements could be counted.

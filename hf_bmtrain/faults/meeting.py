@@ -112,7 +112,9 @@ def _place(init_method: str) -> tuple[str, int] | None:
 
 
 def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
-    """Open torch's TCPStore, and record in it that this rank has arrived. Do not wait for the other ranks.
+    """Open torch's TCPStore, through which the ranks meet in `init_distributed`, and record that this rank has arrived.
+
+    Do not wait for the other ranks.
 
     place: the host and port of the store.
     end: the time, on the clock of `time.monotonic()`, at which to give up.
@@ -146,10 +148,13 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 
 
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
-    """Wait until every rank has arrived or one rank has given up, but not beyond the time `end` of `time.monotonic()`.
+    """Wait until every rank has arrived in `init_distributed` or one has given up, but not beyond the time `end`.
 
     Returns [] if all have arrived, the list of missing ranks if one has given up, and None if neither has happened by
     `end`. This function polls, because `TCPStore.wait` logs a warning when its time is over.
+
+    store: the store through which the ranks meet.
+    end: a time on the clock of `time.monotonic()`.
     """
     while not store.check([_key("all")]):
         if time.monotonic() >= end:
@@ -159,10 +164,10 @@ def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
 
 
 def _give_up(store: TCPStore, size: int) -> list[int]:
-    """Give up waiting: write the list of missing ranks to the store, so that all ranks give up, and return the list.
+    """Give up waiting for other ranks in `init_distributed`, and return the list of missing ranks.
 
-    If another rank has already given up, return the list that it has written. If all ranks have just arrived, return
-    [].
+    The list is written to the store, so that all ranks give up. If another rank has already given up, return the list
+    that it has written. If all ranks have just arrived, return [].
 
     size: the number of ranks.
     """
@@ -170,7 +175,11 @@ def _give_up(store: TCPStore, size: int) -> list[int]:
 
 
 def _ranks_of(shown: bytes) -> list[int]:
-    """Return the missing ranks that the store's key "all" lists, or [] if its value `shown` is "met"."""
+    """Return the missing ranks that `shown` lists, or [] if it is "met".
+
+    shown: the value of the key "all" in the store through which the ranks meet. It is "met" if all ranks have arrived.
+        Otherwise a rank has given up waiting, and has written the list of missing ranks.
+    """
     return [] if shown.decode() == _MET else [int(rank) for rank in shown.decode().split()]
 
 
@@ -188,7 +197,10 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:
-    """Return the ranks that have not arrived, or [0] if the store, which rank 0 serves, does not answer."""
+    """Return the ranks that have not arrived in `init_distributed`, or [0] if `store` does not answer.
+
+    Each rank that arrives sets a key in `store`, which rank 0 serves. size: the number of ranks.
+    """
     try:
         return [rank for rank in range(size) if not store.check([_key(str(rank))])]
     except RuntimeError:
@@ -196,7 +208,7 @@ def _absent(store: TCPStore, size: int) -> list[int]:
 
 
 def _key(name: str) -> str:
-    """Return the full name of a key in the store.
+    """Return the full name of a key in the TCPStore through which the ranks meet in `init_distributed`.
 
     The key contains the number of restarts, because a launcher that restarts the ranks may keep the store with its old
     keys.

@@ -45,7 +45,9 @@ class SharedStatus:
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:
-        """Map the shared memory of this host's ranks. Collective: every rank must call it.
+        """Map the shared memory of this host's ranks: a page for each, with its status text and logs of operations.
+
+        Collective: every rank must call it.
 
         control: exchanges Python objects between the ranks.
         rank: this rank.
@@ -61,9 +63,9 @@ class SharedStatus:
             self._map()
 
     def _map(self) -> None:
-        """Map a file into memory that has a page for each rank of this host. If a rank cannot map it, none uses it.
+        """Map a file into memory that has a page for the status text and logs of operations of each rank of this host.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. If a rank of this host cannot map the file, none uses it.
         """
         ranks = sorted([self._rank, *self.neighbours])
         path = _create(len(ranks) * _PAGE_BYTES) if self._rank == ranks[0] else None
@@ -90,10 +92,10 @@ class SharedStatus:
     def add(self, collective_log: CollectiveLog) -> None:
         """Move a collective log to this rank's page of shared memory, where other ranks can read it.
 
-        From now on, each new entry is compared with the logs of the two adjacent ranks of this host. These are enough,
-        because if any two ranks of a host differ, two adjacent ranks do, and more comparisons would cost time in every
-        operation. Every rank must add the same logs in the same order, with equal entries so far. Only the first 8 logs
-        are shared.
+        A collective log lists the operations that this rank has issued on one communicator. From now on, each new
+        operation is compared with the logs of the two adjacent ranks of this host. These are enough, because if any two
+        ranks of a host differ, two adjacent ranks do, and more comparisons would cost time in every operation. Every
+        rank must add the same logs in the same order, with equal operations so far. Only the first 8 logs are shared.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:
@@ -116,7 +118,11 @@ class SharedStatus:
             self._ask(self._control.show, _KEY.format(self._rank), text)
 
     def read(self, rank: int) -> str | None:
-        """Return the latest status text of `rank`, or None if it has published none, or the store cannot be reached."""
+        """Return the latest status text of `rank`, or None if there is none.
+
+        The text comes from shared memory if both ranks are on one host and could map it, otherwise from the launcher's
+        store. If the store cannot be reached, None is returned.
+        """
         if rank in self._pages:
             return _read(self._pages[rank])
         return self._ask(self._control.look, _KEY.format(rank))

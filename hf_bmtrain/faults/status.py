@@ -91,9 +91,11 @@ class Status:
         return status
 
     def look(self, thread: int) -> None:
-        """Update this status from the stack of a thread: `place`, `waits`, `task` and `moved`.
+        """Update this status from the call stack of a thread.
 
-        `place` does not change after the program has ended, or while no line of the program is on the stack.
+        This sets `place` (the line of the user's program), `waits` (the operation for which it waits), `task` (a slow
+        task, such as "compiling") and `moved` (when it last made progress). `place` does not change after the program
+        has ended, or while no line of the program is on the stack.
 
         Args:
             thread: the identifier of a thread of this process, as from `threading.get_ident()`.

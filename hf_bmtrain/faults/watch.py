@@ -90,9 +90,10 @@ class Watch(Monitor):
         self._compare(communicator.collective_log)
 
     def _compare(self, collective_log: CollectiveLog) -> None:
-        """From now on, compare each new operation in a log of this rank with the same log of other ranks of this host.
+        """From now on, compare each new operation in `collective_log` with the same log of other ranks of this host.
 
-        If the operations differ, the operation raises an error that explains the difference.
+        A collective log lists the operations that a rank has issued on one communicator. If the ranks' operations
+        differ, the operation raises an error that explains the difference.
         """
         self._board.add(collective_log)
         collective_log.explain = self.difference
@@ -496,7 +497,7 @@ class Watch(Monitor):
     def _describe(self, entry: int, other: int | None = None) -> str:
         """Return a description of an operation, for messages.
 
-        entry: the number that stands for the operation in a collective log.
+        entry: the number that stands for the operation in a collective log, the list of a rank's operations.
         other: the rank whose log contains the entry, or None for this rank.
         """
         occasions = dict(self._control.occasions)
@@ -533,7 +534,11 @@ class Watch(Monitor):
 
 
 def _seen(place: str, status: Status) -> str:
-    """Return a clause that says where a rank was last seen, to append to `place`, the description of its operation."""
+    """Return words such as " at train.py:41 (load)", which say where a rank was last seen, or "" if it is unknown.
+
+    place: the description of the rank's operation, to which the words are appended.
+    status: the status that the rank last reported.
+    """
     if place != repr(EXIT):
         return f" at {status.place}" if status.place else ""
     line = f", last seen at {status.place}" if status.place else ""
@@ -541,7 +546,11 @@ def _seen(place: str, status: Status) -> str:
 
 
 def _is_decision(place: str) -> bool:
-    """Return whether `place` describes a decision (which must be equal on all ranks), not an operation."""
+    """Return whether `place`, the description of an entry in a collective log, is that of a decision.
+
+    A collective log lists the operations that a rank has issued. It also has decisions, such as whether to save at this
+    step, because they must be equal on all ranks.
+    """
     return place.startswith("decision for")
 
 

@@ -22,7 +22,7 @@ class BadNumbers:
 
     Trainer applies gradients with inf or nan, as torch does. With a GradScaler it skips such steps, any number of them.
     If a logged gradient norm is not finite, or the loss scale is below 1, this class logs a warning, examines the
-    gradients of the next steps, and logs the rank, block and parameter where inf or nan first occurred. Before that
+    gradients of the next steps, and logs the rank, layer and parameter where inf or nan first occurred. Before that
     warning, it never makes the host wait for the device. All methods are collective: every rank must call them.
     """
 

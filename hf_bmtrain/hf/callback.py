@@ -286,7 +286,8 @@ def _average_train_loss(trainer: Any) -> None:
 def _compare(control: Any, when: str) -> None:
     """Compare this rank's flags (such as `should_save`) in Trainer's control with those of the other ranks.
 
-    This does not wait for the other ranks. If two ranks differ, one of them raises RuntimeError.
+    The flags are added to the list of this rank's operations, which is compared with the lists of other ranks. So this
+    function does not wait for other ranks. If two ranks differ, one of them raises RuntimeError.
 
     Args:
         control: Trainer's TrainerControl.

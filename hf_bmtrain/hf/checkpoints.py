@@ -59,7 +59,7 @@ class TrainerCheckpoints:
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:
-        """Save the sharded part of `checkpoint-step`, before Trainer writes the rest.
+        """Save weights and optimizer state to the folder checkpoint-`step`, before Trainer writes its own files there.
 
         Collective: every rank must call it. From then until `complete` or `withdraw`, the optimizer's state_dict()
         returns a reference to the folder instead of the state. A second `save` in this time does nothing. Raises
@@ -138,9 +138,10 @@ class TrainerCheckpoints:
         self._reference = reference
 
     def _forget(self) -> Path | None:
-        """Restore the optimizer's own state_dict() and Trainer's `save_total_limit`.
+        """Restore what was replaced since `save`: the optimizer's own state_dict() and Trainer's `save_total_limit`.
 
-        Returns the previous value of `staged`, which is None afterwards.
+        Returns the folder that `save` has created, or None if there is none. Afterwards `staged`, the property with
+        this folder, is None.
         """
         reference, self._reference = self._reference, None
         if self._limit is not None:
@@ -151,7 +152,7 @@ class TrainerCheckpoints:
         return Path(reference["folder"])
 
     def load(self, folder: str | None) -> None:
-        """Load the weights and optimizer state of the checkpoint from which Trainer resumes, if it has a sharded part.
+        """Load the weights and optimizer state of the checkpoint from which Trainer resumes, if `save` wrote them.
 
         Collective: every rank must call it. Weights are loaded even if Trainer has loaded them, because Trainer does
         not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
@@ -199,10 +200,12 @@ class TrainerCheckpoints:
         return self._args.train_batch_size * self._args.gradient_accumulation_steps * batches
 
     def _verify_without_reference(self, place: Path) -> None:
-        """Verify the checkpoint `place`, from which Trainer has resumed without loading sharded optimizer state.
+        """Verify a checkpoint from which Trainer has resumed without loading optimizer state that `save` has written.
 
         Collective: every rank must call it. A checkpoint that Trainer alone has saved is not verified. Raises
-        RuntimeError if the checkpoint is damaged, or if it does contain sharded optimizer state.
+        RuntimeError if the checkpoint is damaged, or if it does contain such optimizer state.
+
+        place: the folder of the checkpoint.
         """
         if not current_world().control.broadcast_object((place / MANIFEST).exists()):
             return
@@ -316,7 +319,7 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Return the error from reading the files that Trainer needs to resume from a checkpoint, or None if it can."""
+    """Return the error, if any, from reading the files that Trainer needs to resume from a checkpoint."""
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
         manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
@@ -380,7 +383,10 @@ def _identity(folder: Path) -> str | None:
 
 
 def _extra(folder: Path) -> dict[str, Any]:
-    """Return the `extra` (id, rows per step) that `TrainerCheckpoints.save` stored in a checkpoint, or {} if none."""
+    """Return the dict that `TrainerCheckpoints.save` stored as `extra` in a checkpoint, or {} if there is none.
+
+    Its keys are "id", which identifies the checkpoint, and "rows", the number of sequences per optimizer step.
+    """
     try:
         extra = small_state.read(folder)["ranks"][0]["extra"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):

@@ -290,7 +290,11 @@ def _tie_equal(model: Any, world: World) -> None:
 
 
 def _report(model: torch.nn.Module, world: World) -> None:
-    """Log how many parameters this rank reads from memory-mapped files, has converted, and has initialized in full."""
+    """Log for how many parameters this rank has only its elements, and how many every rank has initialized in full.
+
+    The former were read from memory-mapped files, or converted by transformers while it read them. The latter are not
+    in the files.
+    """
     scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]

@@ -19,6 +19,7 @@ from ..features.sequence.loader import share_batches
 class _SharedRows(ParallelismConfig):
     """A ParallelismConfig that tells Trainer and TRL how many ranks get the same batch, as its tensor-parallel size.
 
+    It is for models with `sequence_parallel`, of which several ranks compute parts of the same rows (sequences).
     Accelerate must neither parallelize the model nor create a device mesh, because the model is already parallelized.
     """
 
@@ -36,7 +37,8 @@ class _SharedRows(ParallelismConfig):
 def follow_shared_rows(model: Any, args: Any) -> None:
     """Make Trainer give the same batches to ranks that share rows, and count their samples and tokens once.
 
-    If the model was wrapped without `sequence_parallel`, undo what an earlier call changed for another model.
+    With `sequence_parallel`, several ranks share rows: each computes a part of every sequence. If the model was wrapped
+    without it, undo what an earlier call changed for another model.
 
     Args:
         model: the model.
@@ -70,10 +72,10 @@ def follow_shared_rows(model: Any, args: Any) -> None:
 
 
 def gather_rows_once(trainer: Trainer) -> None:
-    """Make evaluations of `trainer` gather each row once, from the first of the ranks that share it.
+    """Make evaluations of `trainer` gather each row once, although with `sequence_parallel` several ranks share it.
 
-    After gathering, Accelerate removes the rows with which it has filled up the last batch. It would remove the wrong
-    ones if there were several copies of each row.
+    The row is taken from the first of these ranks. After gathering, Accelerate removes the rows with which it has
+    filled up the last batch. It would remove the wrong ones if there were several copies of each row.
     """
     size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
     if size == 1 or "gather_for_metrics" in vars(accelerator):

@@ -70,9 +70,10 @@ class Speedometer(Observer):
             self._paused = None
 
     def read(self) -> dict[str, float]:
-        """Return the rates over all ranks since the last call, and the largest peak memory of a rank.
+        """Return entries for Trainer's log: speeds since the last call, and the largest peak memory of a rank.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The speeds are samples_per_second and tokens_per_second of all ranks
+        together, and model_tflops_per_device.
         """
         world = current_world()
         counts = [self._samples, self._tokens, self._flops]

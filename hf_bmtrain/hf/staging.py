@@ -90,8 +90,9 @@ class StagedWeights:
         return self._save_pretrained(self.model, **options)
 
     def _full_params(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
-        """Return {sharded parameter of the model: parameter with its full values}, sharing the memory of `state`.
+        """Return the parameters to set in the model while `save_pretrained` runs.
 
+        The result is {sharded parameter: parameter with its full values}. The full values share the memory of `state`.
         A sharded parameter that is not in `state`, because a hook has removed it, is mapped to itself.
 
         state: the full weights by name, as `gather` has collected them on this rank.

@@ -105,7 +105,8 @@ class TrainerMixin:
     def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
         """Gather the weights, and call the trainer's `save_model`, which saves on rank 0.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. If Trainer itself calls this method, as for a checkpoint, it sets
+        `_internal_call`. The weights are then not gathered here.
 
         Args:
             *args: passed to the trainer's `save_model`.

@@ -105,7 +105,10 @@ def ignores_count(model: Any) -> bool:
 
 
 def names_in_forward(model: Any) -> set[str]:
-    """Return the names and strings in the code of the forward of `model` and of forwards that it calls by super()."""
+    """Return the names and strings in the code of the forward of `model` and of forwards that it calls by super().
+
+    They show how the forward computes its loss, for example whether it uses `num_items_in_batch`.
+    """
     found: set[str] = set()
     for cls in type(base_of(model)).__mro__:
         names = names_in(vars(cls).get("forward"))
@@ -116,7 +119,10 @@ def names_in_forward(model: Any) -> set[str]:
 
 
 def names_in(function: Any) -> set[str]:
-    """Return the identifiers and strings in a function's code, without its decorators. Empty for built-in functions."""
+    """Return the identifiers and strings in a function's code, without its decorators. Empty for built-in functions.
+
+    They show, for example, whether a loss function uses `num_items_in_batch`.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)

@@ -62,5 +62,8 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
 
 
 def _value(model: Any, name: str) -> float:
-    """Return the coefficient that the forward of `model` uses: an attribute, or a field of its configuration."""
+    """Return the coefficient called `name` that the forward of `model` uses, such as "router_aux_loss_coef".
+
+    It is an attribute of the model or, if that has none, a field of its configuration.
+    """
     return getattr(model if hasattr(model, name) else model.config.get_text_config(), name)

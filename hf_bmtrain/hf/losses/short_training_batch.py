@@ -169,7 +169,12 @@ def _shorten(
 
 
 def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | None, size: int | None) -> str:
-    """Return why repeated rows cannot be removed from a batch, or an empty string if they can be."""
+    """Return why repeated rows cannot be removed from a batch, or an empty string if they can be.
+
+    left: the number of rows of all ranks that are not repeated, or -1 if it is unknown.
+    found: the number of rows in `inputs`, this rank's part of the batch; None if it is unknown.
+    size: the number of rows of this rank, with repeated rows; None if it is not fixed.
+    """
     if left < 0:
         return "the dataset has no length"
     if found is None or size not in (None, found):

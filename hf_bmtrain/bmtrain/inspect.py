@@ -267,8 +267,8 @@ class _Recording(Observer):
 def inspect_tensor() -> Iterator[InspectTensor]:
     """Record the tensors that are passed to `record_tensor` inside this context.
 
-    A tensor is recorded once per forward, even if activation checkpointing recomputes it.
-    The records keep the tensors in memory.
+    A tensor is recorded once per forward, even if activation checkpointing recomputes it. The records keep the tensors
+    in memory.
 
     Returns:
         A context manager that yields an `InspectTensor`.

@@ -167,9 +167,9 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
     """Delete the oldest checkpoints until `limit` remain.
 
     Args:
-        folders: the checkpoints. Their age is read from their manifests. Those without a readable manifest (such as
-            checkpoints of other libraries) count as the oldest, in the given order. Symbolic links are neither counted
-            nor deleted.
+        folders: the checkpoints. Their age is read from their manifests (`manifest.json`). Those without a readable
+            manifest, such as checkpoints of other libraries, count as the oldest, in the given order. Symbolic links
+            are neither counted nor deleted.
         limit: the number of checkpoints that remain.
         kept: checkpoints that are not deleted, even if more than `limit` remain because of them.
     """

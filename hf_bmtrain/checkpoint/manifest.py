@@ -64,7 +64,10 @@ class Manifest:
         return chunks[-1].start + chunks[-1].length if chunks else 0
 
     def add(self, name: str, chunks: Iterable[Checked], size: int) -> None:
-        """Add a file of `size` bytes to this list of files. Raises Damaged unless `chunks` cover it without gaps."""
+        """Add a file of `size` bytes to this list of a checkpoint's files.
+
+        Raises Damaged unless `chunks`, the file's chunks with their checksums, cover the file without gaps.
+        """
         ordered = sorted(Checked(*chunk) for chunk in chunks)
         end = 0
         for chunk in ordered:

@@ -148,7 +148,7 @@ class Judge:
                 self._saved, self._saving = values[0], set()
             elif what == "loss" and self._losses[rank, values[0]] != values[1]:
                 self.problems.append(f"rank {rank} step {values[0]}: {values[1]}, {self._losses[rank, values[0]]}")
-            elif what == "warning" and "was not completed" in values[0]:  # Trainer's, which was set aside
+            elif what == "warning" and "did not finish saving" in values[0]:  # Trainer's, which was set aside
                 continue
             elif what == "warning" or (what == "error" and not killed):  # ranks fail when another has died
                 self.problems.append(f"rank {rank}: {what} {values[0]}")

@@ -26,14 +26,20 @@ class BlockState:
     A slot is the entry of a parameter in the `_parameters` of one of the layer's modules. While the block's forward or
     backward runs, its slots are set to the full parameters, and at other times to the sharded ones.
 
-    When the forward of the block starts, the parameters of `next` are prefetched, and when its backward starts, those
-    of `previous`. After a forward with gradients, the block stays unsharded until another block starts (with
-    `zero_level` 2, until its backward). If the block was called several times, it also stays unsharded after each
-    backward but the last, until another block starts.
+    When the block's forward starts, the parameters of `next` are prefetched. When its backward starts, those of
+    `previous` are, if that block's backward is still to come.
 
-    The moment at which the block's gradients are reduced depends only on `pending`, and on whether the running backward
-    has reached the block. Both are equal on all ranks, unless ranks may enter different blocks (see `Negotiation`). The
-    moment does not depend on which parameters have gradients, because this may differ between ranks.
+    When the full parameters are freed:
+
+    * After a forward without gradients: at once.
+    * After a forward with gradients: when another block starts. With `zero_level` 2, only after the block's backward.
+    * After a backward: at once. But if the block was called several times in forward, and backwards of other calls are
+      still to come: when another block starts.
+
+    When the gradients are reduced: after the backward of the last of these calls (`pending` is then 0), or at the end
+    of the whole backward, if that has reached the block without reducing its gradients. This does not depend on which
+    parameters have gradients, because that may differ between ranks, and the reduction is collective. So all ranks
+    reduce at the same moment, unless they may enter different blocks (see `Negotiation`).
 
     Attributes:
         schedule: tracks, for all blocks of this rank, which are unsharded and which reductions are pending.

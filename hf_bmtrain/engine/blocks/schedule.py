@@ -508,10 +508,11 @@ class Schedule:
             self._pending.popleft()
 
     def _decide(self) -> None:
-        """Set the `.grad` of parameters that this rank did not use in this backward but other ranks did.
+        """Set the `.grad` of parameters that this rank did not use in this backward but another rank did.
 
-        `_receive` sets the `.grad` of all other parameters. It leaves these out if it does not know yet which of them
-        other ranks used.
+        `_receive` always sets the `.grad` of the parameters that this rank used. For the others, it must know whether
+        another rank used them. If it does not know, it leaves them to this method, which is called at the end of the
+        backward.
         """
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:

@@ -90,7 +90,8 @@ def _find_attributes() -> Iterator[Any]:
         for name, value in vars(base).items():
             if inspect.isgetsetdescriptor(value) and name not in _TENSORS_BEHIND_ATTRIBUTES | SHAPES:
                 yield value.__get__
-                # `ShardBase.grad` sets the gradient instead: it cuts one of the full shape to this rank's elements.
+                # The setter and deleter of `.grad` are left out, because `ShardBase.grad` replaces them: its setter
+                # also accepts a gradient of the full shape, of which it keeps this rank's elements.
                 if name != "grad":
                     yield from (value.__set__, value.__delete__)
 

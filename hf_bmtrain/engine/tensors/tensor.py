@@ -662,9 +662,11 @@ class _Call:
         return {id(each) for each in find_tensors(written)}
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise a clearer error than `error`, if a plain tensor with this rank's number of elements may be the cause.
+        """Raise a clearer error than `error` if an argument has the size of this rank's shard. Otherwise, return.
 
-        The shape of such a tensor does not match the full tensors with which the function was called.
+        `error` was raised by the torch function that is being called, which computes with the full tensors. A frequent
+        cause is a plain 1-D tensor, created with as many elements as this rank stores of a parameter, which does not
+        fit the full shape.
         """
         with WithoutTorchFunction():
             for piece in self.slices:

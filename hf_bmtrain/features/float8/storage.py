@@ -306,7 +306,7 @@ class Float8Storage(Storage):
 
     @property
     def count(self) -> int:
-        """The number of weights in this buffer. Small parameters (norms, biases) do not count."""
+        """The number of weight tensors (not elements) in this buffer, without small ones such as norms and biases."""
         return len(self.buffer.full_params) - self._small
 
     @property

@@ -166,7 +166,11 @@ def _copy(container: Any) -> Any:
 
 
 def _fill(container: Any, contents: Any) -> None:
-    """Replace the items of `container` by `contents`, for dicts and lists without calling methods of subclasses."""
+    """Replace all items of `container`, which may be a dict, list, set or deque, by `contents`.
+
+    For a subclass of dict or list, this calls the methods of dict (or OrderedDict) or list, not those that the subclass
+    overrides.
+    """
     if isinstance(container, dict):
         base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
         base.clear(container)

@@ -53,7 +53,9 @@ def follow_mean_loss(model: Any, args: Any) -> None:
         if calls is not None and not calls.ignored:
             return loss
         name = "" if calls is None else calls.name
-        if "CTC" in name and base.config.ctc_loss_reduction == "sum":  # Trainer's factor is correct for a sum
+        # A sum needs no hook: Trainer multiplies it by the number of ranks, and gradients are averaged over the ranks,
+        # so the result is the sum over all ranks. Adding up the losses of micro-batches is also correct for a sum.
+        if "CTC" in name and base.config.ctc_loss_reduction == "sum":
             return loss
         if model.training and args.gradient_accumulation_steps > 1 and not warned and world.rank == 0:
             _log.warning(
@@ -113,7 +115,8 @@ class _Calls:
         if kwargs.get(COUNT) is None or not names & {COUNT, "fixed_cross_entropy"}:
             self.ignored = True
         else:
-            # The classification loss of transformers takes the count, but ignores it for two problem types.
+            # transformers' loss for sequence classification, recognized by "MSELoss" in its code, takes
+            # `num_items_in_batch`, but ignores it for these two problem types.
             kind = getattr(self._base.config, "problem_type", None)
             self.ignored = "MSELoss" in names and kind in ("regression", "multi_label_classification")
         return loss

@@ -866,11 +866,13 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
 
 
 def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
-    """Raise RuntimeError, because a function of lists (`torch._foreach_...`) cannot write to the plain tensor `target`.
+    """Raise RuntimeError: a function of lists (`torch._foreach_...`) cannot write to `target`, a plain tensor.
 
-    Its result would be this rank's elements of `like`, but `target` has neither their shape nor the full shape.
+    Always raises. The caller has found that `target` has neither the shape of this rank's elements of `like` nor its
+    full shape, so that the values to write do not fit.
 
-    name: the function's name.
+    name: the name of the function of lists, for the message.
+    target: the plain tensor to which it would write.
     like: the sharded tensor at the same position of another list.
     """
     raise RuntimeError(

@@ -168,13 +168,15 @@ def _check(
 
 
 class _Share:
-    """Replacement for an attention module, passed to an attention function that computes only this rank's heads.
+    """Stands in for an attention module in a call of the model's own attention function, for this rank's heads or all.
 
-    Attributes that depend on the heads are adapted; all others are read from the module.
+    `num_key_value_groups` and `sinks` are those of `heads`, and `config._attn_implementation` is `inner`. All other
+    attributes are read from the module.
 
     Args:
         module: the attention module.
-        inner: the name of the attention function. The function may read it from the configuration of the replacement.
+        inner: the name of the attention function that is called, such as "sdpa". The module's own configuration may
+            name the function for shared rows instead.
         heads: this rank's query heads. None means all.
         groups: the number of query heads for each key-value head. None means the module's `num_key_value_groups`.
     """

@@ -198,8 +198,8 @@ class RowParallelLinear(DistributedModule):
         self.in_features_per_partition = _own_part("in_features", in_features)
         glorot = ParameterInitializer(torch.nn.init.xavier_normal_)
         self.weight = _weight(out_features, self.in_features_per_partition, dtype, glorot, 1)
-        # The third argument is `tp_mode`. With all_reduce_output, the ranks of a group add the bias to the same rows.
-        # Otherwise each rank adds it to its own rows.
+        # The third argument is `tp_mode`, which decides how the bias's gradient is reduced. With all_reduce_output, all
+        # ranks of a group add the bias to the same rows. Otherwise each rank adds it to its own rows.
         self.bias = _bias(out_features, dtype, all_reduce_output, -1) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:

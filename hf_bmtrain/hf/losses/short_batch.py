@@ -28,15 +28,18 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     Accelerate fills up the last batch with rows of the first one, so that all ranks take the same number of steps.
     Trainer drops the predictions for these rows, but a rank's loss is a mean over all its rows, including repeated
     ones. This function replaces `prediction_step` of `trainer`: after such a batch, it computes the loss again without
-    the repeated rows. There are special cases:
+    the repeated rows. If it cannot (for example, if rows are packed, the trainer computes losses in its own way, or the
+    dataset has no length), the loss stays as it is, and rank 0 logs a warning. There are special cases:
 
     * Seq2SeqTrainer would keep the predictions for repeated rows, so they are dropped. If it generates, its loss is
       averaged over the labels of all ranks.
     * TRL's SFTTrainer: the labels of repeated rows are ignored, and the loss is averaged over the labels of all ranks.
     * Rows that a collator has concatenated: the labels of repeated rows are ignored.
-    * TRL's RewardTrainer and DPOTrainer: the loss is computed for one pair after another.
-    * `split_batches`: Trainer would weight each rank's loss by the rows of a full batch on all ranks, so that a short
-      batch has too little weight. Instead, the weight is the number of rows of a full batch on one rank.
+    * TRL's RewardTrainer and DPOTrainer: the loss is computed separately for each pair, and averaged over the pairs
+      that are not repeated.
+    * `split_batches`: every rank's loss would count once for each row of a full batch on all ranks, so a full batch
+      would count once per rank, but the short last batch only once. Instead, a rank's loss counts once for each row of
+      a full batch on that rank.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):

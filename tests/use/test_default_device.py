@@ -15,10 +15,10 @@ from ranks import on_ranks
 BATCHES = 3
 CASES = [
     {}, {"optimizer": "offload"}, {"dtype": torch.bfloat16}, {"zero_level": 2, "use_checkpoint": False},
-    {"float8": True}, {"optimizer": "recording"}, {"dtype": torch.float16},
+    {"float8": True}, {"optimizer": "recording"}, {"dtype": torch.float16}, {"optimizer": "torch"},
 ]  # fmt: skip
 OPTIMIZERS = {
-    "adam": bmt.optim.AdamOptimizer, "offload": bmt.optim.AdamOffloadOptimizer,
+    "adam": bmt.optim.AdamOptimizer, "torch": torch.optim.AdamW, "offload": bmt.optim.AdamOffloadOptimizer,
     "recording": functools.partial(bmt.optim.AdamOffloadOptimizer, record_delta=True),
 }  # fmt: skip
 
@@ -59,7 +59,9 @@ def train(device, optimizer="adam", dtype=torch.float32, **wrap):
 
 
 @pytest.mark.parametrize(
-    "case", by_default(CASES, {"optimizer": "offload"}, {"float8": True}), ids=lambda case: "-".join(case) or "plain"
+    "case",
+    by_default(CASES, {"optimizer": "offload"}, {"optimizer": "torch"}, {"float8": True}),
+    ids=lambda case: "-".join(map(str, case.values())) or "plain",
 )
 @on_ranks(2)
 def test_default_device(case):

@@ -235,7 +235,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
-    weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device)
     for group in optimizer.param_groups:
         for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but not all kernels have it
             try:
@@ -264,7 +264,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             )
         # A matrix that is large enough for every rank to store a part of it.
         shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size
-        values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
         moved = _movement(optimizer, group, values, tries)
         reason = _difference(functools.partial(_move_local, optimizer, group, values, tries), moved)
         if reason is not None and parted is None:

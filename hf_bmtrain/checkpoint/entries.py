@@ -27,8 +27,8 @@ class Entry:
     Attributes:
         spec: name, dtype and shape of the full tensor.
         first: the index of this rank's first element in the flattened full tensor.
-        part: this rank's elements, 1-D. It is a view of the model's or optimizer's tensor, or a copy if that is not
-            contiguous.
+        part: this rank's elements, 1-D. It is a view of the model's or optimizer's tensor, or a copy if that tensor is
+            not contiguous.
         sharded: whether each rank has different elements. If False, every rank has the full tensor.
     """
 
@@ -44,7 +44,7 @@ ones."""
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
-    """List the tensors of a model that a checkpoint contains. Not collective.
+    """List the tensors of a model that are saved in a checkpoint. Not collective.
 
     Each tensor is returned as an `Entry`: its name, dtype and shape, and this rank's elements. A tied weight has one
     entry, under its first name.
@@ -72,8 +72,8 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 def was_trained(name: str, parameter: Any) -> bool:
     """Return whether a parameter is trainable now, or has been at any time since `auto_wrap`.
 
-    PEFT freezes adapters while they are inactive, but checkpoints of trained parameters must contain them. `name`, the
-    parameter's name, is not used.
+    PEFT freezes adapters while they are inactive, but checkpoints of trained parameters must contain them. `name` is
+    not used; `model_entries` passes it to every function that chooses parameters.
     """
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
@@ -108,7 +108,11 @@ def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torc
 
 
 def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
-    """Return an `Entry` named `name` for `values`: `parameter` itself, or optimizer state that is sharded like it."""
+    """Return the `Entry` (name, dtype, shape, this rank's elements) of a tensor in a checkpoint.
+
+    name: the tensor's name in the checkpoint.
+    values: the tensor: `parameter` itself, or optimizer state that is sharded like it.
+    """
     if not isinstance(parameter, DistributedParameter):
         return _full(name, values)
     part = values.part if isinstance(values, ShardBase) else values

@@ -55,7 +55,8 @@ class _Scratch(threading.local):
     """Host memory for one chunk of a file (at most 4 MiB), in which a thread reads, writes or verifies the chunk.
 
     Each thread has its own memory, which is page-locked if `device` is a GPU. If `device` is the CPU, or page-locked
-    memory cannot be allocated, it comes from mmap, because malloc would not return all of it to the operating system.
+    memory cannot be allocated, the memory is allocated with mmap, because malloc would not return all of it to the
+    operating system.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -185,13 +186,13 @@ class Wanted(NamedTuple):
 
 
 def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]) -> None:
-    """Read elements of tensors from files, in several threads: those of each `Wanted` into its `values`.
+    """Read elements of stored tensors from files into tensors in memory, with several threads.
 
     Args:
         folder: the folder of the files.
         manifest: the manifest, which contains a checksum for each chunk of the files. Each chunk that contains a wanted
             byte is read completely and verified. None reads only the wanted bytes, and verifies nothing.
-        wanted: the elements to read.
+        wanted: the elements to read, and the tensors into which they are read.
 
     Raises:
         Damaged: a file cannot be read, is too short, or does not match a checksum. The message names tensor and file.
@@ -215,9 +216,9 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 def _chunks_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
     """Yield the chunks (at most 4 MiB each) of a file that must be read to get the elements `wanted`.
 
-    With a manifest, the list of the files' chunks and checksums, these are all of its chunks that contain wanted bytes,
-    because a checksum can be verified only if its chunk is read completely. Without a manifest, only the wanted bytes
-    are divided into chunks, and these have no checksums.
+    If a manifest, which lists each file's chunks and their checksums, is given, these are the listed chunks that
+    contain wanted bytes: a checksum can be verified only if its chunk is read completely. If `manifest` is None, they
+    contain only the wanted bytes, and have no checksums.
     """
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size

@@ -63,7 +63,7 @@ def save_state(
     name: str | None = None,
     add: Callable[[Path], None] | None = None,
 ) -> SavingState:
-    """Save everything needed to resume training to `folder`/checkpoint-`step`, for `load_state`.
+    """Save a checkpoint to `folder`/checkpoint-`step`, from which `load_state` resumes training.
 
     Collective: every rank must call it. This saves the weights, buffers, optimizer state, schedulers, loss scale, the
     random generators of every rank, and which layers compute in float8. Nothing is gathered: each rank writes its own
@@ -183,7 +183,7 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
 
 
 def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
-    """Call the function `add`, with which users write further files into a checkpoint. If it is None, do nothing.
+    """Call the user's function `add`, which writes further files into a checkpoint. If it is None, do nothing.
 
     Collective: every rank must call it. Raises RuntimeError on all ranks if `add` fails on any rank.
 
@@ -321,8 +321,8 @@ class _Job:
         """Create the temporary folder, and all files in it. Only the values of tensors are not written yet.
 
         Safetensors files already have headers and their final sizes, so that each rank can write its elements at the
-        right place. This method locks `root`, stores the lock in `keeper`, and sets `number`, `staged` and, if it is
-        None, `step`. Only rank 0 calls it.
+        right place. This method locks `root`, stores the lock in `keeper`, and sets `number`, `staged`, and `step` if
+        that is None. Only rank 0 calls it.
 
         Args:
             keeper: receives the lock of `root`, or already has it from an earlier save.
@@ -346,7 +346,7 @@ class _Job:
         self._note("begin", written)
 
     def add(self, write: Callable[[Path], None]) -> None:
-        """Call `write`, the user's function, with a new folder. Its files are later moved into the checkpoint."""
+        """Call the user's function `write` with a new folder, whose files will become part of the checkpoint."""
         folder = self._added(self.rank)
         folder.mkdir()
         write(folder)
@@ -383,7 +383,7 @@ class _Job:
 
         From the JSON files of all ranks, rank 0 creates the manifest, which lists every file and checksum.
 
-        name: the part of the JSON file's name that distinguishes it from other ranks' files, such as the rank.
+        name: the variable part of the JSON file's name, pieces-`name`.json, such as this rank.
         written: the written chunks (pieces of files) with their checksums, by file name.
         """
         with open(self.staging / f"pieces-{name}.json", "x") as file:
@@ -593,7 +593,7 @@ def _look(world: World, key: str, rank: int) -> str:
 
     After `_SECONDS` (half an hour), return instead a text which says that the rank has not finished.
 
-    rank: the rank that stores the text, for this message.
+    rank: the rank that stores the text.
     """
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:

@@ -211,11 +211,10 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _pack(like: Any, values: Any) -> Any:
-    """Return a copy of `values`, which is sharded like the parameter `like`, in the form that DCP saves and loads.
+    """Copy `values`, a tensor that is sharded like the parameter `like`, to the CPU, in the form that DCP uses.
 
-    The copy is in host memory and has all rows in which this rank has elements: (rows, *shape[1:]). Only this rank's
-    elements of these rows are ever written or read, so the operating system allocates no memory for pages without such
-    elements. A tensor that is not sharded is copied in full.
+    The result has shape (rows, *shape[1:]), with all rows in which this rank has elements. Its attributes tell DCP
+    which elements these are; the others are not initialized. A tensor that is not sharded is copied in full.
     """
     if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
         full = (
@@ -229,6 +228,7 @@ def _pack(like: Any, values: Any) -> Any:
     first = local_range.tensor_start // row
     rows = -(-local_range.tensor_stop // row) - first if local_range.length else 0
     own = values.part if hasattr(values, "part") else values
+    # Only this rank's elements are ever written or read, so memory pages without such elements are never allocated.
     packed: Any = torch.empty((rows, *shape[1:]) if shape else (), dtype=own.dtype, device="cpu")
     packed.view(-1)[local_range.tensor_start - first * row :][: local_range.length] = own.detach().cpu()
     mine = list(boxes(shape, local_range.tensor_start, local_range.tensor_stop))

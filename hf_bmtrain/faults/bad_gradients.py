@@ -41,7 +41,7 @@ class OwnGradients(Observer):
 
     Attributes:
         steps: the number of steps that are still to be checked.
-        handle: its method `remove` ends the checks.
+        handle: the handle of this observer. Its method `remove` ends the checks.
     """
 
     handle: ObserverHandle
@@ -62,10 +62,10 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """Count a step, and keep its results for `found`: those of the gradients checked since the last call.
+        """Count a step, and keep the results of its checks for `found`. After the last step to check, end the checks.
 
-        The results of the last step that is checked are kept for one more step, because an OptimManager may notice only
-        in the next step that a step was skipped.
+        The results of that last step are kept for one more step, because an OptimManager may notice only in the next
+        step that a step was skipped.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
@@ -124,7 +124,7 @@ class GradientWatcher(Observer):
     def watch_of(self, owner: Any) -> OwnGradients | None:
         """Return the `OwnGradients` that checks this rank's gradients for `owner`, or None if there is none.
 
-        It is also returned if its checks have ended after 16 steps.
+        The object is returned even if its checks have already ended, which they do after 16 steps.
 
         owner: an OptimManager, or the object that follows the steps of Trainer.
         """

@@ -95,7 +95,8 @@ class SharedStatus:
         A collective log lists the operations that this rank has issued on one communicator. From now on, each new
         operation is compared with the logs of the two adjacent ranks of this host. These are enough, because if any two
         ranks of a host differ, two adjacent ranks do, and more comparisons would cost time in every operation. Every
-        rank must add the same logs in the same order, with equal operations so far. Only the first 8 logs are shared.
+        rank must add its logs in the same order, and at that time, a log must have the same operations on every rank.
+        Only the first 8 logs are shared.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:

@@ -28,7 +28,7 @@ SECONDS = 1.0
 CROSSED_SECONDS = 5.0
 """Seconds without progress after which two ranks that wait for each other, in different operations, are reported."""
 _SILENT_SECONDS = 5.0
-"""Seconds without an update of its status after which a rank's process counts as blocked."""
+"""A rank's process counts as blocked if the rank has not updated its status for this many seconds."""
 _GRACE_SECONDS = 5.0
 """Seconds that this rank's program has to raise an error when every rank must stop. If it does not, its GPU operations
 are aborted. If it still has not raised the error after as many seconds again, its process is ended."""
@@ -42,9 +42,9 @@ _LONGEST = 4000
 class Watch(Monitor):
     """Publishes this rank's status every second, in a thread, and reads the status of the other ranks.
 
-    * If two ranks have issued different operations (their collective logs differ), every rank is told. Its next
-      operation raises an error with the difference, and so does an operation that is already waiting on the CPU.
-      Operations that are waiting on GPUs are aborted.
+    * If two ranks have issued different operations (their collective logs differ), the next operation of every rank
+      raises an error that names the difference. So does an operation that is already waiting on the CPU. Operations
+      that are waiting on GPUs are aborted.
     * The same happens if a rank has raised an exception, or has exited while others wait for it.
     * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
       that rank, its line in the program, and the likely cause. After 30 s, and after each doubling of that time, it
@@ -144,9 +144,9 @@ class Watch(Monitor):
     def find_cause(self, seconds: float) -> str | None:
         """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
 
-        Waits at most `seconds` until `problem` is known, or another rank has ended by an exception. If neither happens,
-        the result names the ranks that can no longer take part in operations. If there are none, it is the last warning
-        that was logged during the present wait, if there was one.
+        Wait at most `seconds` until `problem` is known, or another rank has ended by an exception, and return
+        `problem`. If neither happens, return a text that names the ranks that can no longer take part in operations. If
+        there are no such ranks, return the last warning about the present wait, if one was logged.
         """
         warning = self._warning
         if self.wait_for_problem(seconds) is not None or self.raised_before() is not None:
@@ -308,12 +308,11 @@ class Watch(Monitor):
     # -- missing ranks ------------------------------------------------------------------------------------------
 
     def _of_all(self) -> str | None:
-        """Check how long this rank has waited for others.
+        """Check how long this rank has waited for others. Return the reason why every rank must stop, or None.
 
-        After HF_BMTRAIN_HANG_SECONDS, the lowest waiting rank logs which ranks are missing. It does so again after 30
-        s, and after each doubling of that time. Returns the reason why every rank must stop, or None. Such a reason is
-        that the timeout has expired, or that this rank waits for a collective of torch.distributed, although all other
-        ranks have left.
+        Every rank must stop if the timeout has expired, or if this rank waits for a collective of torch.distributed
+        although all other ranks have left the program. Before that, the lowest waiting rank logs which ranks are
+        missing: after HF_BMTRAIN_HANG_SECONDS, after 30 s, and after each doubling of that time.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
         # A rank whose program has ended waits in the barrier at exit, which has a timeout of its own.
@@ -347,11 +346,11 @@ class Watch(Monitor):
         return None
 
     def _all_waited(self, ranks: dict[int, Status]) -> bool:
-        """Return whether all ranks have certainly waited at the same time, for a while, so that they are deadlocked.
+        """Return whether all ranks are deadlocked, because all of them have waited during the same few seconds.
 
-        That is the case if all had waited for some time when the oldest of their statuses was written. Otherwise, a
-        rank may have just arrived, or may have continued without having published that yet. Time in which a rank's
-        status was not updated does not count, because the rank may have done something else.
+        These seconds end when the oldest status was written, because its rank may have continued since then. They begin
+        when the last rank began to wait. If a rank's status was not updated for a while, they begin after this gap,
+        because the rank may have done something else in it.
 
         ranks: the status of every rank.
         """
@@ -390,10 +389,10 @@ class Watch(Monitor):
         return ""
 
     def _last_seen(self, rank: int, status: Status) -> str:
-        """Return a text that says where a rank, which cannot take part in operations, was last seen, and why it cannot.
+        """Return a text about a rank that cannot take part in operations: where it was last seen, and why it cannot.
 
-        For a rank whose program has ended, the text only says how. The line in its status is up to a second old, and
-        `Status.ended` already names the line of an error.
+        If the rank's program has ended, the text says only how it ended: the line in its status may be a second old,
+        and `Status.ended` already names the line of an error.
         """
         if status.ended:
             return f"rank {rank} {status.ended}"
@@ -590,9 +589,9 @@ def _advice(places: Sequence[str]) -> str:
 
 
 def _guess(status: Status, before: Status | None) -> str:
-    """Guess what a rank is doing for which others wait, although its process runs and waits for no other rank.
+    """Guess why a rank keeps others waiting, although its process runs and waits for no other rank.
 
-    The returned text completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
+    Returns a text that completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
 
     status: the rank's status.
     before: the rank's status at the last warning about it, or None.

@@ -207,8 +207,8 @@ def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
 class _AllGather(torch.autograd.Function):
     """Differentiable all-gather: every rank gets the stack of all ranks' inputs.
 
-    In backward, rank r gets entry r, along dimension 0 of the stack, of the sum of all ranks' gradients, or of its own
-    gradient if the ranks compute one loss together, as in tensor parallelism.
+    In backward, rank r gets row r of the sum of all ranks' gradients. If the ranks compute one loss together, as in
+    tensor parallelism, it gets row r of its own gradient instead.
     """
 
     @staticmethod
@@ -224,8 +224,8 @@ class _AllGather(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     """Differentiable all-reduce: every rank gets the sum of all ranks' inputs.
 
-    In backward, every rank gets the sum of all ranks' gradients, or its own gradient if the ranks compute one loss
-    together, as in tensor parallelism.
+    In backward, every rank gets the sum of all ranks' gradients. If the ranks compute one loss together, as in tensor
+    parallelism, it gets its own gradient instead.
     """
 
     @staticmethod
@@ -253,8 +253,8 @@ def _added_up(ranks: _Ranks, gradient: torch.Tensor) -> torch.Tensor:
 class _Broadcast(torch.autograd.Function):
     """Differentiable broadcast: every rank gets the input of the rank `root`.
 
-    In backward, the root gets the sum of all ranks' gradients, or its own gradient if the ranks compute one loss
-    together, as in tensor parallelism. The other ranks get zeros.
+    In backward, the root gets the sum of all ranks' gradients, and the other ranks get zeros. If the ranks compute one
+    loss together, as in tensor parallelism, the root gets its own gradient instead of the sum.
     """
 
     @staticmethod

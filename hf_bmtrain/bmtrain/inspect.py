@@ -79,7 +79,7 @@ class _Local:
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
     """Return the dict that a summary has for one tensor: its name, shape and statistics over all ranks.
 
-    ranks: what each rank contributes.
+    ranks: the statistics of each rank's elements.
     shape: the shape to put into the dict.
     """
     total = functools.reduce(operator.add, [local.values for local in ranks])

@@ -68,7 +68,7 @@ class Linear(DistributedModule):
 
 
 class OpLinear:
-    """torch's linear function, callable as BMTrain's autograd function is: `OpLinear.apply(x, weight, bias)`."""
+    """torch's linear function with the interface of BMTrain's autograd function: `OpLinear.apply(x, weight, bias)`."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -108,7 +108,7 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
     """Return the full state dict of `model`, on the CPU, on rank 0, and {} on other ranks.
 
     Collective: every rank must call it. The `state_dict` methods of some models, such as ModelCenter's, call this
-    function. So that it does not call them in turn, it uses `torch.nn.Module.state_dict`.
+    function. It does not call these methods, which would be a recursion, but `torch.nn.Module.state_dict`.
 
     destination: None, or a state dict to which the entries are added on every rank instead, and which is returned.
     prefix: a text to put before each key.

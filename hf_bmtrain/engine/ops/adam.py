@@ -91,7 +91,7 @@ def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
 def variants(arch: int) -> list[Variant]:
     """Return all variants (combinations of macros) of this module's CUDA source.
 
-    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    They are the same for every `arch`, the GPU's compute capability (90 is 9.0), unlike those of some other sources.
     """
     moments = (torch.float32, torch.bfloat16)
     return [

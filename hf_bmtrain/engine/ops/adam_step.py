@@ -132,8 +132,8 @@ class KernelSteps:
 class TorchSteps:
     """AdamW on the CPU, with the arguments and methods of KernelSteps, which launches CUDA kernels.
 
-    All optimizer state is float32. It calls the same torch functions as torch.optim.Adam and AdamW on the CPU, so its
-    results are identical to theirs.
+    All optimizer state is float32. The results are identical to those of torch.optim.Adam and AdamW on the CPU, because
+    the same torch functions are called.
     """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:

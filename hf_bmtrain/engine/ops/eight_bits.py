@@ -1,17 +1,15 @@
 """AdamW whose moments take 8 bits: a code for each element, and an exponent for each block of 32 elements.
 
-The first moment m and the square root √v of the second are stored in small floating-point formats, relative to a power
-of two, 2ᴱ, of each block. The numbers of a format are 0 and magnitudes below 2ᴱ⁺¹. From one power of two to the next,
-there are 2ᵏ evenly spaced numbers (k is the number of fraction bits); below the lowest of these powers, the numbers are
-evenly spaced down to 0. The code of a magnitude is its index in ascending order; m has a sign bit in addition.
+Stored are the first moment m and the square root √v of the second. A code is a small floating-point number below 2,
+with subnormals but without inf and NaN. It stands for this number times 2ᴱ, where E is the exponent of the block.
 
-2ᴱ is the largest power of two that does not exceed the largest magnitude of the block. If this magnitude exceeds the
-second largest number of the format, 2ᴱ is the next power of two. Otherwise values above the largest number would be
-clamped to it, and an average there could not grow.
-
-    m    sign, 3 bits of exponent, 4 of the fraction; the smallest magnitude is 2ᴱ⁻¹⁰
+    m    a sign bit, 3 bits of exponent, 4 of the fraction; the smallest magnitude above 0 is 2ᴱ⁻¹⁰
     √v   3 bits of exponent, 5 of the fraction; the smallest is 2ᴱ⁻¹¹, to which any smaller √v above 0 is rounded up,
          because a v of 0 beside an m that is not 0 would make the update m/eps
+
+2ᴱ is the largest power of two that does not exceed the block's largest magnitude. But if that magnitude exceeds the
+second largest number that codes can represent, 2ᴱ is the next power of two: otherwise values above the largest number
+would be clamped to it, and an average there could not grow.
 
 An update rounds stochastically, with the random bits of adam.py. Otherwise an average that changes by less than the
 distance between two numbers would not change at all. Blocks begin at a parameter's start, and parameters are divided
@@ -163,7 +161,7 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
 def variants(arch: int) -> list[Variant]:
     """Return all variants (combinations of macros) of this module's CUDA source.
 
-    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    They are the same for every `arch`, the GPU's compute capability (90 is 9.0), unlike those of some other sources.
     """
     return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 

@@ -19,7 +19,7 @@ def variant(dtype: torch.dtype, summed: bool) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return all variants (combinations of macros) of this module's CUDA source.
 
-    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    They are the same for every `arch`, the GPU's compute capability (90 is 9.0), unlike those of some other sources.
     """
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 

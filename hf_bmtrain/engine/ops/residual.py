@@ -69,9 +69,8 @@ class Master:
         The second moment is None if the optimizer has none in float32.
 
         Args:
-            device: the device of the results if the masters are stored as residuals (their differences from the
-                weights). None uses the residuals' device. Otherwise the stored tensors themselves are returned, and
-                `device` is ignored.
+            device: the device of the results; None uses that of the residuals. It is ignored unless masters are stored
+                as residuals (their differences from the weights): the stored tensors themselves are then returned.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -80,9 +79,9 @@ class Master:
         return join(self.weight.to(self.stored.device), self.stored, self.exp_avg_sq, device)
 
     def write(self, master: torch.Tensor) -> None:
-        """Store new masters. If they are stored as residuals, also set the weights to them, rounded to nearest even.
+        """Store new masters. If masters are stored as residuals, also set the weights to the rounded masters.
 
-        A residual is the difference between a master and its weight.
+        A residual is the difference between a master and its weight. The rounding is to nearest even.
 
         Args:
             master: float32 with n elements, of any shape and on any device.

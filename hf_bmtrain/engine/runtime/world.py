@@ -25,7 +25,9 @@ if TYPE_CHECKING:  # at run time, these folders import this one, so importing th
 
 
 class BufferCount:
-    """Counts the flat buffers that have been made, to number new ones. A buffer has the same number on every rank.
+    """Counts the flat buffers (1-D tensors of parameters) of this process, to number new ones.
+
+    A buffer has the same number on every rank.
 
     Attributes:
         made: the number of flat buffers made so far.
@@ -78,13 +80,13 @@ class World:
         device: the device on which this rank computes and stores its shards.
         gather: the communicator for all-gathers of flat tensors.
         reduce: the communicator for reductions of flat tensors.
-        shards: allocates and all-gathers shards.
+        shards: the object that allocates and all-gathers shards.
         shard_group: the communicator of the ranks that store different shards, for sums over shards. These are all
             ranks, or those of one host if every host stores all shards. A rank's number in it is the number of the
             rank's shard, which may differ from `rank`. Its broadcasts reach all ranks of the world.
         control: exchanges Python objects between the ranks.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
-        inside: counts how deeply forwards of layers and models are nested at present.
+        inside: counts the forwards of layers and models that are running now, one inside the other.
         schedule: decides in forward and backward when blocks are unsharded and resharded, and when their gradients are
             reduced.
         layer_features: creates, for each new block, the objects that decide when and how its forward is recomputed.
@@ -190,7 +192,7 @@ class World:
         agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
-        """Check the argument `comm` of BMTrain's functions. This package supports only communication between all ranks.
+        """Check the argument `comm` of a function with BMTrain's interface that communicates between all ranks only.
 
         Args:
             comm: None or this World. Both stand for all ranks.
@@ -205,7 +207,7 @@ class World:
             )
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
-        """Raise an error on every rank if any rank has a problem. Otherwise the other ranks would wait for that rank.
+        """Raise an error on every rank if any rank has a problem, so that no rank waits for one that has failed.
 
         Collective: every rank must call it.
 

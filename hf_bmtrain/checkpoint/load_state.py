@@ -295,7 +295,7 @@ class _Loading:
             buffer.prepare_write()
         try:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
-            wait_loader()  # for the copies to the device, which the reading threads may queue on another stream
+            wait_loader()  # wait for the copies to the device, because reading threads may queue them on another stream
         finally:
             # Mark the buffers as changed even if this rank has failed or has no elements to read, so that all ranks
             # all-gather them again.

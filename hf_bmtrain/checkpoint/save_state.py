@@ -438,12 +438,12 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """List the tensors to save, and return the other state of each optimizer, such as step counts.
+    """Return the tensors to save, and the remaining state of each optimizer, such as step counts.
 
     Collective: every rank must call it. Each tensor is an `Entry` (name, shape, this rank's elements). The entries are
     grouped by the base name of the files into which they are written, such as "model" or "optimizer".
 
-    trained_only: whether to list only trained parameters and buffers, instead of the whole model.
+    trained_only: whether to return only trained parameters and buffers, instead of the whole model.
     """
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []

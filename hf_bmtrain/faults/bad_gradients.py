@@ -62,10 +62,10 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """Count a step, and keep the results of its checks for `found`. After the last step to check, end the checks.
+        """Count a step, and keep the results of its checks for `found`.
 
-        The results of that last step are kept for one more step, because an OptimManager may notice only in the next
-        step that a step was skipped.
+        The checks end one step after the last of the 16 steps, because an OptimManager may notice only in the next step
+        that a step was skipped.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1

@@ -90,7 +90,7 @@ class Watch(Monitor):
         self._compare(communicator.collective_log)
 
     def _compare(self, collective_log: CollectiveLog) -> None:
-        """From now on, compare each new operation in `collective_log` with the same log of other ranks of this host.
+        """From now on, compare each new operation in `collective_log` with the logs of other ranks of this host.
 
         A collective log lists the operations that a rank has issued on one communicator. If the ranks' operations
         differ, the operation raises an error that explains the difference.
@@ -187,8 +187,8 @@ class Watch(Monitor):
         if self.problem is not None:  # an operation of this rank has already found a problem
             return self.problem
         # A rank's status contains only the last entries of its logs. Of two ranks, only the one that has issued more
-        # operations is sure to find the other's entries in its own log. So both compare: each with the rank before it
-        # and the rank after it.
+        # operations is sure to find the other's entries in its own log. So each rank compares its logs with those of
+        # the rank before it and of the rank after it.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -291,7 +291,7 @@ class Watch(Monitor):
         os._exit(1)
 
     def _is_told(self, seconds: float) -> bool:
-        """Wait at most `seconds` until this rank's program raises the error that it must raise. Return whether it does.
+        """Return whether this rank's program raises the error with which every rank must stop, within `seconds`.
 
         Also return True if the program ends, or stops this thread.
         """

@@ -184,7 +184,7 @@ def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
         known: the architectures for which the compiler can compile; 90 is compute capability 9.0.
 
     Raises:
-        RuntimeError: kernels compiled for these architectures do not run on the GPU.
+        RuntimeError: there is no such architecture in `known`.
     """
     wanted = 10 * capability[0] + capability[1]
     fitting = [arch for arch in known if arch // 10 == capability[0] and arch <= wanted]

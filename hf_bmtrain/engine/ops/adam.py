@@ -164,8 +164,8 @@ def adam_update(
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
         master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
-            the differences between float32 masters and bfloat16 weights (see residual.py). Then `weight` is read too,
-            and a negative sign of exp_avg_sq marks a residual of 32768, which is stored as -32768.
+            the differences between float32 masters and bfloat16 weights (see residual.py). With residuals, `weight` is
+            read too, and a negative sign of exp_avg_sq marks a residual of 32768, which is stored as -32768.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.

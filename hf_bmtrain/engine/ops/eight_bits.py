@@ -182,8 +182,8 @@ def adam8_update(
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
         master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
-            the differences between float32 masters and bfloat16 weights. The largest, 32768, is stored as 32767. Then
-            `weight` is read too.
+            the differences between float32 masters and bfloat16 weights. The largest, 32768, is stored as 32767. With
+            residuals, `weight` is read too.
         moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
         record: (12,) float32, this run's row of the records from `adam_prepare`.

@@ -16,8 +16,8 @@ EXIT = "the end of the program"
 class Monitor:
     """Watches the other ranks, to find out whether one has failed, is missing, or has issued different collectives.
 
-    If so, it stops this rank, which would otherwise wait for the other one without end. The methods of this base class
-    do nothing. It is used for a single process and in simulations.
+    If so, the monitor stops this rank, which would otherwise wait for the other rank forever. This base class, whose
+    methods do nothing, is used for a single process and in simulations.
 
     Attributes:
         names: {number of a flat buffer: the name by which messages refer to the buffer}.

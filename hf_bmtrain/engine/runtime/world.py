@@ -303,7 +303,7 @@ def synchronize() -> None:
 def wait_loader() -> None:
     """Wait until this rank's device has completed all queued work, so that a data loader does not run ahead of it.
 
-    This is not collective. It exists for compatibility with BMTrain, and this package does not need it.
+    This is not collective. Scripts written for BMTrain call it; with this package, training scripts need not.
     """
     world = current_world()
     torch.get_device_module(world.device).synchronize(world.device)

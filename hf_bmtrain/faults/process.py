@@ -78,7 +78,7 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
 
 
 def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
-    """Replace `sys.excepthook`, so that the other ranks learn of an exception. Return a function that restores it.
+    """Replace `sys.excepthook`, so that other ranks learn of uncaught exceptions. Return a function that restores it.
 
     watch: the monitor that tells the other ranks how this rank ended, and finds out which rank failed first.
     rank: this rank.

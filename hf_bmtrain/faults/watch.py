@@ -452,9 +452,9 @@ class Watch(Monitor):
         return None
 
     def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
-        """Return a text about the first difference between two ranks' operations of one communicator.
+        """Return a text about the first difference between this rank's and another rank's operations of a communicator.
 
-        The ranks are this one and `other`. Returns None if no difference is known.
+        Returns None if no difference is known.
 
         Args:
             collective_log: this rank's log of the operations.

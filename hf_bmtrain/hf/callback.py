@@ -271,10 +271,10 @@ class BMTrainCallback(TrainerCallback):
 
 
 def _average_train_loss(trainer: Any) -> None:
-    """Average Trainer's sum of the losses since the last log entry over the ranks, in place. Collective.
+    """Average over the ranks, in place, the sum of losses that Trainer has collected since its last log entry.
 
-    Trainer averages this sum when it writes a log entry, but not at the end of training, when it adds the sum to
-    `train_loss`.
+    Collective: every rank must call it. Trainer averages this sum when it writes a log entry, but not at the end of
+    training, when it adds the sum to `train_loss`.
     """
     loss = getattr(trainer, "_tr_loss", None)
     if isinstance(loss, torch.Tensor):
@@ -284,10 +284,11 @@ def _average_train_loss(trainer: Any) -> None:
 
 
 def _compare(control: Any, when: str) -> None:
-    """Compare this rank's flags (such as `should_save`) in Trainer's control with those of the other ranks.
+    """Check that the flags in Trainer's control (such as `should_save`) are the same on all ranks.
 
-    The flags are added to the list of this rank's operations, which is compared with the lists of other ranks. So this
-    function does not wait for other ranks. If two ranks differ, one of them raises RuntimeError.
+    Every rank must call this, but it does not wait for the others: it adds the flags to this rank's list of operations,
+    which is compared with the lists of other ranks. If the flags differ, one of the ranks raises RuntimeError, here or
+    in its next operation.
 
     Args:
         control: Trainer's TrainerControl.

@@ -94,10 +94,11 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
 
 def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
-    """Return the rows of an epoch's last batch: the number on all ranks without repeated rows, and the number per rank.
+    """Return two numbers of rows of the current batch: on all ranks without repeated rows, and per rank with them.
 
-    The first number is None for other batches and for a full last batch, and -1 if it is unknown. The second is None if
-    it is not fixed, because rank 0 reads the batch and Accelerate divides it.
+    The first is None if the batch needs no correction, because it is not the last of an epoch or is known to have no
+    repeated rows; -1 if the number is unknown. The second is None if it is not fixed, because rank 0 reads the batch
+    and Accelerate divides it.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or not loader.end_of_dataloader or loader._drop_last:
@@ -123,9 +124,7 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
 def _shorten(
     trainer: transformers.Trainer, inputs: Any, left: int, size: int | None, world: World
 ) -> tuple[_Short | None, str]:
-    """Return the last batch of an epoch without repeated rows, or None and the reason why they cannot be removed.
-
-    Collective: every rank must call it. With None, the reason is empty if the batch needs no change.
+    """Remove the repeated rows from the last batch of an epoch. Collective: every rank must call it.
 
     Args:
         trainer: the Trainer that trains.
@@ -133,6 +132,9 @@ def _shorten(
         left: the number of rows of all ranks that are not repeated.
         size: the number of rows of this rank, with repeated rows; None if it is not fixed.
         world: all ranks.
+
+    Returns:
+        (the batch, ""); (None, the reason why repeated rows cannot be removed); (None, "") if there are none.
     """
     found, shared = find_batch_size(inputs), ranks_per_row(trainer.model)
     groups, group = world.size // shared, world.rank // shared

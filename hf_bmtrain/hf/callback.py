@@ -41,18 +41,16 @@ class BMTrainCallback(TrainerCallback):
     """Trains a sharded model with Hugging Face's Trainer.
 
     When the trainer is constructed, the callback raises an error for arguments that do not work with a sharded model,
-    and shards adapters that the trainer added. Trainer itself saves only on rank 0. Therefore, before each save, the
-    callback lets every rank write its own elements of weights and optimizer state to the checkpoint. If `torch_compile`
-    is set, the callback compiles the blocks (transformer layers).
+    and shards adapters that the trainer added. If `torch_compile` is set, it compiles the blocks (transformer layers).
+    Before each save, it lets every rank write its own elements of weights and optimizer state to the checkpoint.
 
-    To each log entry that contains the training loss it adds samples_per_second and tokens_per_second (over all ranks),
-    model_tflops_per_device, peak_memory_gib (of the rank that uses most) and, with loss scaling, loss_scale. For
-    mixtures of experts it also adds router/busiest_share, router/unused_experts and router/aux_loss. If the gradient
-    norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and rank
-    that caused it. After three such norms in a row, training ends with an error.
+    To each log entry with the training loss, it adds samples_per_second and tokens_per_second (over all ranks),
+    model_tflops_per_device, peak_memory_gib (the largest of any rank) and, with loss scaling, loss_scale. For mixtures
+    of experts, it also adds router/busiest_share, router/unused_experts and router/aux_loss.
 
-    Training also ends with an error if callbacks set a flag of Trainer's control, such as `should_training_stop` or
-    `should_save`, on only some of the ranks. The error names the ranks and flags.
+    If the gradient norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block,
+    parameter and rank that caused it. Training ends with an error after three such norms in a row, or if callbacks set
+    a flag of Trainer's control (such as `should_save`) on only some of the ranks.
 
     Put this callback last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as
     TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.

@@ -69,8 +69,8 @@ class PendingReduce:
     def cancel(self) -> None:
         """Make the current stream wait until the reduction has ended, and discard its result.
 
-        If there is no running sum, the contents of the shard are undefined afterwards. If there is one, it and the
-        shard are undefined after a reduction with peer copies, and unchanged after any other reduction.
+        Without a running sum of gradient accumulation, the contents of the shard are undefined afterwards. With one,
+        the shard and the sum are unchanged, unless the reduction used peer copies: then both are undefined.
         """
         self.added = None
         self.wait()
@@ -301,9 +301,9 @@ class _CollectiveReducer(CollectingReducer):
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether the only gradient fills the flat buffer, contiguously and in its dtype.
+        """Return whether there is only one gradient, and it fills the flat buffer, contiguously and in its dtype.
 
-        If so, it can be reduced directly, and need not be copied into a flat tensor first.
+        Such a gradient is reduced directly, without being copied into a flat tensor first.
 
         gradients: the full gradients of the buffer's tensors. None stands for a gradient of zero.
         """

@@ -74,7 +74,7 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
 
 
 def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
-    """Yield each local parameter once, at a time when its full parameter is readable.
+    """Yield each local parameter once, while its full parameter is readable.
 
     Collective: every rank must call it. Only one flat buffer is unsharded at a time.
     """

@@ -169,7 +169,7 @@ class GradientBuffer:
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index, `.grad`) of every full parameter that has one. Call it before `send`, which drops them."""
+        """Yield (index, `.grad`) of every full parameter with a `.grad`. Call it before `send`, which clears them."""
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
                 yield index, full.grad

@@ -48,7 +48,7 @@ class _AcceleratorStates:
     """The methods that replace `save_state` and `load_state` of an Accelerator.
 
     With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. If the caller
-    names a folder instead, each call saves a new subfolder of it (checkpoint-1, checkpoint-2 and so on), and then
+    names a folder instead, each save creates a new subfolder of it (checkpoint-1, checkpoint-2 and so on), and then
     deletes the previous one.
     """
 

@@ -61,8 +61,8 @@ class PeerGather(Gather):
     """
 
     # [Note: meetings of gathers]
-    # Each of these waits is a meeting: an all-reduce of one element, which completes on no rank before the streams of
-    # all ranks have reached it. The copies run on separate streams, which first wait for the current stream.
+    # Ranks wait for each other by meetings. A meeting is an all-reduce of one element: it completes on no rank before
+    # the streams of all ranks have reached it. Copies run on separate streams, which first wait for the current stream.
     # * A rank enters the meeting of `_publish` after its own writes, and its later copies wait for the meeting, so they
     #   read the new values.
     # * Asynchronous updates are not published in this way, because the first gather would then wait for the last

@@ -114,10 +114,10 @@ class Mailboxes:
 class PeerReduction(Reduction):
     """Averages the gradients of blocks with peer copies: each rank writes directly to the memory of the other ranks.
 
-    Each rank copies the gradient elements of every other rank's shard, directly from autograd's tensors, into that
-    rank's mailbox, where they are laid out as in the shard. Then each rank sums the values in its mailbox and its own
-    values. All ranks must reduce the same flat buffers in the same order. The host waits only when mailboxes are
-    allocated or freed. For small shards and unsupported dtypes, collectives are used instead.
+    Each rank copies the gradient elements of every other rank's shard, directly from autograd's tensors, into a mailbox
+    of that rank: memory in which they are laid out as in the shard. Then each rank sums the values in its mailbox and
+    its own values. For small shards and unsupported dtypes, collectives are used instead. All ranks must reduce the
+    same flat buffers in the same order. The host waits only when mailboxes are allocated or freed.
     """
 
     # [Note: meetings of reductions]

@@ -215,10 +215,9 @@ class CollectingReducer:
             self._collected[index] = gradient
 
     def with_collected(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return the gradients passed to `send`, completed by those that were passed to `collect` earlier.
+        """Return `gradients` together with those that `collect` has accepted since the last `send`.
 
-        This object then drops its references to the latter. If a tensor has a gradient from both, their sum is
-        returned.
+        If a tensor has a gradient from both, their sum is returned. This object then refers to no gradient any more.
 
         gradients: for each tensor of the flat buffer, the gradient passed to `send`, or None.
         """
@@ -376,7 +375,7 @@ class _LocalReducer:
 
         The first call in a backward creates it.
 
-        shard: the flat tensor, if `total` is None. Otherwise new memory is the flat tensor.
+        shard: used as the flat tensor if `total` is None. Otherwise the flat tensor is new memory.
         total: the running sum of gradient accumulation, or None.
         """
         if self._open is None:

@@ -116,9 +116,9 @@ class ShardedBuffer:
         Args:
             source: this rank's tensor, which the all-gather sends.
             target: the memory that the all-gather fills; None if there is nothing to gather.
-            cut: the (start, stop) ranges of `source` that are also needed in `target`. An all-gather may skip the other
-                elements that come from this rank itself. None: only the elements of parameters that are divided between
-                ranks are needed, because this rank reads its other parameters from its shard.
+            cut: the (start, stop) ranges of `source` that must also be copied to `target`; an all-gather may leave out
+                this rank's other elements. None stands for the elements of parameters that are divided between ranks:
+                parameters that are entirely in this rank's shard are read there.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -236,7 +236,7 @@ class ShardedBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Free the full buffer, even if it is resident, that is, if `reshard` keeps it from step to step."""
+        """Free the full buffer, even if it is resident (so that `reshard` would keep it from step to step)."""
         if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()
             self._ticket = None

@@ -181,5 +181,5 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the elements as a 1-D uint8 tensor, in which equal NaNs compare as equal."""
+    """Return the bytes of the elements as a 1-D uint8 tensor, in which identical NaNs compare as equal."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

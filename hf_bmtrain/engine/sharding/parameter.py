@@ -55,9 +55,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         tp_mode: with tensor parallelism (`tp_size` of `init_distributed`), whether the ranks of a tensor-parallel group
             use the parameter for the same rows of the batch, or each have a part of it. If False, they use it for
             different rows, so its gradient is summed over the ranks of a group, and averaged over the groups.
-        tp_split_dim: the dimension on which a tensor is split over the ranks of a tensor-parallel group, or -1; ignored
-            without `tp_mode`. Each rank passes its part as `data`. The parameter has the shape of the part, and is
-            sharded over the ranks that have the same part. State dicts contain the tensor before the split.
+        tp_split_dim: with `tp_mode`, the dimension on which a tensor is split over the ranks of a tensor-parallel
+            group; -1 if it is not split. Each rank passes its part as `data`. The parameter has the shape of the part,
+            and is sharded over the ranks that have the same part. State dicts contain the tensor before the split.
 
     Attributes:
         full_shape: the shape of the full parameter, equal to `shape`.

@@ -321,7 +321,7 @@ def computes_loss(trainer: transformers.Trainer) -> bool:
 
 
 def first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | None:
-    """Return the first `kept` of the `rows` of `inputs`, or None if a tensor or list does not have that many rows."""
+    """Return `inputs` with only their first `kept` rows, or None if a tensor or list does not have `rows` rows."""
     found = {}
     for name, value in inputs.items():
         if isinstance(value, (torch.Tensor, list, tuple)):

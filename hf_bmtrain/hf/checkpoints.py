@@ -77,9 +77,9 @@ class TrainerCheckpoints:
         self._refer({"id": identity, "folder": str(folder)})
 
     def complete(self, best: str | None) -> None:
-        """Add checksums of Trainer's files to the checkpoint, then delete older checkpoints.
+        """Add checksums of Trainer's files to the checkpoint, then delete the oldest checkpoints beyond the limit.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The limit is Trainer's `save_total_limit`.
 
         Args:
             best: a checkpoint that must not be deleted, or None.
@@ -116,6 +116,8 @@ class TrainerCheckpoints:
 
     def _refer(self, reference: dict[str, Any]) -> None:
         """Replace the optimizer's state_dict() by one that returns only the parameter groups and `reference`.
+
+        Trainer then writes these to its optimizer.pt, instead of the optimizer state.
 
         reference: the id and the folder of the checkpoint that contains the optimizer state.
         """

@@ -103,9 +103,12 @@ class Mailboxes:
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
-        """Return bytes start:stop of the mailbox of `rank` with the same index as `box`, as a target for copies.
+        """Return bytes start:stop of a mailbox of another rank, as a target for copies.
 
         A mailbox is memory into which the other ranks copy gradients.
+
+        box: this rank's mailbox for the same reduction. The other rank's mailbox has the same index.
+        rank: the other rank.
         """
         begin = box.number * self.nbytes
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
@@ -251,10 +254,9 @@ class _PeerReducer(CollectingReducer):
         return PendingReduce(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the gradient, to be copied to other ranks, as a contiguous tensor (numel,); zeros for None.
+        """Return a full gradient as a contiguous tensor (numel,) in the flat buffer's dtype, to copy it to other ranks.
 
-        Its dtype becomes that of the flat buffer.
-
+        gradient: the full gradient. None stands for zeros.
         numel: the number of elements of the full gradient.
         like: a tensor with the dtype and device of the zeros.
         """

@@ -207,7 +207,7 @@ class ShardedBuffer:
             self._gather.gather(torch.empty_like(self._target.tensor), self._source, self._cut).wait()
 
     def _note_gather(self) -> None:
-        """Record an all-gather in the collective log, which the ranks compare to check that they do the same.
+        """Record an all-gather in the collective log, by which the ranks check that they run the same operations.
 
         The entry for a forward without gradients differs from that for training, so that the ranks notice if one rank
         evaluates while others train.
@@ -321,7 +321,7 @@ class ShardedBuffer:
         only on a rank whose shard contains the whole parameter. Writes are allowed if the shard is the full buffer.
 
         Args:
-            copies: further Parameters over the same memory that, as the caller has found, the forward wrote to.
+            copies: other Parameters over the same memory to which the forward wrote, as the caller has found.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

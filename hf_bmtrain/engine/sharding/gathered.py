@@ -91,7 +91,7 @@ def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
 
 @contextmanager
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
-    """Put full parameters into a model's modules inside the context, and let its forward and `state_dict` raise errors.
+    """Put full parameters into a model's modules inside the context; its forward and `state_dict` raise errors there.
 
     At the end, the local parameters are put back. If the code inside the context has replaced a parameter or module,
     this is undone, and RuntimeError is raised.

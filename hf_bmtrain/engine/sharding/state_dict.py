@@ -52,7 +52,7 @@ class StateDict(OrderedDict):
 
 
 def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
-    """Call `collect`, which fills a state dict with full parameters, and replace these by copies on the CPU.
+    """Fill a state dict with full parameters by calling `collect`, and replace them by copies on the CPU.
 
     Collective: every rank must call it. While `collect` runs, the modules have full instead of local parameters.
 

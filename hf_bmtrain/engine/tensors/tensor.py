@@ -662,7 +662,7 @@ class _Call:
         return {id(each) for each in find_tensors(written)}
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise a clearer error than `error` if an argument has the size of this rank's shard. Otherwise, return.
+        """Raise a clearer error than `error` if an argument of the wrong size is its likely cause. Otherwise, return.
 
         `error` was raised by the torch function that is being called, which computes with the full tensors. A frequent
         cause is a plain 1-D tensor, created with as many elements as this rank stores of a parameter, which does not

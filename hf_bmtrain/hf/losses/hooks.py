@@ -84,7 +84,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """Return the model without PEFT's wrapper."""
+    """Return the model inside PEFT's wrapper, or `model` itself if it is not wrapped by PEFT."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -48,7 +48,7 @@ class _AcceleratorStates:
     """The methods that replace `save_state` and `load_state` of an Accelerator.
 
     With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. If the caller
-    names a folder instead, each call saves a new subfolder of it (checkpoint-1, checkpoint-2 and so on), and then
+    names a folder instead, each save creates a new subfolder of it (checkpoint-1, checkpoint-2 and so on), and then
     deletes the previous one.
     """
 
@@ -105,14 +105,14 @@ class _AcceleratorStates:
         return saved.folder if automatic else root
 
     def load(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """Load the newest intact checkpoint in a folder: in `input_dir` or, with automatic naming, in Accelerate's own.
+        """Load the newest intact checkpoint in `input_dir`.
 
         Collective: every rank must call it. Damaged checkpoints are skipped, and the log says why. A folder in
         Accelerate's own format is loaded by Accelerate.
 
         Args:
-            input_dir: the folder that was passed to `save_state`, or one checkpoint. None stands for the folder of
-                automatic naming.
+            input_dir: the folder that was passed to `save_state`, or one checkpoint. None, with automatic naming, is
+                the folder `project_dir`/checkpoints.
             load_kwargs: passed to Accelerate's `load_state`.
             **options: passed to Accelerate's `load_state`.
 

@@ -41,18 +41,16 @@ class BMTrainCallback(TrainerCallback):
     """Trains a sharded model with Hugging Face's Trainer.
 
     When the trainer is constructed, the callback raises an error for arguments that do not work with a sharded model,
-    and shards adapters that the trainer added. Trainer itself saves only on rank 0. Therefore, before each save, the
-    callback lets every rank write its own elements of weights and optimizer state to the checkpoint. If `torch_compile`
-    is set, the callback compiles the blocks (transformer layers).
+    and shards adapters that the trainer added. If `torch_compile` is set, it compiles the blocks (transformer layers).
+    Before each save, it lets every rank write its own elements of weights and optimizer state to the checkpoint.
 
-    To each log entry that contains the training loss it adds samples_per_second and tokens_per_second (over all ranks),
-    model_tflops_per_device, peak_memory_gib (of the rank that uses most) and, with loss scaling, loss_scale. For
-    mixtures of experts it also adds router/busiest_share, router/unused_experts and router/aux_loss. If the gradient
-    norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and rank
-    that caused it. After three such norms in a row, training ends with an error.
+    To each log entry with the training loss, it adds samples_per_second and tokens_per_second (over all ranks),
+    model_tflops_per_device, peak_memory_gib (the largest of any rank) and, with loss scaling, loss_scale. For mixtures
+    of experts, it also adds router/busiest_share, router/unused_experts and router/aux_loss.
 
-    Training also ends with an error if callbacks set a flag of Trainer's control, such as `should_training_stop` or
-    `should_save`, on only some of the ranks. The error names the ranks and flags.
+    If the gradient norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block,
+    parameter and rank that caused it. Training ends with an error after three such norms in a row, or if callbacks set
+    a flag of Trainer's control (such as `should_save`) on only some of the ranks.
 
     Put this callback last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as
     TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
@@ -271,10 +269,10 @@ class BMTrainCallback(TrainerCallback):
 
 
 def _average_train_loss(trainer: Any) -> None:
-    """Average Trainer's sum of the losses since the last log entry over the ranks, in place. Collective.
+    """Average over the ranks, in place, the sum of losses that Trainer has collected since its last log entry.
 
-    Trainer averages this sum when it writes a log entry, but not at the end of training, when it adds the sum to
-    `train_loss`.
+    Collective: every rank must call it. Trainer averages this sum when it writes a log entry, but not at the end of
+    training, when it adds the sum to `train_loss`.
     """
     loss = getattr(trainer, "_tr_loss", None)
     if isinstance(loss, torch.Tensor):
@@ -284,10 +282,11 @@ def _average_train_loss(trainer: Any) -> None:
 
 
 def _compare(control: Any, when: str) -> None:
-    """Compare this rank's flags (such as `should_save`) in Trainer's control with those of the other ranks.
+    """Check that the flags in Trainer's control (such as `should_save`) are the same on all ranks.
 
-    The flags are added to the list of this rank's operations, which is compared with the lists of other ranks. So this
-    function does not wait for other ranks. If two ranks differ, one of them raises RuntimeError.
+    Every rank must call this, but it does not wait for the others: it adds the flags to this rank's list of operations,
+    which is compared with the lists of other ranks. If the flags differ, one of the ranks raises RuntimeError, here or
+    in its next operation.
 
     Args:
         control: Trainer's TrainerControl.

@@ -16,7 +16,7 @@ def calling_trainer() -> Trainer | None:
 
 
 def resumed_folder() -> str | None:
-    """Return the checkpoint folder from which the calling Trainer has resumed, or None."""
+    """Return the checkpoint folder from which the calling Trainer has resumed; None if it has not."""
     name = "resume_from_checkpoint"
     folder = next((frame.f_locals.get(name) for frame in _trainer_frames() if name in frame.f_code.co_varnames), None)
     return None if folder is None else os.fspath(folder)

@@ -77,9 +77,9 @@ class TrainerCheckpoints:
         self._refer({"id": identity, "folder": str(folder)})
 
     def complete(self, best: str | None) -> None:
-        """Add checksums of Trainer's files to the checkpoint, then delete older checkpoints.
+        """Add checksums of Trainer's files to the checkpoint, then delete the oldest checkpoints beyond the limit.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The limit is Trainer's `save_total_limit`.
 
         Args:
             best: a checkpoint that must not be deleted, or None.
@@ -116,6 +116,8 @@ class TrainerCheckpoints:
 
     def _refer(self, reference: dict[str, Any]) -> None:
         """Replace the optimizer's state_dict() by one that returns only the parameter groups and `reference`.
+
+        Trainer then writes these to its optimizer.pt, instead of the optimizer state.
 
         reference: the id and the folder of the checkpoint that contains the optimizer state.
         """
@@ -200,10 +202,10 @@ class TrainerCheckpoints:
         return self._args.train_batch_size * self._args.gradient_accumulation_steps * batches
 
     def _verify_without_reference(self, place: Path) -> None:
-        """Verify a checkpoint from which Trainer has resumed without loading optimizer state that `save` has written.
+        """Verify a checkpoint from which Trainer has resumed without loading optimizer state written by `save`.
 
         Collective: every rank must call it. A checkpoint that Trainer alone has saved is not verified. Raises
-        RuntimeError if the checkpoint is damaged, or if it does contain such optimizer state.
+        RuntimeError if the checkpoint is damaged, or if it contains such state, which Trainer should have loaded.
 
         place: the folder of the checkpoint.
         """
@@ -319,7 +321,10 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Return the error, if any, from reading the files that Trainer needs to resume from a checkpoint."""
+    """Return why Trainer cannot resume from a checkpoint: the error from reading its files. None if they are complete.
+
+    The files are those that Trainer itself has written.
+    """
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
         manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None

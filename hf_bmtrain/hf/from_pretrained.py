@@ -53,9 +53,9 @@ def from_pretrained(
     rank ever has the full model in memory. There is one difference: transformers overwrites the padding row of some
     loaded embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in the files.
 
-    Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files.
-    Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time; until the model
-    is sharded, each rank keeps 1/N of each. Weights that are not in the files stay in host memory in full until the
+    Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files. A
+    tensor that transformers converts (to another dtype, or by merging) is in host memory in full only during the
+    conversion; then each rank keeps 1/N of it. Weights that are not in the files are in host memory in full until the
     model is sharded. Device memory contains the shards and at most one full tensor.
 
     Args:
@@ -128,7 +128,7 @@ def from_pretrained(
 
 
 def _check_arguments(auto_class: Any, name_or_path: Any, blocks: Any) -> None:
-    """Raise TypeError or ValueError for wrong arguments before any file is read, instead of afterwards."""
+    """Raise TypeError or ValueError for wrong arguments, before any file is read."""
     if not callable(getattr(auto_class, "from_pretrained", None)):
         raise TypeError(f"auto_class must be a class such as AutoModelForCausalLM, got a {type(auto_class).__name__}")
     if name_or_path is not None:
@@ -150,7 +150,7 @@ def _find_block(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for an unsupported argument in `kwargs`, or a checkpoint that is quantized or has an adapter."""
+    """Raise ValueError for an unsupported argument in `kwargs`, or a checkpoint that is quantized or is an adapter."""
     way_out = "Load the model with the class's own from_pretrained instead, and pass it to bmt.auto_wrap."
     asked = [name for name in _REFUSED if kwargs.get(name)]
     if asked:
@@ -290,10 +290,10 @@ def _tie_equal(model: Any, world: World) -> None:
 
 
 def _report(model: torch.nn.Module, world: World) -> None:
-    """Log for how many parameters this rank has only its elements, and how many every rank has initialized in full.
+    """Log how many parameters were divided among the ranks while loading, and how many every rank has in full.
 
-    The former were read from memory-mapped files, or converted by transformers while it read them. The latter are not
-    in the files.
+    The former are read from memory-mapped files, or were converted by transformers. The latter are not in the files, so
+    every rank has initialized them.
     """
     scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]

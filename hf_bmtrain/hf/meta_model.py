@@ -13,7 +13,7 @@ from ..features.loss.chunked_head import fuse_causal_loss
 
 
 def read_config(path: str | os.PathLike) -> Any:
-    """Return the model configuration in a folder or file. Raises ValueError if transformers cannot read it."""
+    """Read a model's config.json, given the file or its folder. Raises ValueError if transformers cannot read it."""
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:

@@ -147,10 +147,12 @@ def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
 
 
 def most_rows(peak: Callable[[int], int], usable: int) -> int:
-    """Return the largest number of rows (sequences per GPU) whose peak memory is at most `usable` bytes, possibly 0.
+    """Return the largest number of rows (sequences per GPU) with which a step needs at most `usable` bytes of memory.
 
-    peak: a function that returns the peak memory in bytes for a number of rows. It must be increasing, and is slow. The
-        closer it is to linear, the fewer calls are needed.
+    The result is 0 if not even one row fits.
+
+    peak: a slow function that returns the peak memory in bytes for a number of rows, and increases with it. The closer
+        it is to linear, the fewer calls are needed.
     """
     known = {0: 0, 1: peak(1)}
     # `low` rows are known to fit. `high` rows are known (or, for _MOST_ROWS, assumed) not to fit.

@@ -41,7 +41,7 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     without it, undo what an earlier call changed for another model.
 
     Args:
-        model: the model.
+        model: the sharded model.
         args: the trainer's TrainingArguments.
 
     Raises:
@@ -74,8 +74,8 @@ def follow_shared_rows(model: Any, args: Any) -> None:
 def gather_rows_once(trainer: Trainer) -> None:
     """Make evaluations of `trainer` gather each row once, although with `sequence_parallel` several ranks share it.
 
-    The row is taken from the first of these ranks. After gathering, Accelerate removes the rows with which it has
-    filled up the last batch. It would remove the wrong ones if there were several copies of each row.
+    Each row is taken from the first of the ranks that share it. After gathering, Accelerate removes the rows with which
+    it has filled up the last batch. It would remove the wrong rows if there were several copies of each.
     """
     size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
     if size == 1 or "gather_for_metrics" in vars(accelerator):

@@ -23,7 +23,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Speedometer(Observer):
-    """Counts the samples, tokens and FLOPs of the model's training forwards, and measures their time, until `close`.
+    """Measures the speed of training: samples, tokens and FLOPs of the model's training forwards per second.
 
     The FLOPs are those that training requires, without recomputation. Per token they are 6N for N parameters in matrix
     products, and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022, appendix B).
@@ -114,9 +114,8 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 class ParameterCount:
     """Counts the elements of a model's full parameters. Tied parameters count once.
 
-    Trainer requests the count in every step, for its total_flos. To save time, it gets the same answer in KEPT steps.
-    Then the modules are compared with those of the last count, and searched again only if a module or parameter was
-    added, removed or replaced.
+    Trainer requests the count in every step, for its total_flos. To save time, it gets the same answer for KEPT steps.
+    Afterwards, the parameters are counted again only if a module or parameter was added, removed or replaced.
     """
 
     KEPT = 20

@@ -36,7 +36,7 @@ class StagedWeights:
             model.state_dict = self.state_dict
 
     def gather(self, checkpoint: bool) -> None:
-        """Gather the full weights on rank 0, unless those that it has are up to date.
+        """Gather the full weights on rank 0, unless weights that were gathered earlier are still up to date.
 
         Collective: every rank must call it.
 

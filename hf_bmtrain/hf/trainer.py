@@ -20,8 +20,8 @@ _Base: Any = transformers.Trainer
 class TrainerMixin:
     """Adds a BMTrainCallback to a trainer, so that it can train a sharded model.
 
-    In addition, all reporters receive the callback's metrics, parameters are counted by their full shapes, and
-    `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
+    In addition, all reporters (such as TensorBoard) receive the callback's metrics, parameters are counted by their
+    full shapes, and `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
 
     Args:
         *args: passed to the trainer's class.
@@ -77,9 +77,9 @@ class TrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a checkpoint to resume from; each rank reads only its own elements.
 
-        The trainer's own method would read the full weights on every rank. It is called only if the ranks did not write
-        their elements of the weights to the checkpoint. If the checkpoint has an optimizer.pt, nothing is read here,
-        because the weights are loaded with the optimizer when training begins.
+        The trainer's own method, which reads the full weights on every rank, is called only for checkpoints to which
+        the ranks did not write their own elements. If the checkpoint has an optimizer.pt, nothing is read here, because
+        the weights are loaded with the optimizer when training begins.
         """
         folder = Path(resume_from_checkpoint)
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):
@@ -106,7 +106,7 @@ class TrainerMixin:
         """Gather the weights, and call the trainer's `save_model`, which saves on rank 0.
 
         Collective: every rank must call it. If Trainer itself calls this method, as for a checkpoint, it sets
-        `_internal_call`. The weights are then not gathered here.
+        `_internal_call`. The weights are then not gathered here: for a checkpoint, the callback has prepared them.
 
         Args:
             *args: passed to the trainer's `save_model`.

@@ -102,11 +102,9 @@ def _digest(text: str) -> str:
 def fingerprint(tensor: torch.Tensor) -> str:
     """Return a text with a hash of some of a tensor's elements, which `agree` can compare between ranks.
 
-    The host waits for the device.
-
     Of a tensor with more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, so
     that little of a memory-mapped file is loaded. Differences in other elements are missed, but weights and optimizer
-    states of different steps, seeds or runs differ nearly everywhere.
+    states of different steps, seeds or runs differ nearly everywhere. The host waits for the tensor's device.
     """
     flat = tensor.detach().resolve_conj().reshape(-1)
     if len(flat) > 3 * _SAMPLED:

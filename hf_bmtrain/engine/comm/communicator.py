@@ -113,7 +113,8 @@ class Communicator(Protocol):
 
         Args:
             abort: whether to abandon operations that still wait for other ranks. With gloo, they get one more second to
-                end. To abort the NCCL communicators of a GPU, call `nccl.abort_all` with all of them instead.
+                end. To abort the NCCL communicators of a GPU, call `nccl.abort_all` with all of them instead, because
+                aborting them one after another would deadlock.
         """
 
 

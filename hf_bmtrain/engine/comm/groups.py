@@ -18,10 +18,10 @@ from .streams import Immediate, Ticket, WorkStream, work_stream
 
 
 class ShardGroup:
-    """The communicator of the ranks that store different shards, if every host stores all shards (`shard_over="host"`).
+    """A communicator for shards that are divided among the ranks of each host, so that every host stores all shards.
 
-    Collectives take place between the ranks of this host. Only a broadcast goes from a rank of the first host to all
-    ranks of all hosts.
+    This is used with `shard_over="host"`. Collectives take place between the ranks of this host. Only a broadcast goes
+    from a rank of the first host to all ranks of all hosts.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -63,9 +63,9 @@ class ShardGroup:
 class EqualSums(ShardGroup):
     """A communicator of the ranks of this host whose sums are equal bit for bit on all hosts.
 
-    It is used if every host stores all shards. Every host gets the sums of the first host. Otherwise, hosts might add
-    the values in different orders. Gradient norms could then differ in the last bit, each host would clip its gradients
-    differently, and the hosts' copies of the weights would drift apart.
+    This is used if every host stores all shards. Every host gets the sums of the first host. If each host computed its
+    own sums, it might add the values in a different order. Gradient norms could then differ in the last bit, each host
+    would clip its gradients differently, and the hosts' copies of the weights would drift apart.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -89,11 +89,9 @@ class EqualSums(ShardGroup):
 class TwoLevels:
     """The communicator of all ranks of several hosts, which all-gathers first between hosts and then inside each host.
 
-    Every host must have the same number of ranks. Every shard is sent to each other host only once. A rank stores the
-    shard with the number (its index on its host) · (number of hosts) + (index of its host). A rail (the ranks with the
-    same index on their hosts) therefore fills one contiguous part of the full buffer, and the ranks of a host then
-    exchange these parts. Means are computed in the opposite order: first inside each host, then between hosts. Other
-    collectives use the communicator of all ranks.
+    Every shard is thus sent to each other host only once. Means are computed in the opposite order: first inside each
+    host, then between hosts. Other collectives use the communicator of all ranks. Every host must have the same number
+    of ranks.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -111,6 +109,8 @@ class TwoLevels:
         order: Sequence[int],
         device: torch.device,
     ) -> None:
+        # Shards are numbered so that the ranks with the same index on their hosts (a rail) store consecutive shards.
+        # All-gathered between hosts, these shards are one contiguous part of the full buffer.
         self.rank, self.size = inside.rank * rail.size + rail.rank, world.size
         self.collective_log: CollectiveLog = world.collective_log
         self.inside, self.rail, self._world, self._order = inside, rail, world, order

@@ -63,9 +63,9 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times): reserve `times` as many elements as the first n tensors together have, all in the first
-                shard. The elements that they do not need are padding after them. If the buffer is sent with one byte
-                per element, there is thus room for `times` bytes per element of these tensors.
+            spread: (n, times): reserve `times` elements in the first shard for each element of the first n tensors. The
+                elements that they do not need are padding after them. If the buffer is sent with one byte per element,
+                there is thus room for `times` bytes per element of these tensors.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0

@@ -50,28 +50,32 @@ class PeerGather(Gather):
     """All-gathers shards by copying them from the memory of the other ranks. Small shards are gathered by collectives.
 
     A gather by copies is not collective: between two changes of the weights, ranks may gather different numbers of
-    times. A *meeting* is an all-reduce of one element. It completes on no rank before the streams of all ranks have
-    reached it. These rules ensure that every copy reads complete and current values:
+    times. Ranks wait for each other only at changes of the weights:
 
-    * `allocate` places a shard in memory that every rank maps. `gather` copies all ranks' shards into `full`, on
-      separate streams that first wait for the work queued on the current stream.
-    * The first gather after a change of the weights *publishes* the new values with a meeting. Each rank enters the
-      meeting after its own writes, and its later copies wait for the meeting, so they read the new values.
-    * Asynchronous updates by an optimizer are not published in this way, because the first gather would then wait for
-      the last update. Instead, the optimizer's step calls `announce` for each updated shard. This starts a separate
-      meeting for each shard, on another communicator and stream, which waits only for the update of that shard. Gathers
-      of the shard wait for this meeting. All ranks announce the same shards in the same order. Updates do not wait for
-      gathers, so the meeting completes even if a rank gathers nothing.
-    * `wait_for_readers` is a meeting that each rank enters after the copies that it has started. Weights may be written
-      after it. It is called at the end of every backward, and by functions such as `synchronize`.
-    * If weights are written although they were gathered since the last `wait_for_readers`, a slower rank may have read
-      them while they were being written. If no `wait_for_readers` follows before the next gather, that gather raises
-      RuntimeError.
-    * Such a write is safe in one case: an update inside a backward (`update_in_backward`). By then the shard's gradient
-      has been reduced, and every rank contributed to it only after its last gather of the shard in this backward. The
-      update is not announced. The `wait_for_readers` at the end of the backward comes before the next gather, which
-      publishes the update.
+    * The first gather after a change waits until every rank has written its new values. All ranks must then gather, or
+      call `publish`.
+    * After an asynchronous update by an optimizer, which `announce` registers, gathers of a shard wait until every rank
+      has updated it.
+    * Weights may be written again after `wait_for_readers`, which waits for the copies of all ranks. It is called at
+      the end of every backward.
     """
+
+    # [Note: meetings of gathers]
+    # Ranks wait for each other by meetings. A meeting is an all-reduce of one element: it completes on no rank before
+    # the streams of all ranks have reached it. Copies run on separate streams, which first wait for the current stream.
+    # * A rank enters the meeting of `_publish` after its own writes, and its later copies wait for the meeting, so they
+    #   read the new values.
+    # * Asynchronous updates are not published in this way, because the first gather would then wait for the last
+    #   update. Instead, `announce` starts a separate meeting for each shard, on another communicator and stream, which
+    #   waits only for the update of that shard. All ranks announce the same shards in the same order. Updates do not
+    #   wait for gathers, so the meeting completes even if a rank gathers nothing.
+    # * If weights are written although they were gathered since the last `wait_for_readers`, a slower rank may have
+    #   read them while they were being written. If no `wait_for_readers` follows before the next gather, that gather
+    #   raises RuntimeError.
+    # * Such a write is safe in one case: an update inside a backward (`update_in_backward`). By then the shard's
+    #   gradient has been reduced, and every rank contributed to it only after its last gather of the shard in this
+    #   backward. The update is not announced. The `wait_for_readers` at the end of the backward comes before the next
+    #   gather, which publishes the update.
 
     def __init__(
         self,
@@ -176,9 +180,7 @@ class PeerGather(Gather):
         self._publish()
 
     def _publish(self) -> None:
-        """Make the gathers that follow read the present values of all shards.
-
-        They wait until every rank has completed its writes to its shards.
+        """Make later gathers wait until every rank has completed its writes, so that they read the present values.
 
         Collective: every rank must call it.
         """

@@ -16,7 +16,7 @@ from .communicator import DONE, Ticket
 
 
 class PeerMemory(Protocol):
-    """Allocates memory that other processes of this host can map, maps theirs, and copies from and to it."""
+    """Allocates memory that other processes of this host can map, maps their memory, and copies between processes."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
         """Allocate zeroed memory that other processes of this host can map.

@@ -96,16 +96,19 @@ class Mailboxes:
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return the mailbox of the previous reduction, if `box` is this rank's mailbox of the present one.
+        """Return this rank's mailbox for the reduction before that of `box`, another mailbox of this rank.
 
         A mailbox is memory into which the other ranks copy gradients. Mailboxes are used in turn.
         """
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
-        """Return bytes start:stop of the mailbox of `rank` with the same index as `box`, as a target for copies.
+        """Return bytes start:stop of a mailbox of another rank, as a target for copies.
 
         A mailbox is memory into which the other ranks copy gradients.
+
+        box: this rank's mailbox for the same reduction. The other rank's mailbox has the same index.
+        rank: the other rank.
         """
         begin = box.number * self.nbytes
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
@@ -114,32 +117,27 @@ class Mailboxes:
 class PeerReduction(Reduction):
     """Averages the gradients of blocks with peer copies: each rank writes directly to the memory of the other ranks.
 
-    For small shards and unsupported dtypes, collectives are used instead.
-
-    Nothing is packed. Each rank copies the gradient elements of every other rank's shard, directly from autograd's
-    tensors, into that rank's mailbox, where they are laid out as in the shard. Then each rank sums the values in its
-    mailbox and its own values. A *meeting* is an all-reduce of one element. It completes on no rank before the streams
-    of all ranks have reached it. All ranks reduce the same flat buffers in the same order. Each rank has S mailboxes,
-    with S >= 2, and reduction k uses mailbox k mod S. The copies run on separate streams. In addition, each rank uses
-    two streams:
-
-    * `pushing` starts the copies of reduction k. It first waits for the work that was queued on the current stream when
-      `send` was called, which computes the gradients. It also waits for meeting k-S+1, after which the mailboxes are
-      free.
-    * `adding` waits until these copies are complete, enters meeting k, and then sums the values.
-
-    No other synchronization is needed, for these reasons:
-
-    * All values have arrived before they are summed, because each rank enters meeting k after its own copies of
-      reduction k are complete, and sums after the meeting.
-    * No mailbox is filled while it is read. Each rank enters meeting k+1 after it has summed reduction k, because both
-      are on the stream `adding`, in this order. So after meeting k+1 no rank reads its mailbox k mod S. The next copies
-      into it belong to reduction k+S and wait for that meeting. (With S = 1 they would wait for their own meeting,
-      which waits for them.)
-    * Autograd's gradients are not freed before `PendingReduce.wait`. The shard and the running sum are allocated on the
-      current stream before `send`, written after it, and read after `wait`.
-    * The host waits only when mailboxes are allocated or freed, which all ranks do together.
+    Each rank copies the gradient elements of every other rank's shard, directly from autograd's tensors, into a mailbox
+    of that rank: memory in which they are laid out as in the shard. Then each rank sums the values in its mailbox and
+    its own values. For small shards and unsupported dtypes, collectives are used instead. All ranks must reduce the
+    same flat buffers in the same order. The host waits only when mailboxes are allocated or freed.
     """
+
+    # [Note: meetings of reductions]
+    # A meeting is an all-reduce of one element. It completes on no rank before the streams of all ranks have reached
+    # it. Each rank has S >= 2 mailboxes, and reduction k uses mailbox k mod S. Two streams put the work in order:
+    # * `_pushing` starts the copies of reduction k. It first waits for the work that was queued on the current stream
+    #   when `send` was called, which computes the gradients, and for meeting k-S+1, after which the mailboxes are free.
+    # * `_adding` waits until these copies are complete, enters meeting k, and then sums the values.
+    # No other synchronization is needed, for these reasons:
+    # * All values have arrived before they are summed, because each rank enters meeting k after its own copies of
+    #   reduction k are complete, and sums after the meeting.
+    # * No mailbox is filled while it is read. Each rank enters meeting k+1 after it has summed reduction k, because
+    #   both are on the stream `_adding`, in this order. So after meeting k+1 no rank reads its mailbox k mod S. The
+    #   next copies into it belong to reduction k+S and wait for that meeting. (With S = 1 they would wait for their own
+    #   meeting, which waits for them.)
+    # * Autograd's gradients are not freed before `PendingReduce.wait`. The shard and the running sum are allocated on
+    #   the current stream before `send`, written after it, and read after `wait`.
 
     def __init__(
         self,
@@ -207,7 +205,7 @@ class PeerReduction(Reduction):
         self._pushing.after(box.free)
         self._pushing.run(lambda: self._memory.copy([pushed]).wait())
         self._adding.after(self._pushing.record_event())
-        # This all-reduce, meeting k in PeerReduction's description, completes when every rank has made its copies.
+        # This all-reduce (see [Note: meetings of reductions]) completes when every rank has made its copies.
         self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())
         self.boxes.before(box).free = self._adding.record_event()
         self._adding.run(add)
@@ -256,10 +254,9 @@ class _PeerReducer(CollectingReducer):
         return PendingReduce(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the gradient, to be copied to other ranks, as a contiguous tensor (numel,); zeros for None.
+        """Return a full gradient as a contiguous tensor (numel,) in the flat buffer's dtype, to copy it to other ranks.
 
-        Its dtype becomes that of the flat buffer.
-
+        gradient: the full gradient. None stands for zeros.
         numel: the number of elements of the full gradient.
         like: a tensor with the dtype and device of the zeros.
         """

@@ -69,8 +69,8 @@ class PendingReduce:
     def cancel(self) -> None:
         """Make the current stream wait until the reduction has ended, and discard its result.
 
-        If there is no running sum, the contents of the shard are undefined afterwards. If there is one, it and the
-        shard are undefined after a reduction with peer copies, and unchanged after any other reduction.
+        Without a running sum of gradient accumulation, the contents of the shard are undefined afterwards. With one,
+        the shard and the sum are unchanged, unless the reduction used peer copies: then both are undefined.
         """
         self.added = None
         self.wait()
@@ -215,10 +215,9 @@ class CollectingReducer:
             self._collected[index] = gradient
 
     def with_collected(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return the gradients passed to `send`, completed by those that were passed to `collect` earlier.
+        """Return `gradients` together with those that `collect` has accepted since the last `send`.
 
-        This object then drops its references to the latter. If a tensor has a gradient from both, their sum is
-        returned.
+        If a tensor has a gradient from both, their sum is returned. This object then refers to no gradient any more.
 
         gradients: for each tensor of the flat buffer, the gradient passed to `send`, or None.
         """
@@ -301,9 +300,9 @@ class _CollectiveReducer(CollectingReducer):
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether the only gradient fills the flat buffer, contiguously and in its dtype.
+        """Return whether there is only one gradient, and it fills the flat buffer, contiguously and in its dtype.
 
-        If so, it can be reduced directly, and need not be copied into a flat tensor first.
+        Such a gradient is reduced directly, without being copied into a flat tensor first.
 
         gradients: the full gradients of the buffer's tensors. None stands for a gradient of zero.
         """
@@ -376,7 +375,7 @@ class _LocalReducer:
 
         The first call in a backward creates it.
 
-        shard: the flat tensor, if `total` is None. Otherwise new memory is the flat tensor.
+        shard: used as the flat tensor if `total` is None. Otherwise the flat tensor is new memory.
         total: the running sum of gradient accumulation, or None.
         """
         if self._open is None:

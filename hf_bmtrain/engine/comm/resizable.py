@@ -65,10 +65,7 @@ class ResizableStorage:
 
 
 def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether `tensor` and `other` share one storage. If `tensor` is sparse, that of its values is compared.
-
-    other: a dense tensor.
-    """
+    """Return whether `tensor` (or its values, if it is sparse) and the dense tensor `other` share one storage."""
     try:
         return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
     except NotImplementedError:  # sparse tensors, and tensors inside vmap, have no storage

@@ -116,9 +116,9 @@ class ShardedBuffer:
         Args:
             source: this rank's tensor, which the all-gather sends.
             target: the memory that the all-gather fills; None if there is nothing to gather.
-            cut: the (start, stop) ranges of `source` that are also needed in `target`. An all-gather may skip the other
-                elements that come from this rank itself. None: only the elements of parameters that are divided between
-                ranks are needed, because this rank reads its other parameters from its shard.
+            cut: the (start, stop) ranges of `source` that must also be copied to `target`; an all-gather may leave out
+                this rank's other elements. None stands for the elements of parameters that are divided between ranks:
+                parameters that are entirely in this rank's shard are read there.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -207,7 +207,7 @@ class ShardedBuffer:
             self._gather.gather(torch.empty_like(self._target.tensor), self._source, self._cut).wait()
 
     def _note_gather(self) -> None:
-        """Record an all-gather in the collective log, which the ranks compare to check that they do the same.
+        """Record an all-gather in the collective log, by which the ranks check that they run the same operations.
 
         The entry for a forward without gradients differs from that for training, so that the ranks notice if one rank
         evaluates while others train.
@@ -236,7 +236,7 @@ class ShardedBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Free the full buffer, even if it is resident, that is, if `reshard` keeps it from step to step."""
+        """Free the full buffer, even if it is resident (so that `reshard` would keep it from step to step)."""
         if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()
             self._ticket = None
@@ -321,7 +321,7 @@ class ShardedBuffer:
         only on a rank whose shard contains the whole parameter. Writes are allowed if the shard is the full buffer.
 
         Args:
-            copies: further Parameters over the same memory that, as the caller has found, the forward wrote to.
+            copies: other Parameters over the same memory to which the forward wrote, as the caller has found.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

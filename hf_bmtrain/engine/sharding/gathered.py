@@ -74,7 +74,7 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
 
 
 def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
-    """Yield each local parameter once, at a time when its full parameter is readable.
+    """Yield each local parameter once, while its full parameter is readable.
 
     Collective: every rank must call it. Only one flat buffer is unsharded at a time.
     """
@@ -91,7 +91,7 @@ def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
 
 @contextmanager
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
-    """Put full parameters into a model's modules inside the context, and let its forward and `state_dict` raise errors.
+    """Put full parameters into a model's modules inside the context; its forward and `state_dict` raise errors there.
 
     At the end, the local parameters are put back. If the code inside the context has replaced a parameter or module,
     this is undone, and RuntimeError is raised.
@@ -181,5 +181,5 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the elements as a 1-D uint8 tensor, in which equal NaNs compare as equal."""
+    """Return the bytes of the elements as a 1-D uint8 tensor, in which identical NaNs compare as equal."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

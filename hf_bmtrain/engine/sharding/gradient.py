@@ -169,7 +169,7 @@ class GradientBuffer:
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index, `.grad`) of every full parameter that has one. Call it before `send`, which drops them."""
+        """Yield (index, `.grad`) of every full parameter with a `.grad`. Call it before `send`, which clears them."""
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
                 yield index, full.grad
@@ -217,11 +217,11 @@ class GradientBuffer:
             self._unused.post(self._absent)
 
     def receive(self) -> bool:
-        """Wait for the mean, add it to the accumulated gradient if there is one, and set the local parameters' `.grad`.
+        """Wait for the averaged gradients that `send` has started, and set the `.grad` of the local parameters.
 
-        Each `.grad` is a view of `shard`, this rank's shard of the flat gradient. A parameter that this rank did not
-        use gets a `.grad` only if another rank used it. With one rank, or if parameters have gradient hooks, this call
-        finds out whether another rank did.
+        If gradients are accumulated, they are first added to the earlier ones. Each `.grad` is a view of `shard`, this
+        rank's shard of the flat gradient. A parameter that this rank did not use gets a `.grad` only if another rank
+        used it. With one rank, or if parameters have gradient hooks, this call finds out whether another rank did.
 
         Returns:
             True if this is still unknown for some parameters. Then `decide` must be called later, which sets their

@@ -44,16 +44,6 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     as a plain tensor, which may be empty. A forward that reads the parameter as an attribute of a `DistributedModule`
     gets the full parameter.
 
-    With tensor parallelism (`tp_size` of `init_distributed`), there are three cases:
-
-    * `tp_mode` and `tp_split_dim`: a tensor is split over the ranks of a tensor-parallel group, and each rank passes
-      its part as `data`. The parameter has the shape of the part, and is sharded over the ranks that have the same
-      part. State dicts contain the tensor before the split.
-    * only `tp_mode`: the ranks of a group use the full parameter for the same rows of the batch, so its gradient is the
-      mean over all ranks.
-    * without `tp_mode`: the ranks of a group use it for different rows, so its gradient is summed over the ranks of
-      a group, and averaged over the groups.
-
     After a backward, a parameter has a `.grad` if any rank used it. Ranks that did not use it contribute zeros to the
     mean. The `.grad` of a parameter that no rank used does not change (it is None at first), as in plain torch.
 
@@ -62,9 +52,12 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         requires_grad: whether the parameter requires a gradient.
         init_method: a function that fills a full tensor in place; `init_parameters` calls it.
         group: a name by which `grouped_parameters` groups parameters.
-        tp_mode: whether the ranks of a tensor-parallel group use the parameter for the same rows, or each have a part
-            of it.
-        tp_split_dim: the dimension on which the tensor is split over the group, or -1. It is ignored without `tp_mode`.
+        tp_mode: with tensor parallelism (`tp_size` of `init_distributed`), whether the ranks of a tensor-parallel group
+            use the parameter for the same rows of the batch, or each have a part of it. If False, they use it for
+            different rows, so its gradient is summed over the ranks of a group, and averaged over the groups.
+        tp_split_dim: with `tp_mode`, the dimension on which a tensor is split over the ranks of a tensor-parallel
+            group; -1 if it is not split. Each rank passes its part as `data`. The parameter has the shape of the part,
+            and is sharded over the ranks that have the same part. State dicts contain the tensor before the split.
 
     Attributes:
         full_shape: the shape of the full parameter, equal to `shape`.
@@ -312,7 +305,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return memo.setdefault(id(self), full)
 
     def refuse_copy(self) -> None:
-        """Raise an error if the parameter cannot be deep-copied, which is so if it is quantized.
+        """Check that the parameter can be deep-copied.
 
         Raises:
             RuntimeError: the parameter is quantized.

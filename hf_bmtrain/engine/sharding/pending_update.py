@@ -13,18 +13,12 @@ from ..comm.streams import Ticket
 class PendingUpdate:
     """The last update of a shard that an optimizer started asynchronously, for example on another stream.
 
-    The current stream must wait for the update before the shard is read or written. These callers wait:
+    The current stream must wait for the update before the shard is read or written. `ShardedBuffer.gather` does so, and
+    thus everything that gathers weights, and so do torch operations on a local parameter, its `.data`, and
+    `parameter.take`. If other ranks copy weights directly from this rank's memory, `announce` makes them wait as well.
 
-    * `ShardedBuffer.gather`, and so everything that gathers weights: forward, backward, `parameter.gather()` and
-      `state_dict`
-    * torch operations on a local parameter, its `.data`, and `parameter.take`
-
-    Other ranks also get the updated weights: each rank waits before it passes its shard to a collective, and `announce`
-    makes copies from other GPUs' memory wait for the updates of all ranks. The gradients that the update reads are not
-    overwritten too early either, because the next gradient is written after a forward that has waited.
-
-    This object refers to the gradients until `wait`, so that the allocator does not reuse their memory while the update
-    still reads them.
+    Until `wait`, this object refers to the gradients that the update reads, so that the allocator does not reuse their
+    memory.
 
     Attributes:
         ticket: a handle whose `wait` makes the current stream wait until the update has written the shard; None if no
@@ -46,6 +40,7 @@ class PendingUpdate:
                 before earlier updates do.
             gradients: the tensors that the update reads.
         """
+        # The next backward cannot overwrite these gradients too early, because the forward before it waits.
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
 
 
 def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
-    """Return (module, name, parameter) for every parameter that one of these modules itself has, not its children."""
+    """Return (module, name, parameter) for every parameter of these modules, without those of their submodules."""
     return [
         (module, name, parameter)
         for module in modules
@@ -56,7 +56,7 @@ def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
 
 
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
-    """Return a Slot for each local (sharded) parameter that one of these modules itself has, not its children.
+    """Return a Slot for each local (sharded) parameter of these modules, without those of their submodules.
 
     A Slot is an entry of a module's `_parameters` that can be set to the local or the full parameter.
     """

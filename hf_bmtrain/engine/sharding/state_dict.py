@@ -29,7 +29,8 @@ class StateDict(OrderedDict):
     def copy_to_cpu(self, source: Hashable, value: torch.Tensor) -> torch.Tensor:
         """Return a copy of `value` on the CPU, or an empty tensor if this rank does not keep the values.
 
-        Later calls with the same `source` return the same tensor, so tied weights stay tied.
+        source: a key that identifies the memory of `value`. Later calls with the same key return the same tensor, so
+            that tied weights stay tied.
         """
         if source not in self.copies:
             self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0, device="cpu")
@@ -51,7 +52,7 @@ class StateDict(OrderedDict):
 
 
 def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
-    """Call `collect`, which fills a state dict with full parameters, and replace these by copies on the CPU.
+    """Fill a state dict with full parameters by calling `collect`, and replace them by copies on the CPU.
 
     Collective: every rank must call it. While `collect` runs, the modules have full instead of local parameters.
 
@@ -163,8 +164,8 @@ def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
 def _gather_on_save(module, state_dict, prefix, metadata) -> None:
     """Replace local parameters in `state_dict` by full tensors on the CPU. Collective: every rank must call it.
 
-    This is a state_dict post-hook of the modules inside a block. It has an effect if the user calls such a module's own
-    `state_dict`. During `state_dict` of the block or the model, the modules hold full parameters, so nothing is done.
+    This is a state_dict post-hook of the modules inside a block, for users that call such a module's own `state_dict`.
+    During `state_dict` of the block or the model, the modules hold full parameters, so nothing is done.
 
     prefix: the module's name in front of its parameters' names in `state_dict`, such as "layers.0.".
     metadata: torch passes it to every hook. It is not used.

@@ -11,10 +11,10 @@ class UnusedParameters:
     """Finds the parameters of one flat buffer that no rank used in a backward. Their `.grad` must not change.
 
     Before the reduction of the buffer's gradient, each rank with unused parameters posts their indices in a key-value
-    store that all ranks share. A rank that used all parameters posts nothing. After the CPU has waited for the mean,
-    the ranks with unused parameters read all posts. By then every rank has started the reduction, so a rank without a
-    post used all parameters. The posts of a reduction are deleted after a later reduction, when every rank has read
-    them.
+    store that all ranks share. A rank that used all parameters posts nothing. After the CPU has waited for the mean
+    gradient, the ranks with unused parameters read all posts. By then every rank has started the reduction, so a rank
+    without a post used all parameters. The posts of a reduction are deleted after a later reduction, when every rank
+    has read them.
 
     Attributes:
         sent: the number of reductions that were started so far. The owner increments it.

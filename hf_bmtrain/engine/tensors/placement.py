@@ -23,8 +23,8 @@ class Placement:
         index: the tensor's index in the layout.
         shape: the shape of the full tensor.
         communicator: the communicator of the ranks over which the tensor is sharded.
-        norms: the communicator for norms and for the search for inf and nan. With tensor parallelism, the full tensor
-            may itself be a part of a tensor. `norms` then also includes the ranks that store the other parts.
+        norms: the communicator for norms and for the search for inf and nan. If the full tensor is one part of a tensor
+            that tensor parallelism splits, `norms` also includes the ranks that store the other parts.
     """
 
     layout: Layout

@@ -49,14 +49,14 @@ from .reductions import REDUCTIONS
 class ShardBase:
     """Base class of sharded tensors, which store only this rank's elements of a full tensor.
 
-    `shape`, `stride()` and `numel()` are those of the full tensor. The memory is 1-D and has only the elements of
-    `part`.
+    `shape`, `stride()` and `numel()` are those of the full tensor. The memory is 1-D and contains only this rank's
+    elements, which `part` returns as a plain tensor.
 
     Attributes:
         placement: which elements of the full tensor each rank stores.
         is_parameter: whether the tensor is a parameter, so that autograd records its functions.
-        in_memory: whether the elements are in the tensor's memory. If not, a subclass computes them when a function
-            reads them, and the `__torch_function__` of this subclass must run before those of other sharded tensors.
+        in_memory: whether the elements are in the tensor's memory. False for a subclass that computes them when a
+            function reads them. Its `__torch_function__` then runs before those of other sharded tensors.
         grad_now: the value of `.grad`.
     """
 
@@ -555,11 +555,11 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
-        """Return the tensors to pass to a function of lists, at a position where it writes to a plain tensor.
+        """Return the tensors to pass at a position of the lists where a function of lists writes to a plain tensor.
 
-        The function then acts on this rank's elements. Returns None if it must act on full tensors. Sharded vectors are
-        gathered here: the plain tensor may have the full shape on a rank that stores all elements, and yet all ranks
-        must issue the same collectives.
+        With them, the function acts on this rank's elements. Returns None if it must act on full tensors instead.
+        Sharded vectors are always gathered here: on a rank that stores all elements of a vector, its own elements have
+        the full shape, but all ranks must issue the same collectives.
 
         members: the items at this position of all lists. The first is the plain tensor, and another one is sharded.
         like: the first sharded tensor of `members`.
@@ -662,7 +662,7 @@ class _Call:
         return {id(each) for each in find_tensors(written)}
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise a clearer error than `error` if an argument has the size of this rank's shard. Otherwise, return.
+        """Raise a clearer error than `error` if an argument of the wrong size is its likely cause. Otherwise, return.
 
         `error` was raised by the torch function that is being called, which computes with the full tensors. A frequent
         cause is a plain 1-D tensor, created with as many elements as this rank stores of a parameter, which does not

@@ -20,9 +20,9 @@ _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^crit
 
 
 def claim_hooks(model: Any, trainer: object) -> bool:
-    """Prepare `model` for the loss hooks of `trainer`: remove those of another Trainer.
+    """Prepare `model` for the loss hooks of `trainer`: remove the loss hooks that another Trainer has added.
 
-    Returns False, and changes nothing, if `trainer` has already added its hooks; otherwise True.
+    Returns whether `trainer` must now add its hooks. If it already has, nothing is changed and the result is False.
     """
     record = vars(base_of(model))  # the base model, so that it is found with and without PEFT's wrapper
     owner, handles = record.get(_HOOKS, (None, []))
@@ -42,9 +42,9 @@ def hook_loss(
     """Add hooks to `model` that correct the loss of each forward to which Trainer passes `num_items_in_batch`.
 
     Args:
-        model: the sharded model, after `claim_hooks`.
+        model: the sharded model. `claim_hooks` must have been called with it.
         correct: called with the forward's keyword arguments, its outputs and the loss. Returns the new loss.
-        around: two functions, called before and after such a forward, even if it raises.
+        around: two functions. The first is called before each such forward, the second after it, even if it raises.
     """
 
     # Whether Trainer passed num_items_in_batch. It is recorded first, because a later hook may add this argument.
@@ -84,7 +84,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """Return the model without PEFT's wrapper."""
+    """Return the model inside PEFT's wrapper, or `model` itself if it is not wrapped by PEFT."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

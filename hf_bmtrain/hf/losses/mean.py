@@ -19,24 +19,22 @@ from .hooks import COUNT, base_of, chooses_loss, hook_loss, ignores_count, names
 
 _log = logging.getLogger("hf_bmtrain")
 _OF_ROWS = re.compile("CTC|RNNT|TDT")
-"""Matches the names of losses that are a mean over rows (sequences), instead of one over labels."""
+"""Matches the names of losses that are a mean over rows (sequences), not over labels."""
 
 
 def follow_mean_loss(model: Any, args: Any) -> None:
     """Make Trainer's loss of `model` on several ranks the mean over the labels of all ranks, as in one process.
 
-    Trainer expects a model whose forward takes keyword arguments to return a sum over this rank's labels, divided by
-    `num_items_in_batch`, the number of labels in all micro-batches on all ranks. With `average_tokens_across_devices`,
-    the default, it therefore multiplies the loss by the number of ranks. But many models ignore `num_items_in_batch`
-    and return a mean over this rank's labels: BERT's forward does not use it, other models do not pass it to their
-    `loss_function`, and some of these functions do not use it. A hook multiplies the loss of such a model by this
-    rank's share of the labels of all ranks, before Trainer multiplies it by the number of ranks.
+    By default (`average_tokens_across_devices`), Trainer multiplies the loss by the number of ranks. This is right if
+    the model divides a sum by `num_items_in_batch`, the number of labels in all micro-batches on all ranks. But many
+    models, such as BERT, ignore `num_items_in_batch` and return a mean over this rank's labels. A hook multiplies the
+    loss of such a model by this rank's share of the labels of all ranks, before Trainer multiplies it.
 
     Trainer also adds up the losses of micro-batches, which is wrong for a mean, even in one process. This function does
     not change that, but logs a warning.
 
     Args:
-        model: the sharded model, after `claim_hooks`.
+        model: the sharded model. `claim_hooks` must have been called with it.
         args: the trainer's TrainingArguments.
     """
     world = current_world()
@@ -44,6 +42,8 @@ def follow_mean_loss(model: Any, args: Any) -> None:
     if not several and args.gradient_accumulation_steps == 1:
         return
     base, told, warned = base_of(model), False, False
+    # A model can ignore num_items_in_batch in three ways: its forward does not use it (`ignores`), does not pass it to
+    # `loss_function`, or calls a `loss_function` that does not use it. `calls` recognizes the last two.
     ignores, calls = ignores_count(model), _Calls(base) if chooses_loss(model) else None
     if not ignores and calls is None:
         return
@@ -84,8 +84,8 @@ class _Calls:
     """Records whether a model of transformers ignores `num_items_in_batch` when it calls its `loss_function`.
 
     Attributes:
-        ignored: whether the loss is a mean that does not depend on `num_items_in_batch`.
-        name: the name of the function that was called last; "" if none was called.
+        ignored: whether the loss of the last forward is a mean that does not depend on `num_items_in_batch`.
+        name: the name of the loss function that the last forward called; "" if it called none.
     """
 
     def __init__(self, base: Any) -> None:
@@ -94,7 +94,7 @@ class _Calls:
         self.ignored, self.name = False, ""
 
     def begin(self) -> None:
-        """Before a forward: replace the model's `loss_function` by one that also records the call."""
+        """Replace the model's `loss_function` by one that also records the call. Called before each forward."""
         function = self._base.loss_function
         self._own = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
         self.ignored, self.name = False, ""
@@ -103,7 +103,7 @@ class _Calls:
         self._base.loss_function = functools.update_wrapper(seen, function)
 
     def end(self) -> None:
-        """After a forward: restore the model's own `loss_function`."""
+        """Restore the model's own `loss_function`. Called after each forward."""
         vars(self._base).pop("_loss_function", None)
         for function in self._own:
             self._base.loss_function = function
@@ -129,7 +129,7 @@ def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Ten
 
     Args:
         labels: this rank's labels.
-        loss: a tensor with the device and dtype of the result.
+        loss: the loss, whose device and dtype the result has.
         of_rows: whether to count rows that have a label, instead of labels.
     """
     world = current_world()

@@ -26,20 +26,11 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     """Make the evaluation loss of `trainer` on several ranks equal that of one process, even with a short last batch.
 
     Accelerate fills up the last batch with rows of the first one, so that all ranks take the same number of steps.
-    Trainer drops the predictions for these rows, but a rank's loss is a mean over all its rows, including repeated
-    ones. This function replaces `prediction_step` of `trainer`: after such a batch, it computes the loss again without
-    the repeated rows. If it cannot (for example, if rows are packed, the trainer computes losses in its own way, or the
-    dataset has no length), the loss stays as it is, and rank 0 logs a warning. There are special cases:
-
-    * Seq2SeqTrainer would keep the predictions for repeated rows, so they are dropped. If it generates, its loss is
-      averaged over the labels of all ranks.
-    * TRL's SFTTrainer: the labels of repeated rows are ignored, and the loss is averaged over the labels of all ranks.
-    * Rows that a collator has concatenated: the labels of repeated rows are ignored.
-    * TRL's RewardTrainer and DPOTrainer: the loss is computed separately for each pair, and averaged over the pairs
-      that are not repeated.
-    * `split_batches`: every rank's loss would count once for each row of a full batch on all ranks, so a full batch
-      would count once per rank, but the short last batch only once. Instead, a rank's loss counts once for each row of
-      a full batch on that rank.
+    Trainer drops the predictions for these repeated rows, but each rank's loss is a mean over all its rows, including
+    repeated ones. This function replaces `prediction_step` of `trainer` by one that corrects the loss of such a batch:
+    it computes the loss again without the repeated rows or, for some trainers, ignores their labels. If neither is
+    possible (for example, if rows are packed or the dataset has no length), the loss stays as it is, and rank 0 logs a
+    warning.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
@@ -49,9 +40,11 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     def as_in_one_process(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         nonlocal told
         left, groups = _rows_left(trainer), world.size // ranks_per_row(trainer.model)
+        # TRL's SFTTrainer: ignore the labels of repeated rows, and average the loss over the labels of all ranks.
         of_labels = groups == world.size and _is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
             inputs, left = _ignore_repeated(inputs, left - world.rank * _rows_of_rank(trainer)), None
+        # Rows that a collator has concatenated: ignore the labels of repeated rows.
         flattened = left is not None and left > 0 and _is_flattened(trainer, inputs)
         if flattened:
             own = _ignore_flattened(trainer, inputs, left or 0, of_labels)
@@ -101,6 +94,9 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
                 accelerator, accelerator.gather
             )
         elif accelerator.split_batches and not isinstance(trainer.gather_function, _GatherRows):
+            # Trainer repeats each rank's loss once for each row of a full batch on all ranks, so a full batch would
+            # weigh more than a short last one, whose losses are cut to its number of rows. Therefore repeat the loss
+            # only once for each row of a full batch on this rank.
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
             )
@@ -119,11 +115,11 @@ class _GatherRows:
 
     Args:
         accelerator: the trainer's Accelerator, which gathers the other outputs.
-        gather_loss: gathers the loss. For Seq2SeqTrainer this is its own function, which gives each batch of an
-            evaluation the same weight, as in one process.
+        gather_loss: the function that gathers the loss. For Seq2SeqTrainer, it keeps the losses for repeated rows, so
+            that each batch of an evaluation has the same weight, as in one process.
 
     Attributes:
-        loss_comes: whether the next call gets a loss. Set by the replaced `prediction_step`.
+        loss_comes: whether the next call gets a loss. Set by the `prediction_step` of `follow_short_batch`.
     """
 
     def __init__(self, accelerator: Any, gather_loss: Callable[[Any], Any]) -> None:
@@ -138,7 +134,7 @@ class _GatherRows:
 
 
 def _is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether the loss of `inputs` is that of TRL's SFTTrainer, which is a mean over this rank's labels."""
+    """Return whether TRL's SFTTrainer computes the loss of `inputs`, as a mean over this rank's labels."""
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     own = all(method.__module__ == "trl.trainer.sft_trainer" for method in methods)
     return own and trainer.compute_loss_func is None and isinstance(inputs.get("labels"), torch.Tensor)
@@ -187,8 +183,8 @@ def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:
 def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> dict[str, Any] | None:
     """Return `inputs`, one row of concatenated rows, with the labels of repeated rows ignored (-100).
 
-    Return None if this is not possible: the rows were already packed in the dataset, so that their number differs, or
-    the loss is not averaged over the labels of all ranks.
+    Return None if `inputs` do not have as many rows as a full batch (rows that were already packed in the dataset), or
+    if the loss is not averaged over the labels of all ranks.
 
     Args:
         trainer: the Trainer that evaluates.
@@ -208,7 +204,7 @@ def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> 
 def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world: World) -> torch.Tensor:
     """Return the mean loss over the labels of all ranks, given `loss`, the mean over this rank's labels.
 
-    Collective: every rank must call it. It is needed for trainers that do not pass the number of labels to the model:
+    Collective: every rank must call it. This is for trainers that do not pass the number of labels to the model:
     Seq2SeqTrainer if it generates, and SFTTrainer.
     """
     labels = inputs.get("labels")
@@ -224,7 +220,8 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world
 def _rows_left(trainer: transformers.Trainer) -> int | None:
     """Return how many rows the last evaluation batch has on all ranks, without repeated rows; -1 if that is unknown.
 
-    Return None for other batches, for a full last batch, and if Accelerate has not divided the rows among the ranks.
+    Return None if the current batch is not the last, if the last batch is full, or if Accelerate has not divided the
+    rows among the ranks.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or loader is not trainer.callback_handler.eval_dataloader or loader._drop_last:
@@ -235,9 +232,12 @@ def _rows_left(trainer: transformers.Trainer) -> int | None:
 def _loss_of_rows(
     trainer: transformers.Trainer, model: Any, inputs: Any, left: int, world: World
 ) -> torch.Tensor | None:
-    """Compute the loss of the first `left` rows of the batch of all ranks. Return None if it cannot be computed.
+    """Compute the loss of the last evaluation batch without repeated rows. Return None if it cannot be computed.
 
-    Collective: every rank must call it. `inputs` is this rank's part of the batch.
+    Collective: every rank must call it.
+
+    inputs: this rank's part of the batch.
+    left: the number of rows of all ranks that are not repeated. They come first, in rank order.
     """
     rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # `shared` ranks share each row
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)
@@ -252,7 +252,7 @@ def _loss_of_rows(
         prepared = trainer._prepare_inputs(short)
         count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
         loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
-    # If True, the loss of a rank is its sum over tokens, divided by the tokens of all ranks and multiplied by the
+    # If `counted`, the loss of a rank is its sum over tokens, divided by the tokens of all ranks and multiplied by the
     # number of ranks, so the loss of the batch is the mean over ranks. Otherwise, it is a mean over this rank's own
     # rows, and counts in proportion to their number.
     counted = count is not None and trainer.args.average_tokens_across_devices
@@ -273,10 +273,13 @@ def _is_mean_over_pairs(trainer: Any) -> bool:
 
 
 def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: World) -> torch.Tensor | None:
-    """Return the mean loss of the first `left` pairs of the batch of all ranks, or None if `inputs` are not pairs.
+    """Return the mean loss of the last evaluation batch without repeated pairs, or None if `inputs` are not pairs.
 
     Collective: every rank must call it. All ranks compute the loss of their first pair, then of the second, and so on,
     because the trainer gathers tensors that must have the same shape on all ranks.
+
+    inputs: this rank's part of the batch.
+    left: the number of pairs of all ranks that are not repeated. They come first, in rank order.
     """
     size = _rows_of_rank(trainer)
     pairs = [_pair(inputs, row, size) for row in range(min(size, left))]
@@ -297,9 +300,9 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
 
 
 def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
-    """Return pair number `row` of `inputs`, or None if `inputs` do not have `size` pairs.
+    """Return the pair of rows with index `row` of `inputs`, or None if a tensor does not have `size` pairs.
 
-    A tensor has either one row per pair, or the first rows of all `size` pairs followed by their second rows.
+    Each tensor has either one row per pair, or the first rows of all `size` pairs followed by their second rows.
     """
     found = {}
     for name, value in inputs.items():
@@ -312,13 +315,13 @@ def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
 def computes_loss(trainer: transformers.Trainer) -> bool:
     """Return whether `trainer` computes losses by transformers' own methods, which also work for part of a batch."""
     if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
-        return False  # segmentation: it has no label -100, with which rows are left out of other losses
+        return False  # segmentation losses do not ignore the label -100, with which repeated rows are left out
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     return all(method.__module__.split(".")[0] == "transformers" for method in methods)
 
 
 def first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | None:
-    """Return the first `kept` of the `rows` of `inputs`, or None if a tensor or list does not have that many rows."""
+    """Return `inputs` with only their first `kept` rows, or None if a tensor or list does not have `rows` rows."""
     found = {}
     for name, value in inputs.items():
         if isinstance(value, (torch.Tensor, list, tuple)):

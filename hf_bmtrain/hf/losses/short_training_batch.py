@@ -94,10 +94,10 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
 
 def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
-    """Return the rows of an epoch's last batch: the number on all ranks without repeated rows, and the number per rank.
+    """Return (rows of the current batch on all ranks, without repeated rows; rows per rank of a full batch).
 
-    The first number is None for other batches and for a full last batch, and -1 if it is unknown. The second is None if
-    it is not fixed, because rank 0 reads the batch and Accelerate divides it.
+    The first number is None if the batch is not the last of an epoch, or is known to have no repeated rows; -1 if the
+    number is unknown. The second is None if it is not fixed, because rank 0 reads the batch and Accelerate divides it.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or not loader.end_of_dataloader or loader._drop_last:
@@ -123,16 +123,17 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
 def _shorten(
     trainer: transformers.Trainer, inputs: Any, left: int, size: int | None, world: World
 ) -> tuple[_Short | None, str]:
-    """Return the last batch of an epoch without repeated rows, or None and the reason why they cannot be removed.
-
-    Collective: every rank must call it. With None, the reason is empty if the batch needs no change.
+    """Remove the repeated rows from the last batch of an epoch. Collective: every rank must call it.
 
     Args:
         trainer: the Trainer that trains.
         inputs: this rank's part of the batch.
         left: the number of rows of all ranks that are not repeated.
-        size: the number of rows of this rank, with repeated rows; None if it is not fixed.
+        size: the number of rows per rank of a full batch; None if it is not fixed.
         world: all ranks.
+
+    Returns:
+        (the batch, ""); (None, the reason) if repeated rows cannot be removed; (None, "") if there are no such rows.
     """
     found, shared = find_batch_size(inputs), ranks_per_row(trainer.model)
     groups, group = world.size // shared, world.rank // shared
@@ -173,7 +174,7 @@ def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | 
 
     left: the number of rows of all ranks that are not repeated, or -1 if it is unknown.
     found: the number of rows in `inputs`, this rank's part of the batch; None if it is unknown.
-    size: the number of rows of this rank, with repeated rows; None if it is not fixed.
+    size: the number of rows per rank of a full batch; None if it is not fixed.
     """
     if left < 0:
         return "the dataset has no length"
@@ -195,7 +196,7 @@ def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | 
 
 
 def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether `inputs` have one label per token. In other labels, -100 may be a value that is not ignored."""
+    """Return whether the labels belong to tokens, so that losses ignore -100. In other labels, -100 may be a value."""
     model: Any = trainer.model
     labels, read = inputs["labels"], inputs.get(getattr(model, "main_input_name", "input_ids"))
     if labels.is_floating_point() or labels.ndim != 2 or not isinstance(read, torch.Tensor):

@@ -66,10 +66,11 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
     the stack.
 
     Args:
-        modules: any modules. Those that are not such wrappers, or are extended already, are left alone.
+        modules: any modules. Modules that are not such wrappers, and wrappers that are SplitWrappers already, are left
+            alone.
 
     Returns:
-        The number of wrappers that were extended.
+        The number of wrappers whose class was replaced.
     """
     wrappers: list[Any] = [module for module in modules if _is_wrapper(module)]
     for wrapper in wrappers:
@@ -94,7 +95,7 @@ def _is_wrapper(module: Any) -> bool:
 
 
 def _factors_of(wrapper: Any) -> Factors | str:
-    """Return (A, B, scaling) of each active adapter of PEFT's wrapper of a stack of experts (a 3-D weight).
+    """Return (A, B, scaling) of each active adapter of `wrapper`, PEFT's wrapper of a stack of experts (a 3-D weight).
 
     If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
     """

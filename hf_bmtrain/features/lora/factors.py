@@ -5,11 +5,11 @@ x is the layer's input and y the output of the frozen layer. The products are co
 *Rounded*: A and B are converted to the dtype in which the layer computes. u has that dtype too, and s is applied in the
 product with B.
 
-*Split* (`Adapter.split`): A and B are float32, and the layer computes in bfloat16. A matrix P, which is A or Bᵀ, is
-represented as the sum of two bfloat16 matrices, hi = bf16(P) and lo = bf16(P - hi), with a relative error of 2⁻¹⁷. All
-products are bfloat16 products with float32 sums. The *factor* of P is the stack [hi, lo, hi, hi], with four times the
-rows of P. The product of s x with the first three parts of the factor is s x [hi, lo, hi]ᵀ = [p, q, p] in float32, and
-p + q = s x Pᵀ. Then, with hi(p) = bf16(p) and lo(p) = bf16(p - hi(p)),
+*Split* (`Adapter.split`): A and B are float32, and the layer computes in bfloat16. Bfloat16 products with float32 sums
+then replace PEFT's slower float32 products. A matrix P, which is A or Bᵀ, is represented as the sum of two bfloat16
+matrices, hi = bf16(P) and lo = bf16(P - hi), with a relative error of 2⁻¹⁷. The *factor* of P is the stack
+[hi, lo, hi, hi], with four times the rows of P. Multiplying s x by the first three parts of the factor gives
+s x [hi, lo, hi]ᵀ = [p, q, p] in float32, where p + q = s x Pᵀ. Then, with hi(p) = bf16(p) and lo(p) = bf16(p - hi(p)),
 
     u = [lo(p), hi(p), hi(q), hi(p)]    is stored in bfloat16, and
     u [hi, lo, hi, hi]                  is the product of u with the factor of the other matrix Q. It equals (p + q) Q
@@ -37,7 +37,7 @@ class Adapter(NamedTuple):
     """The settings of one adapter for a forward and its backward.
 
     Attributes:
-        scaling: the factor of the adapter's output, including dropout's 1 / (1 - rate).
+        scaling: the number by which the adapter's output is multiplied, including dropout's 1 / (1 - rate).
         rate: the probability with which dropout drops an element of the input.
         split: whether A and B are float32 and each is represented as a sum of two bfloat16 matrices.
         wide: whether the device can multiply 16-bit matrices with a float32 result.
@@ -57,7 +57,7 @@ class Adapter(NamedTuple):
 def has_wide_products(device: torch.device) -> bool:
     """Return whether `device` can multiply 16-bit matrices with a float32 result.
 
-    For a GPU, this means without float32 copies of the matrices. Other devices always can, with such copies.
+    A GPU must do so without float32 copies of the matrices. Other devices use such copies, so the result is True.
     """
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
@@ -119,10 +119,10 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
-    """Return y plus the sum over the adapters of scaling · u @ factor. The sum is in place, except in compiled code.
+    """Add the products of all adapters to y: return y + Σ scaling · u @ factor.
 
-    The exception is due to torch 2.11: if it compiles an autograd.Function that modifies its output in place, the
-    gradients become zero.
+    y is changed in place, except in compiled code. The exception is due to torch 2.11: if it compiles an
+    autograd.Function that modifies its output in place, the gradients become zero.
 
     Args:
         y: (rows, width).

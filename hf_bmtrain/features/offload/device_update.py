@@ -66,8 +66,8 @@ class DeviceUpdate:
         Args:
             chunks: the chunks to update, in this order.
             update: called as `update(part, state)`, with the update stream current, for each Part of a chunk (the
-                elements of parameters that are updated together). It must update the part's weights, and its elements
-                of `state`, the state of the whole chunk in a device buffer, in place.
+                elements of parameters that are updated together). `state` is the state of the whole chunk, in a device
+                buffer. The function must update, in place, the part's weights and the part's elements of `state`.
 
         Returns:
             An iterator over one event per chunk, which completes when the chunk's weights are updated. The gradients of

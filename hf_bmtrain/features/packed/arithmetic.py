@@ -108,7 +108,7 @@ class Format:
         Args:
             tails: the bytes of each cell that follow its codes.
             absmax: the largest magnitude in each group of 64 elements, (cells, 256) float32.
-            count: the number of groups that belong to the tensor. The others are padding of the last cell.
+            count: the number of these groups that belong to the tensor. The others are padding of the last cell.
 
         Returns:
             The scales as `unpack` reads them from `tails`, (cells, 256) float32.
@@ -164,8 +164,9 @@ class Format:
             numel: the number of elements.
             codes: uint8, two elements per byte, the first one in the upper half.
             scales: one per 64 elements: float32 or, if they are compressed, uint8 indices into `dynamic_values`.
-            factors: compressed scales are multiplied by them: one float32 per 256 scales; else None.
-            mean: it is then added to compressed scales: one float32 for the tensor; else None.
+            factors: for compressed scales, the float32 numbers by which they are multiplied, one per 256 scales;
+                otherwise None.
+            mean: for compressed scales, the float32 number that is then added to all of them; otherwise None.
 
         Returns:
             (cells * cell_bytes,) uint8, in new memory. Each cell contains the codes and scales of CELL elements.
@@ -294,6 +295,6 @@ def variant(form: Format, dtype: torch.dtype) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return the variants (combinations of macros) of this module's CUDA source: one for each format and output dtype.
 
-    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    arch: the GPU architecture, such as 90. Not used.
     """
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

@@ -22,10 +22,10 @@ from .arithmetic import CELL, Format
 
 @dataclass(frozen=True)
 class PackedKind(StorageKind):
-    """The StorageKind (how to shard) of frozen parameters that are packed (quantized to 4 or 8 bits) in one format.
+    """The StorageKind of frozen parameters that are packed (quantized to 4 or 8 bits): they get a PackedStorage.
 
     Attributes:
-        form: the packed format.
+        form: the format in which they are packed.
         names: {id(parameter): name} of the parameters to pack. The names are for messages.
     """
 
@@ -76,10 +76,10 @@ class PackedStorage(Storage):
 
     The elements are packed in cells of CELL elements. No cell is divided between ranks.
 
-    An all-gather sends packed bytes. Only `after_gather` allocates the full buffer and unpacks into it, in one launch
-    on the current stream. Until then, a prefetched block takes only packed memory. The full buffer is separate memory
-    even with one rank. The flat buffer's `shard` has only the length, dtype and device of an unpacked shard: it is one
-    NaN, expanded to this length.
+    An all-gather sends packed bytes. Then `after_gather` allocates the full buffer and unpacks into it, in one launch
+    on the current stream. So a prefetched block takes only packed memory until it runs. The full buffer is separate
+    memory even with one rank. The flat buffer's `shard` has only the length, dtype and device of an unpacked shard: it
+    is one NaN, expanded to this length.
 
     Attributes:
         full: the unpacked values of all ranks, allocated only while the block is unsharded.

@@ -161,8 +161,8 @@ def auto_wrap(
 def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Shard a model as `auto_wrap` does, unless it is sharded already. Collective: every rank must call it.
 
-    Two kinds of models are returned unchanged: a TransformerBlockList, and a model that contains CheckpointBlocks or
-    DistributedModules and whose parameters are all sharded.
+    A model is returned unchanged if it is a TransformerBlockList (a list of sharded layers), or if it contains
+    CheckpointBlocks or DistributedModules (sharded layers or modules) and all its parameters are sharded.
 
     Args:
         model: the model.

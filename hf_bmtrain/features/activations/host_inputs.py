@@ -44,8 +44,8 @@ class HostInputs:
         """Return a context manager that keeps a block's inputs in host memory. Each forward of a block needs its own.
 
         The inputs are the tensors that torch.utils.checkpoint saves in this context. Returns None inside other
-        saved-tensor hooks, because these decide where tensors are saved. (Torch 2.6 cannot detect such hooks; there it
-        always returns a context manager.)
+        saved-tensor hooks, because these decide where tensors are saved. (With torch 2.6, which cannot detect such
+        hooks, the result is never None.)
         """
         if top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None:
             return None

@@ -91,7 +91,7 @@ class Calibration(Observer):
         """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
         Collective: every rank must call it. From then on, the weights of layers that keep float8 are all-gathered in
-        float8. Excepted are layers that no rank has called, and all layers of a model with adapters.
+        float8, unless no rank has called the layer or the model has adapters.
 
         Does nothing if some rank still has to run the backward of a block, because a layer that stops using float8
         would then be recomputed in another dtype than in the forward.
@@ -135,7 +135,7 @@ class Calibration(Observer):
 class CalibrationInStep(Calibration):
     """Measures layers in the first training forward. At the start of a later one, the ranks decide which use float8.
 
-    That is the first training forward that begins after every rank has run the backward of the measured forward.
+    The later one is the first training forward that begins after every rank has run the measured forward's backward.
     """
 
     _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then

@@ -8,8 +8,8 @@ then computes a gradient as large as the stack. The results are equal up to roun
 PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
 is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
 
-This applies to models of the transformers library whose experts support `experts_implementation="grouped_mm"`, when the
-setting is "eager", "batched_mm" or "grouped_mm", which all compute the same. All other modules run PEFT's own forward.
+The models must be models of the transformers library whose experts support `experts_implementation="grouped_mm"`. The
+setting must be "eager", "batched_mm" or "grouped_mm", which all compute the same. Otherwise PEFT's own forward runs.
 """
 
 from __future__ import annotations

@@ -82,17 +82,17 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 
 
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
-    """Return the product of x with a transposed factor: u = x Aᵀ in the forward, or du = s dy B in the backward.
+    """Multiply x by A or B of an adapter with scaling s: u = x Aᵀ in the forward, du = s dy B in the backward.
 
     Args:
-        x: (rows, width): the layer's input for u; dy, the gradient of its output, for du.
-        factor: a result of `factors_of`, (r, width) or, if split, (4 r, width).
+        x: (rows, width): in the forward the layer's input, in the backward dy, the gradient of its output.
+        factor: the result of `factors_of` for A or Bᵀ, (r, width) or, if the adapter is split, (4 r, width).
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
-        scaled: whether to multiply by the scaling. A split product always includes the scaling.
+        scaled: whether to multiply by s. If the adapter is split, the result always includes s.
 
     Returns:
-        (rows, r) or, if split, (rows, 4 r).
+        (rows, r). If the adapter is split (`Adapter.split`), (rows, 4 r): four bfloat16 parts of the product.
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
@@ -159,7 +159,7 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
     """Return the gradient of A in `dtype`: dA = duᵀ x.
 
     Args:
-        du: the result of `enter` for B and the gradient of the layer's output, with scaled=True.
+        du: s dy B, the result of `enter` in the backward, with scaled=True.
         x: (rows, K), the layer's input, after dropout.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
@@ -175,8 +175,8 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
     Args:
         dy: (rows, N), the gradient of the layer's output.
-        u: the result of `enter` for A and the layer's input, with scaled=False. If the adapter is split
-            (`Adapter.split`), `u` includes s nevertheless, so this function does not multiply by s again.
+        u: x Aᵀ, the result of `enter` in the forward, with scaled=False. If the adapter is split (`Adapter.split`),
+            `u` includes s nevertheless, so this function does not multiply by s again.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         dtype: the dtype of the result.
@@ -187,11 +187,11 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
 
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
-    """Return factor · one @ other in `dtype`. If `adapter.wide`, a float32 result is not rounded to 16 bits.
+    """Return factor · one @ other in `dtype`, without rounding a float32 result to 16 bits if the device can do so.
 
     one, other: matrices of one dtype, with shapes (M, K) and (K, N).
     factor: a number by which the product is multiplied before it is rounded.
-    adapter: the settings of the adapter.
+    adapter: the settings of the adapter. Its `wide` tells whether the device can.
     dtype: the dtype of the result.
     """
     if dtype == torch.float32 != one.dtype and adapter.wide:

@@ -137,7 +137,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
         # 4. A run (adjacent parameters that are updated together) must not mix parameters that were updated during the
-        # backward with others (`_kind`), so part 1 may have split runs. Forget which parameters are active: the next
+        # backward with others (`_kind`), so step 1 may have split runs. Forget which parameters are active: the next
         # backward then updates none early, and the next step forms the runs anew and merges adjacent parameters.
         if rearranged and early:
             self._active = []
@@ -292,7 +292,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _check_early(self) -> None:
         """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward.
 
-        The change would have no effect on these parameters.
+        Such a change would have no effect on these parameters.
         """
         parameters = self._early.parameters
         if not parameters:

@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """A range of a slab (a large piece of host memory) that is copied to the device and updated there at once.
+    """A range of a slab (a large piece of host memory) that is copied to the device and updated there as one piece.
 
     Attributes:
         owner: the parameters to which the state in this chunk belongs: a flat buffer (parameters that are sharded

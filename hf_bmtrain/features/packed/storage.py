@@ -41,13 +41,13 @@ class PackedKind(StorageKind):
 
 
 class PackedParameter(torch.nn.Parameter):
-    """A frozen full parameter, on the meta device, whose values are already packed.
+    """A frozen full parameter, on the meta device, whose values are already packed (quantized to 4 or 8 bits).
 
-    It replaces a parameter that bitsandbytes has quantized, in a model that auto_wrap is about to shard, so that the
+    In a model that auto_wrap is about to shard, it replaces a parameter that bitsandbytes has quantized, so that the
     values need not be unpacked.
 
     Attributes:
-        form: the packed format.
+        form: the format in which the values are packed.
         pack: a function that returns all packed cells (of CELL elements each) of the parameter, uint8, in new memory.
         storage_kind: the PackedKind of `form`, which tells `auto_wrap` how to shard the parameter.
     """

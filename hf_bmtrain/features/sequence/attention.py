@@ -29,7 +29,7 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 @dataclass(frozen=True)
 class Row:
-    """The division of the rows (sequences) of the current forward, which attention modules have as an attribute.
+    """The division of the rows (sequences) of a forward among ranks. Attention modules have it as an attribute.
 
     Attributes:
         parts: the division of the tokens among the ranks.

@@ -152,7 +152,7 @@ class _Saved:
 class _Inputs:
     """The input tensors of one forward of a block, from the forward to the backward.
 
-    Autograd's graph keeps this object alive, because it stores the results of `pack`, which refer to it.
+    Autograd's graph keeps this object alive, because the objects that `pack` returns to autograd refer to it.
     """
 
     def __init__(self, store: HostInputs) -> None:
@@ -160,10 +160,10 @@ class _Inputs:
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Queue the copy of a block's input to host memory, and return the `_Saved` that autograd saves in its place.
+        """Queue the copy of a block's input to host memory. Return a `_Saved`, which autograd saves in its place.
 
-        Tensors that need no gradient, such as masks and positions, are returned unchanged: they stay on the device,
-        where all blocks share them. So are parameters, and tensors that are empty or not contiguous.
+        Tensors that need no gradient, such as masks and positions, are returned unchanged. They stay on the device,
+        where all blocks share them. Parameters, and empty or non-contiguous tensors, are returned unchanged too.
         """
         if not tensor.requires_grad or tensor.is_leaf or not tensor.is_contiguous() or not tensor.numel():
             return tensor

@@ -74,7 +74,7 @@ def _extended_class(cls: Any) -> Any:
 
 
 def _replaces(experts: Any) -> bool:
-    """Return whether the current forward of the module `experts` is to be computed by `run_experts`.
+    """Return whether `run_experts` replaces transformers' own code in the current forward of the module `experts`.
 
     True if gradients are enabled and transformers would use its "grouped_mm", without expert parallelism.
     """

@@ -217,7 +217,7 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
-    """Return a weight in float8 or, if `turned`, its transpose, as an argument for `product`.
+    """Return a weight in float8 or, if `turned`, its transpose, with one scale per row, for a float8 product.
 
     weight: either one tensor, the full weight in its own dtype, or three, the fields of a GatheredFactor: the values of
         a weight that was all-gathered in float8, and its scales for rows and for columns.

@@ -38,7 +38,7 @@ class GatheredFactor(NamedTuple):
     column_scales: torch.Tensor
 
     def factor(self, turned: bool) -> Float8:
-        """Return the weight, or if `turned` its transpose, as an argument for `product`. The transpose is a copy."""
+        """Return the weight, or if `turned` a copy of its transpose, with one scale per row, for a float8 product."""
         if turned:
             return Float8(transpose(self.values), self.column_scales)
         return Float8(self.values, self.row_scales)
@@ -114,9 +114,9 @@ class Float8Storage(Storage):
 
     Before `switch`, the weights are all-gathered in their own dtype. Afterwards, an all-gather sends them rounded to
     float8, one byte per element. Each rank rounds its shard before the all-gather if the shard has changed. The layers
-    compute with `factors`, which then contains the gathered weights: bit for bit `quantize_full` of the full weights.
-    The full weights in their own dtype are not in memory, except within `full_values`. Otherwise all their elements
-    read as NaN, so that an unexpected read is noticed.
+    compute with `factors`, which then contains the gathered weights: bit for bit the full weights rounded to float8.
+    The full weights in their own dtype are in memory only within `full_values`. Outside of it, all their elements read
+    as NaN, so that an unexpected read is noticed.
 
     The flat buffer also contains the block's small parameters (norms, biases), so that they need no all-gather and
     reduction of their own. They come first, rank 0 stores all of them, and they are sent unrounded. Because an

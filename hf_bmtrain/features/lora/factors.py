@@ -126,7 +126,7 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
 
     Args:
         y: (rows, width).
-        us: for each adapter, a result of `enter`.
+        us: for each adapter u, the result of `enter`: (rows, r) or, if split, (rows, 4 r).
         factors: for each adapter, a result of `factors_of`, (r, width) or, if split, (4 r, width).
         scalings: for each adapter, the scaling; not used if split, because each u then includes it.
         split: whether the factors are split. Split products are added in one matrix product, so that y is rounded once.

@@ -1,4 +1,4 @@
-"""AdamOffloadOptimizer: AdamW with its state in host memory, and updates during the backward."""
+"""AdamOffloadOptimizer: AdamW with its state in host memory. It can update weights during the backward."""
 
 from __future__ import annotations
 

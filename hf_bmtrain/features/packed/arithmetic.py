@@ -163,7 +163,7 @@ class Format:
         Args:
             numel: the number of elements.
             codes: uint8, two elements per byte, the first one in the upper half.
-            scales: one per 64 elements: float32 or, if they are compressed, uint8 indices into `dynamic_values`.
+            scales: one per 64 elements: float32 or, if compressed, uint8 indices into the 256 `dynamic_values`.
             factors: for compressed scales, the float32 numbers by which they are multiplied, one per 256 scales;
                 otherwise None.
             mean: for compressed scales, the float32 number that is then added to all of them; otherwise None.
@@ -256,7 +256,9 @@ def dynamic_values(device: torch.device) -> Tensor:
 
 @cache
 def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return `values` and `dynamic_values` in one tensor, (272,) float32 on `device`, which the kernel reads.
+    """Return the tables that the kernel reads in one tensor: (272,) float32 on `device`.
+
+    The tables are `values` and the 256 values of compressed scales (see `dynamic_values`).
 
     values: the values of the 16 codes of a 4-bit format.
     """

@@ -66,7 +66,7 @@ def refuse_quantized(model: torch.nn.Module, why: str) -> None:
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
     """Return {name: format and dtype} of the weights of `model` that bitsandbytes has quantized.
 
-    `auto_wrap` compares the result between ranks. Call `admit_quantized` first.
+    `auto_wrap` compares the result between ranks. First call `admit_quantized`, which refuses unsupported weights.
     """
     return {
         f"quantized '{name}'": f"{_form(_state(module, parameter)).name} {_dtype(module, parameter)}"
@@ -80,8 +80,8 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
     A weight in one block becomes a PackedParameter, which is later sharded without unpacking it. A weight outside
     blocks, or shared by several blocks, is unpacked into an ordinary parameter. The layers of both become the
     Linear4bit of this file, which computes with unpacked weights. The marks by which transformers recognizes a
-    quantized model are removed, so that Trainer and saved configurations treat it as an ordinary model. Call
-    `admit_quantized` first.
+    quantized model are removed, so that Trainer and saved configurations treat it as an ordinary model. First
+    call `admit_quantized`, which refuses unsupported weights.
 
     Args:
         model: the model that is about to be sharded.

@@ -125,7 +125,8 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
     """Run forward and backward of `model` on a batch, and return the loss.
 
     batch: the model's keyword arguments as a dict, its positional arguments as a tuple or list, or its only argument.
-    loss: a function of the model's output that returns the loss. None uses the output's `loss`, or a tensor output.
+    loss: a function of the model's output that returns the loss. None uses the output's `loss` or, if the output is a
+        tensor, the output itself.
     """
     with torch.enable_grad():
         if isinstance(batch, dict):

@@ -206,7 +206,7 @@ class SharedRows:
     ) -> tuple[tuple, dict]:
         """Select this rank's tokens in the arguments of the block `layer`, before its forward.
 
-        Also set the attribute `ROW` of its attention modules, from which they read how the tokens are divided.
+        Also tell the attention modules in it how the tokens are divided, by setting their attribute named `ROW`.
 
         attentions: the attention modules in `layer`.
         """

@@ -264,8 +264,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _update_early(self, local_params: list[Any]) -> None:
         """Update `local_params` during the backward. A hook calls this when their gradients have just been reduced.
 
-        If the last step updated other parameters of the same flat buffer than those that have gradients now, nothing is
-        done here, and `step` updates them.
+        If a different set of them has gradients than in the step before, nothing is done here, and `step` updates them.
 
         local_params: this rank's elements of the parameters of one flat buffer (those that are sharded together).
         """

@@ -208,11 +208,11 @@ class _Comparison:
         self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
 
     def of_outputs(self, sharded: Outputs, plain: Outputs, mine: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare the outputs of all modules whose outputs were recorded, and the losses.
+        """Compare the recorded outputs of the modules, and the losses, of the two steps.
 
         Args:
-            sharded: the outputs of the sharded step.
-            plain: the outputs of the plain step.
+            sharded: the outputs that were recorded in the sharded step.
+            plain: the outputs that were recorded in the plain step.
             mine: the loss of the sharded step.
             expected: the loss of the plain step.
         """

@@ -35,7 +35,7 @@ def ranks_per_row(model: Any) -> int:
 
 
 class SequenceParallel(Extension):
-    """The part of `auto_wrap` that applies `sequence_parallel=P`: groups of P ranks share each row (sequence)."""
+    """The part of `auto_wrap` that applies `sequence_parallel=P`: splits each row (sequence) over P ranks."""
 
     def __init__(self, options: Options) -> None:
         self._size, self._plans = options.sequence_parallel, options.use_checkpoint == "auto"

@@ -175,7 +175,8 @@ class SharedRows:
 
         Collective: every rank of the group must call it.
 
-        row: the model's `input_ids` or `inputs_embeds`, (rows, tokens, ...). Values are compared only if integer.
+        row: the model's `input_ids` or `inputs_embeds`, (rows, tokens, ...). The values of `inputs_embeds`, which are
+            not integers, are not compared.
         labels: the labels of all tokens, or None.
         """
         if row.is_meta:  # a memory prediction on the meta device, without values to compare

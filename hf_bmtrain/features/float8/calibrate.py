@@ -35,8 +35,8 @@ def install_signal_guard(
 ) -> None:
     """Install the observer that measures the rounding noise of float8 layers, and switches off float8 where it is high.
 
-    After that decision, the weights of layers that keep float8 are all-gathered in float8. On the meta device nothing
-    is measured, and the weights of all float8 layers are all-gathered in float8 immediately.
+    After that decision, blocks whose layers all keep float8 all-gather their weights in float8. On the meta device
+    nothing is measured, and the weights of all float8 layers are all-gathered in float8 immediately.
 
     Args:
         model: the model.
@@ -90,8 +90,9 @@ class Calibration(Observer):
     def decide(self) -> None:
         """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
-        Collective: every rank must call it. From then on, the weights of layers that keep float8 are all-gathered in
-        float8, unless no rank has called the layer or the model has adapters.
+        Collective: every rank must call it. From then on, a flat buffer (weights that are all-gathered together) is
+        all-gathered in float8 if all its layers keep float8, and some rank has called each of them. In a model with
+        adapters, none is.
 
         Does nothing if some rank still has to run the backward of a block, because a layer that stops using float8
         would then be recomputed in another dtype than in the forward.
@@ -123,8 +124,8 @@ class Calibration(Observer):
     def finish(self) -> None:
         """End the calibration: remove this observer, and all-gather weights in float8 from now on.
 
-        Collective: every rank must call it. The weights of layers whose state has a `reason` (such as too much rounding
-        noise) are still all-gathered in their own dtype.
+        Collective: every rank must call it. If the state of a layer has a `reason` (such as too much rounding noise),
+        its weight, and all others in the same flat buffer, are still all-gathered in their own dtype.
         """
         self.handle.remove()
         for state in self.states.values():

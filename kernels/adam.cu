@@ -21,10 +21,10 @@
 // with a residual, 14 are read (including the weight) and 12 written. With a bf16 exp_avg, 2 less are read and written.
 #include "adam.cuh"
 
-// Write a Record for each run (a range of elements with the same hyper-parameters), one thread per run. hyper: for each
-// run [lr, beta1, beta2, eps, weight_decay, hold_steps, l2]. Gradients will be divided by grad_scale[0]. If
-// found_inf[0] != 0, the step is skipped and not counted. In the first hold_steps steps the learning rate is 0: they
-// update the moments but not the master.
+// Write a Record (the numbers of this step) for each run (a range of elements with the same hyper-parameters), one
+// thread per run. hyper: for each run [lr, beta1, beta2, eps, weight_decay, hold_steps, l2]. Gradients will be divided
+// by grad_scale[0]. If found_inf[0] != 0, the step is skipped and not counted. In the first hold_steps steps the
+// learning rate is 0: they update the moments but not the master.
 extern "C" __global__ void adam_prepare(const float* grad_scale, const float* found_inf, const double* hyper,
                                         int runs, float* steps, float* records) {
     int run = blockIdx.x * blockDim.x + threadIdx.x;

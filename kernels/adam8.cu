@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_master8(short* p, bf16* weight, long long 
     }
     if (!numbers) {
 #pragma unroll
-        for (int k = 0; k < COUNT; k++)
+        for (int k = 0; k < COUNT; k++)  // the residual of NaN is 0
             if (x[k] != x[k]) r[k / 2] &= k % 2 ? 0x0000ffffu : 0xffff0000u;
     }
     store_once((uint4*)p + i, make_uint4(r[0], r[1], r[2], r[3]));
@@ -94,8 +94,9 @@ __device__ __forceinline__ void store_master8(short* p, bf16* weight, long long 
 
 // ---- codes -----------------------------------------------------------------------------------------------
 
-// Decode four codes to numbers in units of 2^(E+8). Such a number is the fp16 number that has the code in the lower
-// bits of its exponent and the upper bits of its fraction. SIGNED: whether the first bit of a code is a sign.
+// Decode four codes to numbers in units of 2^(E+8), where E is the block's exponent without float32's bias of 127. Such
+// a number is the fp16 number that has the code in the lower bits of its exponent and the upper bits of its fraction.
+// SIGNED: whether the first bit of a code is a sign.
 template <int FRACTION, bool SIGNED> __device__ __forceinline__ void decode4(unsigned codes, float* y) {
     constexpr int shift = FRACTION - 2;
     constexpr unsigned half = (SIGNED ? 0x7f00u : 0xff00u) >> shift, mask = half << 16 | half;
@@ -196,7 +197,7 @@ extern "C" __global__ __launch_bounds__(256) void adam8_update(
     for (int offset = 1; offset < 32 / COUNT; offset *= 2)
         exponents = __vmaxu2(exponents, __shfl_xor_sync(0xffffffffu, exponents, offset));
     m_exponent = exponents & 0xffffu, root_exponent = exponents >> 16;
-    unsigned present[COUNT], m_bits[COUNT], root_bits[COUNT];
+    unsigned present[COUNT], m_bits[COUNT], root_bits[COUNT];  // present: a root above 0 gets at least code 1
 #pragma unroll
     for (int k = 0; k < COUNT; k++) present[k] = min(__float_as_uint(root[k]), 1u << (23 - ROOT_FRACTION));
     shift_to_codes(m, m_exponent), shift_to_codes(root, root_exponent);

@@ -34,7 +34,9 @@ from .tensor_parallel.refuse import TensorParallel
 
 
 def extensions_of(options: Options) -> list[Extension]:
-    """Return one object per feature, whose methods `wrap` calls, in this order, while it shards a model.
+    """Return the features as Extension objects, one per feature, in the order in which they are applied.
+
+    `wrap`, the function that shards a model, calls their methods.
 
     Args:
         options: the arguments of the call of `auto_wrap` that shards the model.
@@ -46,11 +48,10 @@ def extensions_of(options: Options) -> list[Extension]:
 
 
 class LayerFeatures:
-    """Creates what each CheckpointBlock needs to recompute its forward in backward.
+    """Creates the objects with which a CheckpointBlock (a sharded layer) recomputes its forward in backward.
 
     `recompute` creates the policy that decides what to recompute. `replay` creates the object that restores buffers and
-    random generators for a recomputation. `inputs` creates a store that keeps block inputs in host memory. Blocks that
-    are created without `auto_wrap` use this class too.
+    random generators for a recomputation. `inputs` creates a store that keeps block inputs in host memory.
     """
 
     def check(self, use_checkpoint: object) -> None:
@@ -160,8 +161,8 @@ def auto_wrap(
 def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Shard a model as `auto_wrap` does, unless it is sharded already. Collective: every rank must call it.
 
-    Two kinds of models are returned unchanged: a TransformerBlockList, and a model that contains CheckpointBlocks or
-    DistributedModules and whose parameters are all sharded.
+    A model is returned unchanged if it is a TransformerBlockList (a list of sharded layers), or if it contains
+    CheckpointBlocks or DistributedModules (sharded layers or modules) and all its parameters are sharded.
 
     Args:
         model: the model.

@@ -62,7 +62,7 @@ class Options:
         expect_number("sequence_parallel", self.sequence_parallel, wanted, lambda ranks: ranks >= 1, integer=True)
 
     def facts(self) -> dict[str, Any]:
-        """Return the options by name, for the check that each is equal on all ranks."""
+        """Return {name: value} of all options, to check that they are equal on all ranks."""
         return {**vars(self), "keep": [*self.keep]}
 
 

@@ -24,7 +24,7 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 def input_store(world: World) -> InputStore | None:
-    """Return an object that keeps the inputs of one model's blocks in host memory until backward.
+    """Return an object that keeps the inputs of one model's blocks (transformer layers) in host memory until backward.
 
     Returns None on the CPU, where activations are in host memory anyway.
 
@@ -36,7 +36,7 @@ def input_store(world: World) -> InputStore | None:
 
 
 class OffloadActivations(Extension):
-    """The part of `auto_wrap` that applies its argument `offload_activations`: block inputs wait in host memory."""
+    """The part of `auto_wrap` that applies its argument `offload_activations`: keeps block inputs in host memory."""
 
     def __init__(self, options: Options) -> None:
         self._on = options.offload_activations

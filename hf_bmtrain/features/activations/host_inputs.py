@@ -21,8 +21,8 @@ class HostInputs:
 
     The copies run on a separate stream, in the order in which they are queued. The computation waits as follows:
 
-    * In the forward, before a block saves its input, it waits until the preceding block's input has been copied, and
-      frees that input on the device. So at most one input is still on the device because its copy is not complete.
+    * In the forward, before a block saves its input, it waits until the preceding block's input has been copied to the
+      host, and frees that input on the device. So at most one input is on the device only to be copied.
     * The input of the last block stays on the device, because backward needs it first.
     * In the backward, a block waits until its input has been copied back, and then queues the copy of the preceding
       block's input. So at most two inputs are on the device.
@@ -41,11 +41,11 @@ class HostInputs:
         return HostInputs(self._device)
 
     def saving(self) -> AbstractContextManager[Any] | None:
-        """Return a context manager that keeps a block's inputs in host memory. Use one for each forward of a block.
+        """Return a context manager that keeps a block's inputs in host memory. Each forward of a block needs its own.
 
         The inputs are the tensors that torch.utils.checkpoint saves in this context. Returns None inside other
-        saved-tensor hooks, because these decide where tensors are saved. (Torch 2.6 cannot detect such hooks; there it
-        always returns a context manager.)
+        saved-tensor hooks, because these decide where tensors are saved. (With torch 2.6, which cannot detect such
+        hooks, the result is never None.)
         """
         if top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None:
             return None
@@ -58,9 +58,9 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the `_Inputs` (inputs of one forward of a block) that backward needs next after `inputs`, or None.
+        """Return the inputs of the block that runs backward next, after the block with `inputs`; None if there is none.
 
-        These are the last ones that were saved before `inputs` and are still alive.
+        These are the last `_Inputs` (the inputs of one forward) that were saved before `inputs` and still exist.
         """
         found = None
         for each in (reference() for reference in self._saved):
@@ -70,7 +70,7 @@ class HostInputs:
         return None
 
     def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queue copies to the device. Return the event of their completion.
+        """Queue copies from host memory to the device. Return the event of their completion.
 
         copies: pairs (target on the device, source in host memory).
         """
@@ -103,7 +103,7 @@ class HostInputs:
     def give_back(self, memory: torch.Tensor) -> None:
         """Allow other inputs to reuse `memory`, which `download` returned.
 
-        Queued copies may still use it, because copies run in order: those of its next user run after them.
+        Copies that are already queued may still use `memory`, because copies for its next user are queued after them.
         """
         bisect.insort(self._free, memory, key=_size)
 
@@ -121,14 +121,14 @@ class HostInputs:
 
 
 class _Saved:
-    """One input tensor of a block's forward: its copy in host memory and, while it exists, the tensor on the device.
+    """One input tensor of a block's forward: the tensor on the device, if it is there, and its copy in host memory.
 
     If the tensor on the device is still that of the forward, backward checks that user code has not modified it in
     place. A tensor that was copied back needs no check, because only this object refers to it.
 
     inputs: all inputs of the same forward.
-    tensor: the tensor on the device.
-    copy: its copy in host memory, which may not be complete yet.
+    tensor: the tensor on the device; None while only the copy exists.
+    copy: the copy in host memory, which may not be complete yet.
     memory: the host memory that contains `copy`, given back when this object is deleted.
     """
 
@@ -152,7 +152,7 @@ class _Saved:
 class _Inputs:
     """The input tensors of one forward of a block, from the forward to the backward.
 
-    Autograd's graph keeps this object alive, because it stores the results of `pack`, which refer to it.
+    Autograd's graph keeps this object alive, because the objects that `pack` returns to autograd refer to it.
     """
 
     def __init__(self, store: HostInputs) -> None:
@@ -160,10 +160,10 @@ class _Inputs:
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Queue the copy of a block's input to host memory, and return the `_Saved` that autograd saves in its place.
+        """Queue the copy of a block's input to host memory. Return a `_Saved`, which autograd saves in its place.
 
-        Parameters, and tensors that need no gradient, are returned unchanged. So masks and positions stay on the
-        device, where all blocks share them.
+        Tensors that need no gradient, such as masks and positions, are returned unchanged. They stay on the device,
+        where all blocks share them. Parameters, and empty or non-contiguous tensors, are returned unchanged too.
         """
         if not tensor.requires_grad or tensor.is_leaf or not tensor.is_contiguous() or not tensor.numel():
             return tensor
@@ -174,14 +174,14 @@ class _Inputs:
         return saved
 
     def leave_device(self) -> None:
-        """Wait until these inputs have been copied to the host, and free them on the device."""
+        """Make the computation wait until these inputs have been copied to the host, and free them on the device."""
         self._event.wait()
         for saved in self._saved:
             saved.check_unwritten()
             saved.tensor = None
 
     def fetch(self) -> None:
-        """Queue copies of these inputs from host memory to the device, except of those that are on the device."""
+        """Queue copies of these inputs from host memory to the device. Skip inputs that are on the device already."""
         copies = []
         for saved in self._saved:
             if saved.tensor is None:
@@ -194,8 +194,7 @@ class _Inputs:
     def take(self, saved: _Saved) -> torch.Tensor:
         """Return the tensor of `saved` on the device. Autograd calls this when the block's backward reads the tensor.
 
-        Also queues the copies, from the host to the device, of the inputs that backward needs next: those of the
-        preceding block.
+        Also queues the copies of the preceding block's inputs to the device, because backward needs them next.
         """
         self.fetch()
         self._event.wait()

@@ -1,15 +1,14 @@
 """A faster forward and backward for mixtures of experts of transformers, in training.
 
 In the implementation "grouped_mm" of transformers, each token has one row for each of its k experts. Indexing sorts the
-rows by expert, and another indexing restores the order of the outputs. In backward, torch sums gradients by index, and
-sorts the rows again for this, although no index occurs twice. Transformers 5.17 also masks the rows of experts on other
-ranks, even if there are none. Here, rows move only by permutations. The backward of a permutation is its inverse, and
-the gradients of a token's k rows are summed once they are adjacent again. The outputs equal those of transformers bit
-for bit.
+rows by expert, and another indexing restores the order of the outputs. The backward of torch's indexing sorts the rows
+again, to sum the gradients of equal indices, although no index occurs twice. Here, rows move by permutations instead.
+The backward of a permutation is its inverse, and the gradients of a token's k rows are summed once they are adjacent
+again. The outputs equal those of transformers bit for bit.
 
-This replaces `experts_implementation="grouped_mm"` in blocks (the transformer layers that `auto_wrap` shards).
-Transformers' own code still runs with other values of `experts_implementation`, in evaluation, with expert parallelism,
-and outside blocks.
+The faster forward replaces `experts_implementation="grouped_mm"` in blocks (the transformer layers that `auto_wrap`
+shards). Transformers' own code still runs with other values of `experts_implementation`, in evaluation, with expert
+parallelism, and outside blocks.
 
 Files: `sorted` contains the experts' forward, also with LoRA adapters. `products` contains the grouped products.
 """
@@ -31,7 +30,10 @@ blocks run transformers' own code for experts."""
 
 
 class Experts(Extension):
-    """The part of `auto_wrap` that makes the experts in blocks faster. It applies to every model with experts."""
+    """The part of `auto_wrap` that gives experts in blocks (transformer layers) a faster forward and backward.
+
+    It applies to every model with experts.
+    """
 
     def connect(self, plan: WrapPlan) -> None:
         blocks: list[Any] = plan.layers

@@ -15,7 +15,7 @@ from ...engine.tensors.backward import double_backward
 from .products import ALIGNMENT, gradient_of_groups, grouped_product, has_kernel
 
 FACTORS = "lora_factors"
-"""The keyword argument of `SortedExperts.forward` for LoRA adapters: {name of the adapted weight: Factors}."""
+"""The name of the keyword argument by which `SortedExperts.forward` gets LoRA adapters: {name of a weight: Factors}."""
 _SETTINGS = ("down_proj", "has_gate", "has_bias", "is_transposed", "num_experts", "config")
 _MODULE = "transformers.integrations.moe"
 """The module that defines the forward of every class of experts that can run with grouped_mm."""
@@ -74,7 +74,7 @@ def _extended_class(cls: Any) -> Any:
 
 
 def _replaces(experts: Any) -> bool:
-    """Return whether the current forward of the module `experts` is to be computed by `run_experts`.
+    """Return whether `run_experts` replaces transformers' own code in the current forward of the module `experts`.
 
     True if gradients are enabled and transformers would use its "grouped_mm", without expert parallelism.
     """
@@ -141,12 +141,13 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
 
 
 def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine the LoRA adapters of one weight into one: return its Aᵀ, (E, K, r), and (s B)ᵀ, (E, r, N), of E experts.
+    """Combine the LoRA adapters of one weight into a single adapter. Return its Aᵀ (E, K, r) and (s B)ᵀ (E, r, N).
 
-    r is the sum of the adapters' ranks, padded with zeros to the alignment that torch's grouped_mm kernel requires.
+    Its rank r is the sum of the adapters' ranks. A and B are padded with zeros so that r is a multiple of the alignment
+    that torch's grouped_mm kernel requires.
 
     factors: (A, B, s) of each adapter; s is its scaling.
-    matrices: (E, K, N), the experts' own matrices.
+    matrices: (E, K, N), the adapted weight: one matrix for each of E experts.
     """
     count, dtype = len(matrices), matrices.dtype
     all_a = [a.view(count, -1, a.shape[1]) for a, _, _ in factors]
@@ -158,7 +159,7 @@ def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Spread(torch.autograd.Function):
-    """Differentiable x[order // k]: copies the row of each token once for each of its k experts, sorted by expert.
+    """Differentiable x[order // k]: returns a copy of each token's row for each of its k experts, sorted by expert.
 
     x: (tokens, width).
     order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.

@@ -6,10 +6,10 @@ rounded to float8_e4m3fn. If absmax is inf or NaN, all elements that share it be
 as in other dtypes.
 
 A product multiplies the values, sums in float32, and multiplies the sums by both scales. Both factors of `product` have
-the summed dimension last. On a GPU all terms of a sum must share one scale. So a matrix that is summed over its columns
-in one product and over its rows in another is quantized twice, with a scale per row and with a scale per column
+the summed dimension last. On a GPU all terms of a sum must share one scale. So if one product sums over the columns of
+a matrix and another over its rows, the matrix is quantized twice: with a scale per row and with a scale per column
 (`quantize_both`). A weight has a single scale, so quantizing it once serves both products. If a weight is sharded, each
-rank can round its own part as soon as the ranks know the weight's absmax (`measure_pieces`, `round_pieces`).
+rank rounds its own part once the ranks know the absmax of the full weight (`measure_pieces`, `round_pieces`).
 
 On a GPU the kernels in kernels/float8.cu quantize. Their results equal those of torch's operations bit for bit, except
 for the sign of NaN.
@@ -119,9 +119,9 @@ def quantize_full(weight: Tensor) -> Float8:
 
 
 def quantize_transposed(weight: Tensor) -> Float8:
-    """Quantize `weight` (N, K) as `quantize_full` does, but return the transpose, (K, N).
+    """Quantize `weight` (N, K) to float8 with one scale for all elements, and return the transpose, (K, N).
 
-    The result of `quantize_full` itself is not allocated on a GPU.
+    On a GPU, one kernel quantizes and transposes, without a copy that is not transposed.
     """
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
@@ -133,9 +133,8 @@ def quantize_transposed(weight: Tensor) -> Float8:
 class Pieces:
     """The parts of several weights that this rank's shard contains, as ranges of the shard.
 
-    An argument of `measure_pieces` and `round_pieces`, which process all ranges with one kernel launch on a GPU.
-
-    Create this object once per shard and not in each step, because it copies a table of the ranges to the device.
+    `measure_pieces` and `round_pieces` take this object, and process all ranges with one kernel launch on a GPU.
+    Create it once per shard and not in each step, because it copies a table of the ranges to the device.
 
     Args:
         ranges: (start, stop) of each weight in the shard, in ascending order, possibly with gaps. A range may be empty.
@@ -307,7 +306,7 @@ def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
 
 
 def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligned: bool) -> None:
-    """Launch the kernel `name` for the ranges `pieces` of the shard x. Do nothing if all ranges are empty.
+    """Launch the CUDA kernel `name` for the ranges `pieces` of the shard x. Do nothing if all ranges are empty.
 
     values: the kernel's arguments after x and the ranges.
     aligned: whether all ranges start and stop at multiples of ALIGNMENT.
@@ -317,7 +316,7 @@ def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligne
 
 
 def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
-    """Launch the kernel `name` for x, with `grid` thread blocks of `threads` threads. Do nothing on the meta device.
+    """Launch the CUDA kernel `name` for x, with `grid` thread blocks of `threads` threads. Do nothing on meta tensors.
 
     values: the kernel's arguments after x.
     aligned: whether all rows, or all ranges of a shard, start and stop at multiples of ALIGNMENT.
@@ -334,7 +333,10 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants of the kernels that this file can launch. The GPU architecture `arch` makes no difference."""
+    """Return all variants of the CUDA kernels that this file can launch. They are the same for each GPU architecture.
+
+    arch: the GPU architecture, such as 90. Not used.
+    """
     return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
 
 

@@ -35,8 +35,8 @@ def install_signal_guard(
 ) -> None:
     """Install the observer that measures the rounding noise of float8 layers, and switches off float8 where it is high.
 
-    After that decision, the weights of layers that keep float8 are all-gathered in float8. On the meta device nothing
-    is measured, and the weights of all float8 layers are all-gathered in float8 immediately.
+    After that decision, blocks whose layers all keep float8 all-gather their weights in float8. On the meta device
+    nothing is measured, and the weights of all float8 layers are all-gathered in float8 immediately.
 
     Args:
         model: the model.
@@ -84,15 +84,18 @@ class Calibration(Observer):
 
     @property
     def has_measured(self) -> bool:
-        """Whether this rank has finished its measurements while the ranks have yet to decide."""
+        """Whether this rank has measured the layers, but the ranks have not decided yet."""
         raise NotImplementedError
 
     def decide(self) -> None:
         """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
-        Collective: every rank must call it. From then on, the weights of layers that keep float8 are all-gathered in
-        float8, except those of layers that no rank has called, and except in models with adapters. Does nothing if a
-        rank has yet to run the backward of a block, because that backward would recompute the block in another dtype.
+        Collective: every rank must call it. From then on, a flat buffer (weights that are all-gathered together) is
+        all-gathered in float8 if all its layers keep float8, and some rank has called each of them. In a model with
+        adapters, none is.
+
+        Does nothing if some rank still has to run the backward of a block, because a layer that stops using float8
+        would then be recomputed in another dtype than in the forward.
         """
         nothing = torch.zeros(2, device=self._world.device)
         mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])
@@ -121,8 +124,8 @@ class Calibration(Observer):
     def finish(self) -> None:
         """End the calibration: remove this observer, and all-gather weights in float8 from now on.
 
-        Collective: every rank must call it. The weights of layers whose state has a `reason` (such as too much rounding
-        noise) are still all-gathered in their own dtype.
+        Collective: every rank must call it. If the state of a layer has a `reason` (such as too much rounding noise),
+        its weight, and all others in the same flat buffer, are still all-gathered in their own dtype.
         """
         self.handle.remove()
         for state in self.states.values():
@@ -133,7 +136,7 @@ class Calibration(Observer):
 class CalibrationInStep(Calibration):
     """Measures layers in the first training forward. At the start of a later one, the ranks decide which use float8.
 
-    The later one is the first training forward after the backward of the measured forward has ended on every rank.
+    The later one is the first training forward that begins after every rank has run the measured forward's backward.
     """
 
     _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then
@@ -222,8 +225,9 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
 
     Collective: every rank must call it.
 
-    Layers about which the ranks have already decided keep that decision; a warning is logged if the checkpoint's
-    differs. If the checkpoint has no decision for some layers of a model, all its layers are measured as usual.
+    If the ranks have already decided about a layer, their decision stays, and a warning is logged if the checkpoint's
+    decision differs. If the checkpoint has no decision about some layers of a model, all layers of the model are
+    measured as usual.
 
     Args:
         world: the ranks over which the model is sharded.
@@ -258,21 +262,21 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
 
 
 def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
-    """Return whether the decision that a layer does or does not use float8 is the same as the checkpoint's, `found`.
+    """Return whether a layer agrees with the checkpoint's decision `found` about its use of float8.
 
     Also returns True if there is nothing to compare: the layer is undecided, or `found` is None.
 
     state: the state of the layer.
-    found: (whether the layer uses float8, why its weight is not all-gathered so), or None if the checkpoint does not
-        contain the layer.
+    found: (whether the layer uses float8, why its weight is not all-gathered in float8), or None if the checkpoint does
+        not contain the layer.
     """
     return state.guard is not None or found is None or found[0] == state.active
 
 
 def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
-    """Return the Calibration objects that have yet to decide whether the layers with these `states` keep float8.
+    """Return the Calibration objects that have not yet decided which of the layers with these `states` keep float8.
 
-    Layers of one model share an object, which is returned once.
+    All layers of one model have the same Calibration, which is returned once.
     """
     found = [state.guard() for state in states.values() if state.guard is not None]
     return [guard for guard in dict.fromkeys(found) if guard is not None]

@@ -54,7 +54,7 @@ def choose_float8(
 
 
 def check_late_float8(model: torch.nn.Module, float8: UseFloat8) -> None:
-    """Raise ValueError if `float8` is requested for `model`, which has already been wrapped, but without float8."""
+    """Raise ValueError if `float8` is requested for `model`, which was wrapped without float8 before."""
     if float8 and not any(isinstance(module, Float8Linear) for module in model.modules()):
         raise ValueError(
             "auto_wrap: this model was wrapped without float8, which cannot be added later. Load the model again and "

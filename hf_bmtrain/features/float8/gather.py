@@ -1,8 +1,8 @@
 """Select the weights of float8 layers that are all-gathered in float8, and switch their flat buffers to float8.
 
 A flat buffer contains the weights that are sharded and all-gathered together, usually those of one block. It is
-switched after `Calibration` has found that all its layers are called and keep computing in float8. From then on, the
-copy of the shard that is rounded to float8 takes one additional byte per element.
+switched to float8 after `Calibration` has found that all its layers are called and keep computing in float8. From then
+on, each rank also stores its shard rounded to float8, which takes one additional byte per element.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
 
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Record in the state of each float8 layer where its sharded weight is stored.
+    """Set `storage` and `index` in the state of each float8 layer, by which the layer finds its all-gathered weight.
 
-    The record is the Float8Storage (the shard of a flat buffer of weights) and the weight's index in that buffer.
-
-    A layer whose weight is not in a Float8Storage, because it is never all-gathered in float8, is skipped.
+    `storage` is the Float8Storage that contains the layer's sharded weight, and `index` the weight's index in it. A
+    layer whose weight is never all-gathered in float8 has no Float8Storage, and is skipped.
 
     Args:
         layers: the float8 layers, after they were sharded.

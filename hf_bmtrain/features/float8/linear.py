@@ -71,13 +71,13 @@ class Float8Inputs:
 
 @dataclass(eq=False)
 class Float8State:
-    """The state of one Float8Linear.
+    """The state of one Float8Linear, a linear layer that computes in float8.
 
     Attributes:
         transposed: whether its weight is (inputs, outputs), as in transformers' Conv1D, instead of (outputs, inputs).
         inputs: the cache of quantized inputs, shared with the model's other float8 layers.
         active: whether the layer computes in float8.
-        guard: a weak reference to the calibration that will decide `active`; None once it has decided.
+        guard: a weak reference to the Calibration that will decide `active`; None after the decision.
         reason: why the weight is all-gathered in its own dtype; None before the decision, or if it is all-gathered in
             float8.
         measures: whether the next forward measures rounding noise and sets `powers`.
@@ -101,8 +101,8 @@ class Float8State:
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
         """Return the layer's weight in float8 if it was all-gathered in float8, otherwise None.
 
-        Also returns None if `weight` is not the full parameter but another tensor, to which the gathered values do not
-        belong.
+        Also returns None if `weight` is not the full parameter but another tensor, so that the gathered values are not
+        those of `weight`.
 
         weight: the tensor that the layer has as its `weight` in this forward.
         """
@@ -189,8 +189,8 @@ class _Product(torch.autograd.Function):
         weight: W, (N, K), or (K, N) if `transposed`.
         rows, row_scales: x quantized with one scale per row.
         columns, column_scales: x quantized with one scale per column; None if the weight needs no gradient.
-        values, of_rows, of_columns: the weight as it was all-gathered in float8, the fields of a GatheredFactor. If
-            they are None, `weight` is quantized here.
+        values, of_rows, of_columns: the weight's values, row scales and column scales as they were all-gathered in
+            float8 (the fields of a GatheredFactor). If they are None, `weight` is quantized here.
         """
         ctx.transposed, ctx.dtype, ctx.weight_dtype = transposed, x.dtype, weight.dtype
         weight = (weight,) if values is None else (values, of_rows, of_columns)
@@ -217,7 +217,7 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
-    """Return a weight in float8 or, if `turned`, its transpose, as an argument for `product`.
+    """Return a weight in float8 or, if `turned`, its transpose, with one scale per row, for a float8 product.
 
     weight: either one tensor, the full weight in its own dtype, or three, the fields of a GatheredFactor: the values of
         a weight that was all-gathered in float8, and its scales for rows and for columns.
@@ -229,9 +229,9 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 
 @torch.no_grad()
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
-    """Measure the rounding noise of a layer: return (2,), the powers of its exact output and of the error in y.
+    """Measure a layer's rounding noise: return (2,), the sums of squares of its exact output and of the error in y.
 
-    The power is the sum of squares. The exact output is computed here in the dtype of x.
+    The exact output is computed here in the dtype of x.
 
     x: (M, K), the input.
     weight: (N, K), or (K, N) if `transposed`.

@@ -1,4 +1,4 @@
-"""How the shards of float8 layers' weights are stored, and all-gathered in float8, with half the bytes of bfloat16."""
+"""Store the shards of float8 layers' weights, and all-gather them in float8, with half the bytes of bfloat16."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class GatheredFactor(NamedTuple):
     column_scales: torch.Tensor
 
     def factor(self, turned: bool) -> Float8:
-        """Return the weight, or if `turned` its transpose, as an argument for `product`. The transpose is a copy."""
+        """Return the weight, or if `turned` a copy of its transpose, with one scale per row, for a float8 product."""
         if turned:
             return Float8(transpose(self.values), self.column_scales)
         return Float8(self.values, self.row_scales)
 
 
 class Float8Requantizer:
-    """Rounds the shards of float8 weights to float8 before they are all-gathered.
+    """Rounds the shards of weights to float8 before they are all-gathered.
 
     All shards that have changed are rounded together, with one all-reduce for the absmax (largest magnitude) of each
     weight. A shard that an optimizer updates asynchronously is rounded alone instead, after its own update.
 
     Each shard belongs to a Float8Storage, which was passed to `add` together with its owners: objects that live as
-    long as the model. Shards whose owners have been deleted are skipped. Their storages may stay alive in an optimizer,
-    on one rank longer than on another.
+    long as the model. Shards whose owners have been deleted are skipped, because an optimizer may keep their storages
+    alive on one rank longer than on another, but all ranks must round the same shards.
 
     Args:
         communicator: connects the ranks over which the weights are sharded.
@@ -67,9 +67,9 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round the shard of `gathered`, the next to be all-gathered, and all others that have changed, to float8.
+        """Round to float8 the shard of `gathered`, which is about to be all-gathered, and all others that have changed.
 
-        Shards of deleted models, and those with asynchronous updates, are rounded only when they are `gathered`.
+        Other shards are left out if their model was deleted, or if they are updated asynchronously.
 
         Collective: every rank must call it.
         """
@@ -94,7 +94,7 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """Makes the flat buffer of weights that may be all-gathered in float8 keep its shard in a Float8Storage."""
+    """The StorageKind of weights that may be all-gathered in float8: their flat buffers get a Float8Storage."""
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         return Float8Storage(small)
@@ -102,28 +102,25 @@ class Float8Kind(StorageKind):
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether the norms and biases `small` are small enough to share the flat buffer of the weights `own`.
 
-        For each byte of them, the weights must have at least LEAST_WEIGHTS elements. The result does not depend on the
-        world size.
+        For each byte of `small`, `own` must have at least LEAST_WEIGHTS elements. The result does not depend on the
+        number of ranks.
         """
         nbytes = sum(parameter.numel() * parameter.itemsize for parameter in small)
         return LEAST_WEIGHTS * nbytes <= sum(parameter.numel() for parameter in own)
 
 
 class Float8Storage(Storage):
-    """Stores the shard of a flat buffer of float8 layers' weights, and tells how it is all-gathered.
+    """Stores the shard of a flat buffer with float8 layers' weights. They are all-gathered in float8 after `switch`.
 
-    It is all-gathered in its own dtype at first, and in float8 after `switch`.
+    Before `switch`, the weights are all-gathered in their own dtype. Afterwards, an all-gather sends them rounded to
+    float8, one byte per element. Each rank rounds its shard before the all-gather if the shard has changed. The layers
+    compute with `factors`, which then contains the gathered weights: bit for bit the full weights rounded to float8.
+    The full weights in their own dtype are in memory only within `full_values`. Outside of it, all their elements read
+    as NaN, so that an unexpected read is noticed.
 
-    After `switch`, an all-gather sends the weights rounded to float8, one byte per element. Before the all-gather, each
-    rank rounds its own part of them if its shard has changed since the last rounding. The gathered weights equal
-    `quantize_full` of the full weights bit for bit. They are in `factors`, with which the layers compute. The full
-    weights in their own dtype then have no memory, except within `full_values`: all their elements read as NaN, so that
-    an unexpected read is noticed.
-
-    The block's other parameters (norms, biases), called small here, share the flat buffer of the weights, because a
-    buffer of their own would need its own all-gather and reduction. They come first in it, rank 0 stores all of them,
-    and they are sent unrounded. An all-gather sends one byte for each element of the buffer, so a small parameter takes
-    as many elements of the buffer as it has bytes.
+    The flat buffer also contains the block's small parameters (norms, biases), so that they need no all-gather and
+    reduction of their own. They come first, rank 0 stores all of them, and they are sent unrounded. Because an
+    all-gather sends one byte per element, a small parameter takes as many elements of the buffer as it has bytes.
 
     Args:
         small: the number of small parameters.
@@ -180,7 +177,7 @@ class Float8Storage(Storage):
 
         Call it while no forward is waiting for its backward. The weights are all-gathered immediately, to check that
         they arrive correctly. A resident buffer (one that stays unsharded between steps) stays unsharded after this
-        check. If it were all-gathered later, when only some ranks run its block, these would wait for the others.
+        check, because a later all-gather would deadlock if only some ranks run its block.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.
@@ -219,7 +216,7 @@ class Float8Storage(Storage):
             buffer.reshard()
 
     def _check(self) -> None:
-        """Raise RuntimeError if this rank has received wrong norms or biases, or wrongly rounded weights.
+        """Raise RuntimeError if an all-gather in float8 gave this rank wrong norms, biases or rounded weights.
 
         Collective: every rank must call it. For the comparison, the parameters are also all-gathered in their own
         dtype.
@@ -246,8 +243,8 @@ class Float8Storage(Storage):
     def _make_factors(self) -> None:
         """Create `factors`, the weights in float8 with which the layers compute.
 
-        The values in it are views of the memory into which an all-gather writes. The scales are views of a tensor that
-        `round` fills.
+        Their values are views of the memory that contains the full weights after an all-gather (see `_codes`). Their
+        scales are views of a tensor that `round` fills.
         """
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]
@@ -264,7 +261,7 @@ class Float8Storage(Storage):
         self.factors = (*[None] * first, *factors)
 
     def _codes(self, index: int) -> torch.Tensor:
-        """Return the float8 values, as bytes, of the weight with this index in the buffer. The result is a view.
+        """Return a view of the float8 values, as bytes, of the weight with this index in the flat buffer.
 
         If this rank stores the full weight, it is a view of the rounded shard. Otherwise it is a view of the memory
         into which the weight is all-gathered.
@@ -275,7 +272,7 @@ class Float8Storage(Storage):
         return self._rounded.data[local_range.shard_start : local_range.shard_stop].view(shape)
 
     def _show_small(self, index: int) -> torch.Tensor:
-        """Return a view of the full small parameter (a norm or bias) with this index, in its own dtype and shape.
+        """Return a view of the small parameter (norm or bias) with this index in the buffer, full and in its own dtype.
 
         On rank 0, which stores all small parameters, it is a view of the shard. On other ranks it is a view of the
         all-gathered bytes, and can be read only while the buffer is unsharded.
@@ -306,12 +303,15 @@ class Float8Storage(Storage):
 
     @property
     def count(self) -> int:
-        """The number of weight tensors (not elements) in this buffer, without small ones such as norms and biases."""
+        """The number of weight tensors (not elements) in this buffer, not counting small parameters (norms, biases)."""
         return len(self.buffer.full_params) - self._small
 
     @property
     def is_stale(self) -> bool:
-        """Whether the shard has been modified since it was last rounded, or was never rounded. Equal on all ranks."""
+        """Whether the shard must be rounded before an all-gather, because it has changed since it was last rounded.
+
+        Also True if it was never rounded. The result is equal on all ranks.
+        """
         return self._rounded_version != self.buffer.shard._version
 
     def measure(self, bits: torch.Tensor) -> None:

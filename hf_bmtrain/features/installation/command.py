@@ -1,7 +1,7 @@
 """Print what is installed, what training would use, and what is missing: `python -m hf_bmtrain [--report]`.
 
-    python -m hf_bmtrain            print it as plain text
-    python -m hf_bmtrain --report   print it as Markdown for an issue, with environment variables and GPU topology
+    python -m hf_bmtrain            plain text
+    python -m hf_bmtrain --report   Markdown for an issue, with environment variables and the GPU topology as well
 
 The exit status is 1 if something is missing without which training does not work, otherwise 0.
 """
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def report(text: str) -> str:
-    """Return a Markdown code block with `text`, the result of `screen`, and environment variables and GPU topology."""
+    """Return a Markdown code block with `text` (the result of `screen`), environment variables and the GPU topology."""
     set_ = [f"{name}={value}" for name, value in variables().items()]
     return "\n".join(["```", text, "", "environment: " + (" ".join(set_) or "nothing set"), topology().rstrip(), "```"])
 

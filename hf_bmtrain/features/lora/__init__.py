@@ -1,6 +1,6 @@
 """A faster forward for PEFT's LoRA layers, which adds the adapters to the output of the frozen layer in place.
 
-LoRA layers in blocks (sharded layers) make fewer passes over the output than in PEFT, and no float32 copies of
+LoRA layers in blocks (transformer layers) make fewer passes over the output than in PEFT, and no float32 copies of
 activations. A layer with DoRA, an adapter bias, or hooks on its inner layers runs PEFT's own forward, and the log says
 so. Adapters on stacks of experts (3-D weights, `target_parameters`) are computed as separate products instead of being
 added to the stack. Adapters, even frozen ones, share no flat buffer with base weights. A buffer's gradients are reduced
@@ -25,7 +25,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Lora(Extension):
-    """The extension that adapts PEFT's LoRA layers to sharding. `auto_wrap` applies it to every model."""
+    """The part of `auto_wrap` that adapts PEFT's LoRA layers to sharding. It applies to every model."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
         return adapter_parameters(plan.model)

@@ -8,8 +8,8 @@ then computes a gradient as large as the stack. The results are equal up to roun
 PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
 is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
 
-This applies to models of the transformers library whose experts support `experts_implementation="grouped_mm"`, when the
-setting is "eager", "batched_mm" or "grouped_mm", which all compute the same. All other modules run PEFT's own forward.
+The models must be models of the transformers library whose experts support `experts_implementation="grouped_mm"`. The
+setting must be "eager", "batched_mm" or "grouped_mm", which all compute the same. Otherwise PEFT's own forward runs.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
     the stack.
 
     Args:
-        modules: any modules. Those that are not such wrappers, or are extended already, are left alone.
+        modules: any modules. Modules that are not such wrappers, and wrappers that are SplitWrappers already, are left
+            alone.
 
     Returns:
-        The number of wrappers that were extended.
+        The number of wrappers whose class was replaced.
     """
     wrappers: list[Any] = [module for module in modules if _is_wrapper(module)]
     for wrapper in wrappers:
@@ -94,7 +95,7 @@ def _is_wrapper(module: Any) -> bool:
 
 
 def _factors_of(wrapper: Any) -> Factors | str:
-    """Return (A, B, scaling) of each active adapter of PEFT's wrapper of a stack of experts (a 3-D weight).
+    """Return (A, B, scaling) of each active adapter of `wrapper`, PEFT's wrapper of a stack of experts (a 3-D weight).
 
     If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
     """

@@ -5,11 +5,11 @@ x is the layer's input and y the output of the frozen layer. The products are co
 *Rounded*: A and B are converted to the dtype in which the layer computes. u has that dtype too, and s is applied in the
 product with B.
 
-*Split* (`Adapter.split`): A and B are float32, and the layer computes in bfloat16. A matrix P, which is A or Bᵀ, is
-represented as the sum of two bfloat16 matrices, hi = bf16(P) and lo = bf16(P - hi), with a relative error of 2⁻¹⁷. All
-products are bfloat16 products with float32 sums. The *factor* of P is the stack [hi, lo, hi, hi], with four times the
-rows of P. The product of s x with the first three parts of the factor is s x [hi, lo, hi]ᵀ = [p, q, p] in float32, and
-p + q = s x Pᵀ. Then, with hi(p) = bf16(p) and lo(p) = bf16(p - hi(p)),
+*Split* (`Adapter.split`): A and B are float32, and the layer computes in bfloat16. Bfloat16 products with float32 sums
+then replace PEFT's slower float32 products. A matrix P, which is A or Bᵀ, is represented as the sum of two bfloat16
+matrices, hi = bf16(P) and lo = bf16(P - hi), with a relative error of 2⁻¹⁷. The *factor* of P is the stack
+[hi, lo, hi, hi], with four times the rows of P. Multiplying s x by the first three parts of the factor gives
+s x [hi, lo, hi]ᵀ = [p, q, p] in float32, where p + q = s x Pᵀ. Then, with hi(p) = bf16(p) and lo(p) = bf16(p - hi(p)),
 
     u = [lo(p), hi(p), hi(q), hi(p)]    is stored in bfloat16, and
     u [hi, lo, hi, hi]                  is the product of u with the factor of the other matrix Q. It equals (p + q) Q
@@ -37,7 +37,7 @@ class Adapter(NamedTuple):
     """The settings of one adapter for a forward and its backward.
 
     Attributes:
-        scaling: the factor of the adapter's output, including dropout's 1 / (1 - rate).
+        scaling: the number by which the adapter's output is multiplied, including dropout's 1 / (1 - rate).
         rate: the probability with which dropout drops an element of the input.
         split: whether A and B are float32 and each is represented as a sum of two bfloat16 matrices.
         wide: whether the device can multiply 16-bit matrices with a float32 result.
@@ -57,7 +57,7 @@ class Adapter(NamedTuple):
 def has_wide_products(device: torch.device) -> bool:
     """Return whether `device` can multiply 16-bit matrices with a float32 result.
 
-    For a GPU, this means without float32 copies of the matrices. Other devices always can, with such copies.
+    A GPU must do so without float32 copies of the matrices. Other devices use such copies, so the result is True.
     """
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
@@ -82,17 +82,17 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 
 
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
-    """Return the product of x with a transposed factor: u = x Aᵀ in the forward, or du = s dy B in the backward.
+    """Multiply x by A or B of an adapter with scaling s: u = x Aᵀ in the forward, du = s dy B in the backward.
 
     Args:
-        x: (rows, width): the layer's input for u; dy, the gradient of its output, for du.
-        factor: a result of `factors_of`, (r, width) or, if split, (4 r, width).
+        x: (rows, width): in the forward the layer's input, in the backward dy, the gradient of its output.
+        factor: the result of `factors_of` for A or Bᵀ, (r, width) or, if the adapter is split, (4 r, width).
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
-        scaled: whether to multiply by the scaling. A split product always includes the scaling.
+        scaled: whether to multiply by s. If the adapter is split, the result always includes s.
 
     Returns:
-        (rows, r) or, if split, (rows, 4 r).
+        (rows, r). If the adapter is split (`Adapter.split`), (rows, 4 r): four bfloat16 parts of the product.
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
@@ -119,14 +119,14 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
-    """Return y plus the sum over the adapters of scaling · u @ factor. The sum is in place, except in compiled code.
+    """Add the products of all adapters to y: return y + Σ scaling · u @ factor.
 
-    The exception is due to torch 2.11: if it compiles an autograd.Function that modifies its output in place, the
-    gradients become zero.
+    y is changed in place, except in compiled code. The exception is due to torch 2.11: if it compiles an
+    autograd.Function that modifies its output in place, the gradients become zero.
 
     Args:
         y: (rows, width).
-        us: for each adapter, a result of `enter`.
+        us: for each adapter u, the result of `enter`: (rows, r) or, if split, (rows, 4 r).
         factors: for each adapter, a result of `factors_of`, (r, width) or, if split, (4 r, width).
         scalings: for each adapter, the scaling; not used if split, because each u then includes it.
         split: whether the factors are split. Split products are added in one matrix product, so that y is rounded once.
@@ -159,7 +159,7 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
     """Return the gradient of A in `dtype`: dA = duᵀ x.
 
     Args:
-        du: the result of `enter` for B and the gradient of the layer's output, with scaled=True.
+        du: s dy B, the result of `enter` in the backward, with scaled=True.
         x: (rows, K), the layer's input, after dropout.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
@@ -175,8 +175,8 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
     Args:
         dy: (rows, N), the gradient of the layer's output.
-        u: the result of `enter` for A and the layer's input, with scaled=False. If the adapter is split
-            (`Adapter.split`), `u` includes s nevertheless, so this function does not multiply by s again.
+        u: x Aᵀ, the result of `enter` in the forward, with scaled=False. If the adapter is split (`Adapter.split`),
+            `u` includes s nevertheless, so this function does not multiply by s again.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         dtype: the dtype of the result.
@@ -187,11 +187,11 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
 
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
-    """Return factor · one @ other in `dtype`. If `adapter.wide`, a float32 result is not rounded to 16 bits.
+    """Return factor · one @ other in `dtype`, without rounding a float32 result to 16 bits if the device can do so.
 
     one, other: matrices of one dtype, with shapes (M, K) and (K, N).
     factor: a number by which the product is multiplied before it is rounded.
-    adapter: the settings of the adapter.
+    adapter: the settings of the adapter. Its `wide` tells whether the device can.
     dtype: the dtype of the result.
     """
     if dtype == torch.float32 != one.dtype and adapter.wide:

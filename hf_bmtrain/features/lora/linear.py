@@ -19,8 +19,8 @@ of 2 bytes, without matrices that have r rows or columns.
     moved, forward      5 K + 14 N       1 K + 2 N      7 K + 6 N        1 K + 2 N
     moved, backward     10 K + 14 N      3 K + 2 N      11 K + 4 N       3 K + 2 N
 
-PEFT under DistributedDataParallel runs the kernels of PEFT's columns. Of the 17 kernels of *split*, 9 are short: they
-touch only A, B, u or du.
+Under DistributedDataParallel, PEFT runs the same kernels as in its columns here. Of the 17 kernels of *split*, 9 are
+short: they touch only A, B, u or du.
 
 Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
@@ -105,7 +105,7 @@ def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = 
         device: the device on which the layers compute; None for the CPU.
 
     Returns:
-        The number of layers that were extended.
+        The number of layers that were changed.
     """
     wide = device is None or has_wide_products(device)
     found = [module for module in modules if _is_lora(module)]
@@ -135,7 +135,7 @@ Found = tuple[torch.dtype, tuple[Adapter, ...], list[Tensor]]
 
 
 def _adapters_of(layer: Any, x: Tensor) -> Found | str:
-    """Return what the fused forward needs: the dtype, the settings of the active adapters, and A and B of each in turn.
+    """Return what the fused forward needs: its dtype, the settings of the active adapters, and A and B of each in turn.
 
     If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
 
@@ -232,8 +232,8 @@ def _is_plain(module: torch.nn.Module) -> bool:
 def _is_supported(base: torch.nn.Module) -> bool:
     """Return whether `base` computes the same as torch.nn.Linear or transformers' Conv1D.
 
-    That includes bitsandbytes' Linear4bit while its weight is unpacked (a floating tensor), as in a running block. It
-    may compute in another dtype than that of its input, which `_returns` checks.
+    That includes bitsandbytes' Linear4bit while its weight is unpacked to a floating-point tensor, as it is while its
+    block runs. A Linear4bit may compute in another dtype than that of its input, which `_returns` checks.
     """
     if _is_plain(base):
         return True

@@ -1,1 +1,1 @@
-"""Cross-entropy losses: of logits, with fused kernels, and of hidden states, in chunks without storing the logits."""
+"""Cross-entropy losses with fused kernels: of logits, or of hidden states without storing their logits."""

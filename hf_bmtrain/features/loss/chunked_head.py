@@ -88,7 +88,7 @@ class UnbornLogits:
         head: the model's output layer, a ChunkedHead.
         linear: the layer's original forward, which computes full logits from hidden states.
         hidden: the hidden states, (..., H).
-        scale: the factor of the logits.
+        scale: the number by which the head's output is multiplied.
         cap: the softcap, or None if there is none.
     """
 
@@ -148,7 +148,9 @@ class UnbornLogits:
         return function(*args, **kwargs)
 
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether F.cross_entropy gets logits (N, V), class indices (N,) and no deprecated argument.
+        """Return whether the loss of this call of F.cross_entropy can be computed in chunks.
+
+        That is so for logits (N, V) and class indices (N,), without deprecated arguments.
 
         args, kwargs: the arguments of F.cross_entropy. The first one is this placeholder.
         """

@@ -20,7 +20,7 @@ class Criterion:
     """The settings of a cross entropy: how to compute the loss of each row of logits, and how to reduce these losses.
 
     Attributes:
-        rows: computes the loss of each row.
+        rows: the CrossEntropy that computes the loss of each row.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         num_items: the divisor of the mean, for example the number of targets in all micro-batches on all ranks. It is a
             number, or a tensor of one element on any device. None divides by the number of targets that are not ignored
@@ -49,7 +49,7 @@ class Criterion:
             expect_number("num_items_in_batch", self.num_items, wanted, lambda n: 0 <= n < math.inf)
 
     def indices(self, targets: Tensor, classes: int) -> Tensor:
-        """Check the targets, and return them as int64 because a narrower dtype such as uint8 cannot hold -100.
+        """Check the targets, and return them as int64. (Narrower dtypes such as uint8 cannot hold `ignore_index`.)
 
         Args:
             targets: a tensor of class indices of any integer dtype.

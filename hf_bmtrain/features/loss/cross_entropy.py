@@ -116,7 +116,10 @@ class CrossEntropy:
             )
 
     def count(self, targets: Tensor) -> Tensor:
-        """Return the divisor of a mean, (1,) float32: the sum of the class weights of targets that are not ignored."""
+        """Return the divisor of a mean over rows, (1,) float32: how many targets are not ignored.
+
+        With class weights, it is the sum of the weights of these targets.
+        """
         counted = targets != self.ignore_index
         if self.class_weight is not None:
             counted = self.class_weight[targets.clamp(0, len(self.class_weight) - 1)] * counted

@@ -170,7 +170,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Computes the loss, float32, (N,) or a scalar, of logits (N, C).
 
     targets: (N,) int64, contiguous.
-    how: the settings of the loss.
+    how: the Criterion, which contains the settings of the loss.
     inplace: whether to overwrite the logits with their gradient.
     wanted: whether the logits need a gradient.
     """

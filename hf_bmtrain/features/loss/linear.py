@@ -92,7 +92,7 @@ class _Work:
     """The settings of one call of `linear_cross_entropy`.
 
     Attributes:
-        how: computes the loss of each row, and reduces these losses.
+        how: the Criterion, which computes the loss of each row and reduces these losses.
         wants: three flags: whether hidden, weight and bias need a gradient.
         dtype: the dtype of the matrix products.
         chunk_bytes: the maximum number of bytes of logits in memory at a time.

@@ -15,14 +15,14 @@ from .criterion import NumItems, criterion
 def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the cross entropy of each row of logits whose classes are split over a tensor-parallel group.
 
-    Collective: every rank must call it. The losses are equal on all ranks of a group. All of these ranks must compute
-    the same total loss from them, because each rank uses its own gradient of the losses in backward.
+    Collective: every rank must call it. All ranks of a group get the same losses. They must compute the same total
+    loss from them, because backward does not communicate: each rank uses its own gradient of the losses.
 
     Args:
         logits: (..., classes / tp_size), floating, for this rank's classes: the output of a ColumnParallelLinear or of
             the projection of a VPEmbedding.
-        target: (...) int, the classes. Targets below 0, such as -100, have loss 0 and gradient 0. On CUDA, where
-            checking would synchronize, a target that is too large makes the loss and the gradient of its row NaN.
+        target: (...) int, the class of each row. Targets below 0, such as -100, have loss 0 and gradient 0. On CUDA,
+            where checking would synchronize, a target that is too large makes the loss and gradient of its row NaN.
         label_smoothing: as in torch.nn.functional.cross_entropy.
 
     Returns:
@@ -59,7 +59,7 @@ def parallel_cross_entropy(
 
     Args:
         logits: (..., classes / tp_size), for this rank's classes.
-        targets: (...) int, the classes.
+        targets: (...) int, the class of each row.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.

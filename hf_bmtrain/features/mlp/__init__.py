@@ -23,7 +23,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class MlpChunks(Extension):
-    """The extension that `auto_wrap` uses for `mlp_chunks=N`: it makes the MLPs of blocks compute in N chunks."""
+    """The part of `auto_wrap` that applies `mlp_chunks=N`: makes MLPs in blocks compute their tokens in N chunks."""
 
     def __init__(self, options: Options) -> None:
         self._count = options.mlp_chunks

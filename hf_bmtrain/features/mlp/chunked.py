@@ -50,7 +50,7 @@ def _extended_class(cls: Any, chunks: int) -> Any:
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a module, with what its backward needs.
+    """One forward of a module that computes its tokens in chunks, with the values that its backward needs.
 
     Attributes:
         forward: the forward of the module.
@@ -68,7 +68,10 @@ class _Call:
     gradient: Tensor | None = field(default=None)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return a context with the forward's autocast, but without its cache, which would keep the cast weights."""
+        """Return a context manager that restores the forward's autocast for the backward.
+
+        Autocast's cache is off, because it would keep the cast weights in memory.
+        """
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)

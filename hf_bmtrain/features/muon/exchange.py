@@ -1,4 +1,4 @@
-"""The exchange of Muon's matrices: each rank sends its elements to the matrices' owners, and gets the results back."""
+"""Exchange Muon's matrices: send their elements to the ranks that orthogonalize them, and get the results back."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ class Matrix:
     """A matrix, or several consecutive matrices of a stack, which one rank orthogonalizes.
 
     Attributes:
-        run: the number of the optimizer's run (a contiguous range of parameters) that contains the parameter.
+        run: the index of the optimizer's run (a contiguous range of parameters that are updated together) that contains
+            the parameter.
         parameter: the parameter that contains the matrix.
         start: the index of the matrix's first element in the flattened parameter.
         shape: (rows, columns) or (count, rows, columns).
@@ -80,9 +81,9 @@ class Matrix:
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the matrix's elements on `rank`.
+        """Return (start, stop) of the matrix's elements on `rank`, as indices into that rank's part of the parameter.
 
-        They are indices into the elements of the parameter that this rank stores.
+        Returns (0, 0) if `rank` stores no element of the matrix.
         """
         start, stop = self._range(rank)
         first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0
@@ -106,10 +107,13 @@ class Matrix:
 
 
 def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matrix]:
-    """Return a 2-D parameter as one Matrix, or a 3-D one as at most `size` of them, which `size` ranks can share.
+    """Divide a parameter into Matrix objects, each of which one rank will orthogonalize.
+
+    A 2-D parameter is one Matrix. A 3-D parameter becomes at most `size` of them, so that all ranks can share the work.
 
     Args:
-        run: the index of the optimizer's run (a contiguous range of parameters) that contains the parameter.
+        run: the index of the optimizer's run (a contiguous range of parameters that are updated together) that contains
+            the parameter.
         parameter: the parameter, a matrix or a stack of matrices.
         size: the number of ranks.
     """

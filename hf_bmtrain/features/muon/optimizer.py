@@ -227,7 +227,7 @@ class MuonOptimizer(AdamOptimizer):
         return orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def _apply(self, matrix: Matrix, result: torch.Tensor) -> None:
-        """Update the weights of this rank's elements of a matrix.
+        """Apply the orthogonalized update, and the weight decay, to this rank's elements of a matrix.
 
         result: the orthogonalized update of these elements, bfloat16. May be overwritten.
         """
@@ -244,9 +244,9 @@ class MuonOptimizer(AdamOptimizer):
 
     @property
     def _skip(self) -> torch.Tensor | None:
-        """Return whether to skip this step, because a gradient is inf or nan: a boolean scalar on the device.
+        """Whether to skip this step because a gradient is inf or nan, as a boolean scalar on the device.
 
-        Returns None if gradients are not checked, that is, if no `found_inf` was set (by OptimManager or GradScaler).
+        None if gradients are not checked, that is, if neither OptimManager nor GradScaler has set `found_inf`.
         """
         found_inf = getattr(self, "found_inf", None)
         return None if found_inf is None else found_inf.reshape(()) != 0

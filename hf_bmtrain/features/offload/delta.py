@@ -22,12 +22,9 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
         δ = d + wd·w    d = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps)    w' = w − lr·δ
 
-    δ is computed after the step from m, v and the master weights w', with w = (w' + lr·d) / (1 − lr·wd). m and v
-    already contain the step's gradient, so d is exact if m is stored in float32. If m is stored in bfloat16, its
-    rounding, which is stochastic and unbiased, changes d by up to 2⁻⁸ of its value. w is exact to a few units in the
-    last place of float32 while lr·wd is well below 1 (at 1 it cannot be recovered). Sums are float64. Every element
-    counts once: the sums of sharded parameters are added over the ranks; those of ordinary parameters, which every rank
-    stores in full, are not.
+    δ is computed after the step from m, v and the master weights w', with w = (w' + lr·d) / (1 − lr·wd). It is exact up
+    to float32 rounding, with two exceptions: if m is stored in bfloat16, its stochastic rounding changes d by up to 2⁻⁸
+    of its value; and as lr·wd approaches 1, w becomes inexact.
 
     Args:
         states: the Adam state of each run (parameters that are updated together), at least one.
@@ -43,6 +40,7 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
         sums[0] += sum(stored_numel(parameter) for parameter in state.run.parameters)
         for delta in _deltas(state, values):
             sums[1:] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
+    # Sums of sharded parameters are added over the ranks. Ordinary parameters are on every rank, so their sums are not.
     if any(state.run.buffer is not None for state in states):
         current_world().shard_group.all_reduce(sharded).wait()
     count, first, second = totals.sum(0)

@@ -21,14 +21,13 @@ class DeviceUpdate:
     for each of the three. While one chunk is updated, the next is uploaded and the previous one is downloaded, so there
     are three buffers. The host never waits. The order of the work is:
 
-    * An upload into a buffer waits until the previous contents of the buffer are downloaded, and until the previous
-      step's download of the same chunk is complete.
-    * The update of a buffer waits until its upload is complete. It also waits for the work that was queued on the
-      current stream when `carry` was called: this computes the gradients and the step's scalars (such as bias
-      corrections), and includes every read of the old weights.
-    * The download of a buffer waits until its update is complete.
-    * Before the caller writes to gradients, the step's scalars or weights again, it must wait for the events that
-      `carry` yields, or for `updated`.
+    * An upload waits until the previous contents of its buffer, and the previous step's state of the same chunk, have
+      been downloaded.
+    * An update waits for its upload, and for the work that was queued on the current stream when `carry` was called.
+      That work computes the gradients and the step's scalars (such as bias corrections), and reads the old weights.
+    * A download waits for its update.
+    * The caller must wait for the events that `carry` yields, or for `updated`, before it writes to gradients, weights
+      or the step's scalars again.
 
     Attributes:
         updated: the event that completes with the last chunk's update.
@@ -66,8 +65,8 @@ class DeviceUpdate:
         Args:
             chunks: the chunks to update, in this order.
             update: called as `update(part, state)`, with the update stream current, for each Part of a chunk (the
-                elements of parameters that are updated together). It must update the part's weights, and its elements
-                of `state`, the state of the whole chunk in a device buffer, in place.
+                elements of parameters that are updated together). `state` is the state of the whole chunk, in a device
+                buffer. The function must update, in place, the part's weights and the part's elements of `state`.
 
         Returns:
             An iterator over one event per chunk, which completes when the chunk's weights are updated. The gradients of

@@ -1,4 +1,4 @@
-"""AdamOffloadOptimizer: AdamW with its state in host memory, and updates during the backward."""
+"""AdamOffloadOptimizer: AdamW with its state in host memory. It can update weights during the backward."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
         # 4. A run (adjacent parameters that are updated together) must not mix parameters that were updated during the
-        # backward with others (`_kind`), so part 1 may have split runs. Forget which parameters are active: the next
+        # backward with others (`_kind`), so step 1 may have split runs. Forget which parameters are active: the next
         # backward then updates none early, and the next step forms the runs anew and merges adjacent parameters.
         if rearranged and early:
             self._active = []
@@ -262,13 +262,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return bool(self._early.parameters)
 
     def _update_early(self, local_params: list[Any]) -> None:
-        """Update `local_params` during the backward, when their gradients have just been reduced.
+        """Update `local_params` during the backward. A hook calls this when their gradients have just been reduced.
 
-        They are this rank's elements of the parameters of one flat buffer (those that are sharded together), which all
-        get their gradients at once. If these are not exactly the parameters that the last update of this buffer
-        comprised, nothing is updated here, and `step` updates them. Writing to the weights is safe now, because every
-        rank has contributed to the reduced gradient, and so has finished the block's backward. The next forward waits
-        for the update.
+        If a different set of them has gradients than in the step before, nothing is done here, and `step` updates them.
+
+        local_params: this rank's elements of the parameters of one flat buffer (those that are sharded together).
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
@@ -284,6 +282,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             )
         for copied in tuple(current_world().copying):
             copied.wait()
+        # Writing to the weights is safe now: every rank has contributed to the reduced gradients, and so has finished
+        # the block's backward. The next forward waits for the update.
         self._step_runs(numbers)
         self._early.parameters.update(gradient_versions(local_params))
         self._early.settings = _snapshot(self._settings())
@@ -291,7 +291,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _check_early(self) -> None:
         """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward.
 
-        The change would have no effect on these parameters.
+        Such a change would have no effect on these parameters.
         """
         parameters = self._early.parameters
         if not parameters:
@@ -348,7 +348,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 class _EarlyUpdates:
     """The parameters that were updated during the backward, and the gradients and settings that were used.
 
-    `_check_early` compares them with the present ones, because a change after the update would have no effect.
+    `_check_early` compares these with the present gradients and settings: a change after the update has no effect.
 
     Attributes:
         parameters: the updated parameters, each with the gradient tensor that was used and its version.
@@ -360,8 +360,8 @@ class _EarlyUpdates:
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """Return a copy of `settings`, to find out later whether one has changed.
+    """Return a copy of `settings` that shows later, by comparison with another copy, whether a setting has changed.
 
-    In it, (id, version) stands for each tensor, where the version is torch's counter of writes.
+    A tensor is represented by (id, version), where the version is torch's counter of writes.
     """
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

@@ -55,11 +55,11 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """A range of a slab (a large piece of host memory) that is copied to the device and updated there at once.
+    """A range of a slab (a large piece of host memory) that is copied to the device and updated there as one piece.
 
     Attributes:
-        owner: the flat buffer (parameters that are sharded together), or the ordinary (not sharded) parameter, whose
-            state this is.
+        owner: the parameters to which the state in this chunk belongs: a flat buffer (parameters that are sharded
+            together), or one ordinary (not sharded) parameter.
         slab: the slab.
         start: the index of the first element in the slab.
         stop: the index after the last element in the slab.

@@ -27,10 +27,7 @@ if TYPE_CHECKING:  # at run time this import would be circular, because `options
 
 
 class Packed(Extension):
-    """Implements `auto_wrap(quantize_frozen=)`, and shards weights that bitsandbytes has quantized.
-
-    It is an extension: `auto_wrap` calls its methods while it wraps a model.
-    """
+    """The part of `auto_wrap` that applies `quantize_frozen`, and shards weights that bitsandbytes has quantized."""
 
     def __init__(self, options: Options) -> None:
         self._form = options.quantize_frozen

@@ -108,7 +108,7 @@ class Format:
         Args:
             tails: the bytes of each cell that follow its codes.
             absmax: the largest magnitude in each group of 64 elements, (cells, 256) float32.
-            count: the number of groups that belong to the tensor. The others are padding of the last cell.
+            count: the number of these groups that belong to the tensor. The others are padding of the last cell.
 
         Returns:
             The scales as `unpack` reads them from `tails`, (cells, 256) float32.
@@ -163,9 +163,10 @@ class Format:
         Args:
             numel: the number of elements.
             codes: uint8, two elements per byte, the first one in the upper half.
-            scales: one per 64 elements: float32 or, if they are compressed, uint8 indices into `dynamic_values`.
-            factors: compressed scales are multiplied by them: one float32 per 256 scales; else None.
-            mean: it is then added to compressed scales: one float32 for the tensor; else None.
+            scales: one per 64 elements: float32 or, if compressed, uint8 indices into the 256 `dynamic_values`.
+            factors: for compressed scales, the float32 numbers by which they are multiplied, one per 256 scales;
+                otherwise None.
+            mean: for compressed scales, the float32 number that is then added to all of them; otherwise None.
 
         Returns:
             (cells * cell_bytes,) uint8, in new memory. Each cell contains the codes and scales of CELL elements.
@@ -255,7 +256,9 @@ def dynamic_values(device: torch.device) -> Tensor:
 
 @cache
 def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return `values` and `dynamic_values` in one tensor, (272,) float32 on `device`, which the kernel reads.
+    """Return the tables that the kernel reads in one tensor: (272,) float32 on `device`.
+
+    The tables are `values` and the 256 values of compressed scales (see `dynamic_values`).
 
     values: the values of the 16 codes of a 4-bit format.
     """
@@ -294,6 +297,6 @@ def variant(form: Format, dtype: torch.dtype) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return the variants (combinations of macros) of this module's CUDA source: one for each format and output dtype.
 
-    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    arch: the GPU architecture, such as 90. Not used.
     """
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

@@ -66,7 +66,7 @@ def refuse_quantized(model: torch.nn.Module, why: str) -> None:
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
     """Return {name: format and dtype} of the weights of `model` that bitsandbytes has quantized.
 
-    `auto_wrap` compares the result between ranks. Call `admit_quantized` first.
+    `auto_wrap` compares the result between ranks. First call `admit_quantized`, which refuses unsupported weights.
     """
     return {
         f"quantized '{name}'": f"{_form(_state(module, parameter)).name} {_dtype(module, parameter)}"
@@ -78,10 +78,10 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
     """Replace the weights that bitsandbytes has quantized by packed or ordinary parameters.
 
     A weight in one block becomes a PackedParameter, which is later sharded without unpacking it. A weight outside
-    blocks, or shared by several blocks, is unpacked into an ordinary parameter. Their layers become the Linear4bit of
-    this file, so reading a weight of the model gives unpacked values. Therefore the attributes by which transformers
-    marks a quantized model are removed, so that Trainer and saved configurations treat it as an ordinary model. Call
-    `admit_quantized` first.
+    blocks, or shared by several blocks, is unpacked into an ordinary parameter. The layers of both become the
+    Linear4bit of this file, which computes with unpacked weights. The marks by which transformers recognizes a
+    quantized model are removed, so that Trainer and saved configurations treat it as an ordinary model. First
+    call `admit_quantized`, which refuses unsupported weights.
 
     Args:
         model: the model that is about to be sharded.
@@ -129,7 +129,7 @@ def _find(model: torch.nn.Module) -> dict[str, Place]:
 def _refusal(module: Any, key: str, parameter: Any) -> str | None:
     """Return why the quantized weight `parameter`, stored as `key` in `module`, cannot be sharded, or None if it can.
 
-    The text includes the way out.
+    The text also says what the user can do instead.
     """
     computes = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
     if type(parameter).__name__ == "Int8Params":
@@ -195,9 +195,9 @@ def _dtype(module: Any, parameter: Any) -> torch.dtype:
 
 
 def _packed(module: Any, parameter: Any) -> PackedParameter:
-    """Return a PackedParameter for a weight that bitsandbytes has quantized.
+    """Return a PackedParameter (a parameter whose values are already packed) for a weight that bitsandbytes quantized.
 
-    It refers to bitsandbytes' tensors of codes and scales, and copies nothing before `pack` is called.
+    It refers to bitsandbytes' tensors of codes and scales, and copies nothing before its `pack` is called.
 
     module: bitsandbytes' layer.
     parameter: its quantized weight.

@@ -17,20 +17,20 @@ _NO_MATRICES = (
 
 
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
-    """Choose the parameters in `blocks` to pack (quantize). Return them in a PackedKind; None if `name` is None.
+    """Choose the parameters in `blocks` to pack (quantize). Return a PackedKind, which contains their ids and names.
 
-    These are frozen matrices with a dtype of 16 or 32 bits and at least CELL elements (the unit of packing: a smaller
-    matrix would take as much memory as one of CELL elements). There are two kinds: each 2-D parameter named `weight`;
-    and each 3-D parameter, under any name, that stacks two or more matrices with at least BLOCK rows and columns (fused
-    experts). Stacks of narrower matrices are left out, because they are not weights of matrix products but convolution
-    kernels, tables, or decays of state-space layers. Embeddings, convolutions and parametrizations are left out too.
+    Only frozen parameters of 16 or 32 bits with at least CELL elements are chosen, because a smaller one would take as
+    much packed memory as CELL elements. Of these, 2-D parameters named `weight` are chosen, and 3-D parameters that
+    stack two or more matrices with at least BLOCK rows and columns (fused experts). Stacks of narrower matrices are
+    left out, because they are not weights of matrix products but convolution kernels, tables, or decays of state-space
+    layers. Embeddings, convolutions and parametrizations are left out too.
 
     Args:
         model: the model that is about to be sharded.
         blocks: its blocks (transformer layers).
         without: the ids of parameters to leave out: adapters, which may be trained later, and parameters
             that several blocks share.
-        name: the name of the packed format, "nf4" or "fp8"; None packs nothing.
+        name: the name of the packed format, "nf4" or "fp8". None packs nothing; the result is then None.
 
     Raises:
         ValueError: no parameter in `blocks` can be packed.

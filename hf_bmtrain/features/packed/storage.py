@@ -22,10 +22,10 @@ from .arithmetic import CELL, Format
 
 @dataclass(frozen=True)
 class PackedKind(StorageKind):
-    """The StorageKind (how to shard) of frozen parameters that are packed (quantized to 4 or 8 bits) in one format.
+    """The StorageKind of frozen parameters that are packed (quantized to 4 or 8 bits): they get a PackedStorage.
 
     Attributes:
-        form: the packed format.
+        form: the format in which they are packed.
         names: {id(parameter): name} of the parameters to pack. The names are for messages.
     """
 
@@ -41,13 +41,13 @@ class PackedKind(StorageKind):
 
 
 class PackedParameter(torch.nn.Parameter):
-    """A frozen full parameter, on the meta device, whose values are already packed.
+    """A frozen full parameter, on the meta device, whose values are already packed (quantized to 4 or 8 bits).
 
-    It replaces a parameter that bitsandbytes has quantized, in a model that auto_wrap is about to shard, so that the
+    In a model that auto_wrap is about to shard, it replaces a parameter that bitsandbytes has quantized, so that the
     values need not be unpacked.
 
     Attributes:
-        form: the packed format.
+        form: the format in which the values are packed.
         pack: a function that returns all packed cells (of CELL elements each) of the parameter, uint8, in new memory.
         storage_kind: the PackedKind of `form`, which tells `auto_wrap` how to shard the parameter.
     """
@@ -76,10 +76,10 @@ class PackedStorage(Storage):
 
     The elements are packed in cells of CELL elements. No cell is divided between ranks.
 
-    An all-gather sends packed bytes. Only `after_gather` allocates the full buffer and unpacks into it, in one launch
-    on the current stream. Until then, a prefetched block takes only packed memory. The full buffer is separate memory
-    even with one rank. The flat buffer's `shard` has only the length, dtype and device of an unpacked shard: it is one
-    NaN, expanded to this length.
+    An all-gather sends packed bytes. Then `after_gather` allocates the full buffer and unpacks into it, in one launch
+    on the current stream. So a prefetched block takes only packed memory until it runs. The full buffer is separate
+    memory even with one rank. The flat buffer's `shard` has only the length, dtype and device of an unpacked shard: it
+    is one NaN, expanded to this length.
 
     Attributes:
         full: the unpacked values of all ranks, allocated only while the block is unsharded.

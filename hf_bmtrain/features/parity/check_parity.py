@@ -125,7 +125,8 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
     """Run forward and backward of `model` on a batch, and return the loss.
 
     batch: the model's keyword arguments as a dict, its positional arguments as a tuple or list, or its only argument.
-    loss: a function of the model's output that returns the loss. None uses the output's `loss`, or a tensor output.
+    loss: a function of the model's output that returns the loss. None uses the output's `loss` or, if the output is a
+        tensor, the output itself.
     """
     with torch.enable_grad():
         if isinstance(batch, dict):
@@ -207,11 +208,11 @@ class _Comparison:
         self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
 
     def of_outputs(self, sharded: Outputs, plain: Outputs, mine: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare the outputs of all modules whose outputs were recorded, and the losses.
+        """Compare the recorded outputs of the modules, and the losses, of the two steps.
 
         Args:
-            sharded: the outputs of the sharded step.
-            plain: the outputs of the plain step.
+            sharded: the outputs that were recorded in the sharded step.
+            plain: the outputs that were recorded in the plain step.
             mine: the loss of the sharded step.
             expected: the loss of the plain step.
         """

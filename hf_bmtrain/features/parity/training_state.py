@@ -16,9 +16,10 @@ from ..replay.snapshot import Snapshot
 class TrainingState:
     """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
 
-    Only this rank's shards of the weights are copied. Until `restore`, sharded parameters have no gradients and no
-    gradient hooks, and the backward recomputes every block (transformer layer), except blocks that training never
-    recomputes. So use_checkpoint="auto" does not measure the memory of these steps, which are not training.
+    Only this rank's shards of the weights are copied. Creating this object also changes the model until `restore`:
+    sharded parameters have no gradients and no gradient hooks, and the backward recomputes every block (transformer
+    layer), except blocks that training never recomputes. So use_checkpoint="auto" does not measure the memory of the
+    steps of `check_parity`, which are not training.
 
     Args:
         model: the wrapped model.

@@ -14,10 +14,10 @@ _FLASH_WIDTH = 256
 
 @contextmanager
 def cuda_choices() -> Iterator[None]:
-    """In this context, dropout, softmax and scaled_dot_product_attention of meta tensors allocate the same as on CUDA.
+    """Return a context in which dropout, softmax and attention of meta tensors allocate the same tensors as on CUDA.
 
-    In addition, `torch.autocast("meta", enabled=False)` does nothing; PEFT uses it around adapters on fused experts.
-    Outside this context it raises an error, because torch has no autocast for the meta device.
+    In this context, `torch.autocast("meta", enabled=False)`, which PEFT uses around adapters on fused experts, does
+    nothing. Otherwise it would raise an error, because torch has no autocast for the meta device.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")
@@ -80,7 +80,7 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 
 
 def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Emulate CUDA's `aten::_softmax_backward_data` for meta tensors: it temporarily allocates its inputs' product.
+    """Emulate CUDA's `aten::_softmax_backward_data` for meta tensors: it temporarily allocates a product of its inputs.
 
     gradient: the gradient of the softmax's result.
     result: the softmax's result. It does not matter here, because meta tensors have no values.

@@ -158,7 +158,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def workspace(function: Any, args: tuple) -> int:
-    """Return the bytes that an operation allocates on CUDA as its workspace, and frees before it returns.
+    """Return the bytes that an operation allocates on CUDA as its workspace, and frees before it returns (often 0).
 
     Args:
         function: the operator.

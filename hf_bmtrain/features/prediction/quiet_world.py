@@ -54,11 +54,11 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Replaces `PeerMemory` in a simulation, with tensors on the meta device and without copies.
+    """Replaces `PeerMemory`, which allocates memory that other GPUs of the host can access, in a simulation.
 
-    PeerMemory allocates memory that other GPUs of the host can access, outside torch's allocator.
+    It allocates tensors on the meta device, and its copies do nothing.
 
-    mapped: the meta tensors that were allocated, which stand for such memory.
+    mapped: the meta tensors that were allocated, which stand for memory outside torch's allocator.
     """
 
     def __init__(self) -> None:

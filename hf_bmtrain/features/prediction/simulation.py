@@ -29,7 +29,7 @@ Phase = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulation of a few training steps. The prediction uses its last step.
+    """The result of a simulation of a few training steps. Only the last step is used for the prediction.
 
     Attributes:
         changes: every allocation, release and change in size of a storage since the start of the simulation.
@@ -52,9 +52,7 @@ class Simulated:
 
 
 class _Memory:
-    """Takes the place of `DeviceMemory` in a simulation.
-
-    Its methods return the amount of memory of the simulated device, in bytes.
+    """Replaces `DeviceMemory` in a simulation. Its methods return bytes of memory of the simulated device.
 
     live: the counter of the bytes in use.
     usable: the bytes that are available for tensors.

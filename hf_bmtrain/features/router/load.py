@@ -16,10 +16,10 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class RouterLoad(Observer):
-    """Counts how many tokens a model's routers send to each expert in training. Starts at once, and ends with `close`.
+    """Counts how many tokens a model's routers send to each expert in training, from its creation until `close`.
 
-    The counts stay on the device until `read`, the only call for which the host waits. A training forward launches one
-    more kernel per layer. Recomputations are not counted. A model without experts costs nothing and reports nothing.
+    The counts stay on the device until `read`, the only method for which the host waits. A training forward launches
+    one more kernel per layer. Recomputations are not counted. For a model without experts, this class does nothing.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -50,7 +50,7 @@ class RouterLoad(Observer):
             self._forwards += 1
 
     def read(self) -> dict[str, float]:
-        """Return statistics over all ranks since the last call, and log the counts of the busiest expert's layer.
+        """Return statistics of all ranks since the last call, and log the counts of the layer with the busiest expert.
 
         Collective: every rank must call it.
 
@@ -59,7 +59,7 @@ class RouterLoad(Observer):
                 experts of every layer got the same number. A token counts once for each of its experts.
             unused_experts: the number of experts, over all layers, that got no token.
             aux_loss: the mean of the auxiliary loss in the model's outputs, before it is multiplied by its coefficient.
-                Missing if the model returns none.
+                This entry is missing if the model returns no auxiliary loss.
 
             The dictionary is empty if some layer counted no token.
         """

@@ -35,10 +35,7 @@ def ranks_per_row(model: Any) -> int:
 
 
 class SequenceParallel(Extension):
-    """Applies `auto_wrap(sequence_parallel=P)`: groups of P ranks share each row (sequence) of a batch.
-
-    It is an extension: `auto_wrap` calls its methods while it wraps a model.
-    """
+    """The part of `auto_wrap` that applies `sequence_parallel=P`: splits each row (sequence) over P ranks."""
 
     def __init__(self, options: Options) -> None:
         self._size, self._plans = options.sequence_parallel, options.use_checkpoint == "auto"

@@ -29,7 +29,7 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 @dataclass(frozen=True)
 class Row:
-    """How the rows (sequences) of the current forward are divided. Attention modules read it from the attribute `ROW`.
+    """The division of the rows (sequences) of a forward among ranks. Attention modules have it as an attribute.
 
     Attributes:
         parts: the division of the tokens among the ranks.
@@ -52,7 +52,7 @@ def register(inner: str) -> str:
 
     A shared row is a sequence whose tokens are divided among several ranks.
 
-    inner: the name of the attention function that it calls for each rank's heads, such as "sdpa".
+    inner: the name of the model's own attention function, such as "sdpa", which is called for each rank's heads.
     """
     if inner.startswith(_PREFIX):
         return inner
@@ -168,10 +168,10 @@ def _check(
 
 
 class _Share:
-    """Stands in for an attention module in a call of the model's own attention function, for this rank's heads or all.
+    """A proxy of an attention module, which the model's own attention function gets as its `module` argument.
 
-    `num_key_value_groups` and `sinks` are those of `heads`, and `config._attn_implementation` is `inner`. All other
-    attributes are read from the module.
+    Its `num_key_value_groups` and `sinks` are those of this rank's heads, and its `config._attn_implementation` is
+    `inner`. All other attributes are read from the module.
 
     Args:
         module: the attention module.

@@ -84,7 +84,7 @@ def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def sets_shape(trunk: torch.nn.Module) -> bool:
-    """Return whether the forward of `trunk` reshapes the output of its last block to the shape of its own input.
+    """Return whether the forward of `trunk` reshapes the last block's output to the shape of the trunk's input.
 
     GPT-2 does, for example. The output of the last block must then have all tokens of the row.
 
@@ -141,9 +141,9 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
 
 
 def _scores(model: Any) -> bool:
-    """Return whether `model` may have one output for a whole row (sequence) instead of one for each token.
+    """Return whether `model` may have one output, such as a score, for a whole row (sequence) instead of each token.
 
-    An example is a score. Sequence parallelism does not support such models.
+    Sequence parallelism does not support such models.
     """
     name = type(model).__name__
     # A model without a head has one output for each token, unless it is like CLIP, which uses one token of a row. Such
@@ -167,7 +167,7 @@ def _pools(module: Any) -> bool:
 def _why_not_layer(layer: torch.nn.Module, attentions: Sequence[Any]) -> str | None:
     """Return why the block `layer` does not support sequence parallelism, or None if it does.
 
-    attentions: the modules in it that call transformers' attention interface.
+    attentions: the modules in `layer` that call transformers' attention interface.
     """
     mixers = [type(each).__name__ for each in layer.modules() if _mixes(each)]
     if mixers:

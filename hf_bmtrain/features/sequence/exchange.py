@@ -4,7 +4,7 @@ Every rank of the group must call each of these functions, and run its backward.
 
 Each rank computes gradients of parameters from its own tokens only. The gradient for whole rows is the sum over the
 ranks of the group, but gradients are later averaged over all ranks. To correct this, the backward of `gather_tokens`
-and `mean_over_group` multiplies gradients by the size of the group.
+and `mean_over_group` returns the gradient times the size of the group.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Heads:
                 for heads in self.of_queries]  # fmt: skip
 
     def repeated(self, rank: int) -> list[int] | None:
-        """Return which key-value head each query head of `rank` uses, or None if this is as attention functions assume.
+        """Return which key-value head each query head of `rank` uses, unless it is as attention functions assume.
 
         Returns:
             For each query head of the rank, an index into the key-value heads of the rank. None if each of these

@@ -70,8 +70,8 @@ class SharedRows:
     def follow(self, model: torch.nn.Module) -> None:
         """Register the hooks that run before and after the forward of `model`, the outermost module.
 
-        If another module was outermost before, as before PEFT wrapped the model, remove the hooks from it. Also make
-        `generate` of the model and its modules raise an error.
+        If another module was outermost before (PEFT may have wrapped it since), remove the hooks from that module. Also
+        make `generate` of the model and its modules raise an error.
         """
         for handle in self._handles:
             handle.remove()
@@ -131,8 +131,8 @@ class SharedRows:
     def _divide_labels(self, base: Any, given: dict[str, Any], rows: int, parts: Parts) -> None:
         """Replace the labels of all tokens in `given` by the labels of this rank's tokens.
 
-        Also choose the factor of this rank's loss such that the mean over the group is the loss of the whole rows
-        (sequences).
+        Also set the factor or divisor of this rank's loss, so that the mean of the ranks' losses is the loss of the
+        whole rows (sequences).
 
         base: the model, without PEFT's wrapper.
         given: the arguments of its forward, {name: value}. Changed in place.
@@ -175,7 +175,8 @@ class SharedRows:
 
         Collective: every rank of the group must call it.
 
-        row: the model's `input_ids` or `inputs_embeds`, (rows, tokens, ...). Values are compared only if integer.
+        row: the model's `input_ids` or `inputs_embeds`, (rows, tokens, ...). The values of `inputs_embeds`, which are
+            not integers, are not compared.
         labels: the labels of all tokens, or None.
         """
         if row.is_meta:  # a memory prediction on the meta device, without values to compare
@@ -206,7 +207,7 @@ class SharedRows:
     ) -> tuple[tuple, dict]:
         """Select this rank's tokens in the arguments of the block `layer`, before its forward.
 
-        Also set the attribute `ROW` of its attention modules, from which they read how the tokens are divided.
+        Also tell the attention modules in it how the tokens are divided, by setting their attribute named `ROW`.
 
         attentions: the attention modules in `layer`.
         """
@@ -273,10 +274,10 @@ class SharedRows:
 
     @disable_compiler
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Remove the padding that `_after_last_layer` has added, from the output of the trunk (which calls the blocks).
+        """Remove the padding that `_after_last_layer` has added from the output of `trunk`, which calls the blocks.
 
-        The output then has this rank's tokens. In a mixture of experts, also gather the routers' logits of all tokens,
-        from which the model computes the auxiliary loss.
+        The output then has only this rank's tokens. In a mixture of experts, also gather the routers' logits of all
+        tokens, from which the model computes the auxiliary loss.
         """
         parts = self._active
         if parts is None:

@@ -117,6 +117,21 @@ sees the operations that the compiled code calls. In older versions, a function 
 is never compiled."""
 
 
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of torch.compile(fullgraph=True) that mean that the function cannot be compiled.
+
+    No part of the function has run then. The exceptions have no public names. They are imported only here, because the
+    import takes a second.
+    """
+    from torch._dynamo import exc
+
+    names = (
+        "Unsupported", "UncapturedHigherOrderOpError", "UserError", "InternalTorchDynamoError", "BackendCompilerFailed",
+        "FailOnRecompileLimitHit",
+    )  # fmt: skip
+    return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+
+
 def schema_of(operator: Any) -> Any:
     """Return the schema of an operator of torch.ops, which declares, for example, which arguments the operator writes.
 

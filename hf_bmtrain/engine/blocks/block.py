@@ -21,6 +21,7 @@ from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot, find_places, shard_places, tensor_facts
 from ..sharding.state_dict import follow_state_dicts
 from .block_state import BlockState
+from .recomputed_graph import RecomputedGraphs
 from .sharded_module import ShardedModule, extend_class
 
 
@@ -86,10 +87,15 @@ class CheckpointBlock(ShardedModule):
         state = self._bmt
         if not state.compiled:
             state.eager_forward = state.own_forward
+        # The graph that recomputes itself must contain the whole forward, or torch's checkpoint would run eagerly.
+        recomputed = functools.partial(torch.compile, *args, **{**kwargs, "fullgraph": True})
         if state.own_forward is not None:
+            state.graphs = RecomputedGraphs(state.own_forward, tuple, recomputed)
             state.own_forward = torch.compile(state.own_forward, *args, **kwargs)
         else:
-            compiled: Any = torch.compile(type(self)._extends.forward, *args, **kwargs)
+            forward, layer = type(self)._extends.forward, weakref.ref(self)
+            state.graphs = RecomputedGraphs(forward, lambda: (layer(),), recomputed)
+            compiled: Any = torch.compile(forward, *args, **kwargs)
             state.own_forward = weak_method(types.MethodType(compiled, self))
         state.compiled = True
 
@@ -98,14 +104,14 @@ class CheckpointBlock(ShardedModule):
 def uncompiled(blocks: Sequence[CheckpointBlock]) -> Iterator[None]:
     """Return a context in which the forwards of `blocks` run without torch.compile, even if they are compiled."""
     states = [block._bmt for block in blocks]
-    forwards = [state.own_forward for state in states]
+    compiled = [(state.own_forward, state.graphs) for state in states]
     for state in states:
-        state.own_forward = state.eager_forward
+        state.own_forward, state.graphs = state.eager_forward, None
     try:
         yield
     finally:
-        for state, forward in zip(states, forwards):
-            state.own_forward = forward
+        for state, (forward, graphs) in zip(states, compiled):
+            state.own_forward, state.graphs = forward, graphs
 
 
 def extend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot
 from .autograd import enter_backward, leave_backward, uncached_autocast
-from .recompute import ALWAYS, InputStore, Recompute, Replay
+from .recompute import ALWAYS, InputStore, Keeps, Recompute, Replay
+from .recomputed_graph import CannotRecompute, RecomputedGraphs
 from .schedule import Schedule
+
+_log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 @dataclass(eq=False, repr=False)
@@ -55,6 +59,7 @@ class BlockState:
             compiled one. None calls the class's forward.
         compiled: whether the forward is compiled.
         eager_forward: the value of `own_forward` before the forward was compiled.
+        graphs: the compiled forwards that recompute themselves in backward. None if the forward is not compiled.
         lists_as_tuples: whether a list that the layer returns is converted to a tuple.
         pending: the number of forwards whose backward has not run yet. If a block is called several times, its
             gradients are reduced once, after the last of these backwards.
@@ -72,11 +77,13 @@ class BlockState:
     own_forward: Callable | None = None
     compiled: bool = False
     eager_forward: Callable | None = None
+    graphs: RecomputedGraphs | None = None
     lists_as_tuples: bool = False
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
     _entered: bool = field(default=False, init=False)  # backward reached the block and has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
+    _kept: Keeps | None = field(default=None, init=False)  # what its graph keeps; None: not recomputed by its graph
 
     @property
     def keeps_no_cache(self) -> bool:
@@ -153,11 +160,24 @@ class BlockState:
         return outputs, differentiable
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the layer's forward under torch's checkpoint, which recomputes it in backward, and return its outputs.
+        """Run the layer's forward so that backward recomputes it, and return its outputs.
+
+        Its compiled graph recomputes it, if there is one that can, and torch's checkpoint otherwise.
 
         layer_forward: the function to run, which is the layer's forward or its replacement `own_forward`.
         args, kwargs: the arguments of the forward.
         """
+        self._kept = self._kept_in_graph(args, kwargs)
+        if self._kept is not None:
+            try:
+                return self._forward_in_graph(self._kept, args, kwargs)
+            except CannotRecompute as reason:
+                _log_once(
+                    "The recomputation of compiled blocks runs their whole forward, because torch.compile cannot trace "
+                    "it together with the backward: %s",
+                    str(reason),
+                )
+                self._kept = None
         nothing = nullcontext()
         around_first, around_again = self.recompute.contexts(args, kwargs, self.pending) or (nothing, nothing)
         again = False
@@ -190,6 +210,32 @@ class BlockState:
             with saving:  # keyword arguments become positional, because torch's checkpoint saves only those
                 return checkpoint(run_on, *args, *kwargs.values(), use_reentrant=False)
 
+    def _kept_in_graph(self, args: tuple, kwargs: dict) -> Keeps | None:
+        """Return which outputs of operators the compiled graph keeps if it recomputes the forward that is starting.
+
+        Returns None if torch's checkpoint must recompute it: if the block is not compiled, if its inputs are kept in
+        host memory, if layers issue collectives in their forwards (the graph could recompute these in another order on
+        another rank), or if the forward changes buffers (the graph would recompute with the changed values).
+
+        args, kwargs: the arguments of the forward.
+        """
+        if self.graphs is None or self.inputs is not None or self.schedule.collective_layers:
+            return None
+        # If it is not known yet whether buffers change, this forward shows it, under torch's checkpoint.
+        if self.replay.changes_buffers() is not False:
+            return None
+        return self.recompute.kept_in_graph(args, kwargs, self.pending)
+
+    def _forward_in_graph(self, keeps: Keeps, args: tuple, kwargs: dict) -> Any:
+        """Run the compiled forward that recomputes itself in backward, and return its outputs.
+
+        keeps: tells which operators' outputs backward does not recompute.
+        args, kwargs: the arguments of the forward.
+        """
+        assert self.graphs is not None
+        with self.replay.record(args, kwargs):  # raises an error if the forward changes buffers
+            return self._inside(self.graphs.run, keeps, args, kwargs)
+
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
         with self.schedule.inside:
             autocast = uncached_autocast()
@@ -204,8 +250,8 @@ class BlockState:
         """Run the forward again, because an activation checkpoint around this block (not its own) recomputes it.
 
         The backward of the block may not have started yet, so this unshards the block if necessary. Autograd must save
-        the same tensors as in the first forward. So if the first forward ran under the block's own checkpoint, this one
-        does, too.
+        the same tensors as in the first forward. So if the first forward ran under the block's own checkpoint, or in a
+        graph that recomputes itself, this one does, too.
 
         layer_forward: the function to run, which is the layer's forward or its replacement `own_forward`.
         args, kwargs: the arguments of the recomputation.
@@ -215,6 +261,8 @@ class BlockState:
             self.unshard(None)
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
+            if self._recomputed and self._kept is not None:
+                return self._forward_in_graph(self._kept, args, kwargs)
             return checkpoint(run, *args, use_reentrant=False) if self._recomputed else run(*args)
         finally:  # also after an exception, which torch raises to end a recomputation early
             if closed:

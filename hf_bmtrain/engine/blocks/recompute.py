@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,6 +10,15 @@ import torch
 
 if TYPE_CHECKING:
     from .block_state import BlockState
+
+
+Keeps = Callable[[Any, tuple, dict[str, Any]], bool]
+"""Tells, for a call of an operator of torch (operator, args, kwargs), whether its output is kept until backward."""
+
+
+def keep_nothing(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return False: backward recomputes the output of every operator."""
+    return False
 
 
 class Recompute:
@@ -54,6 +64,19 @@ class Recompute:
             pending: the number of the block's forwards whose backward has not run.
         """
 
+    def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
+        """Return which outputs of operators a compiled forward keeps if its own graph recomputes the rest.
+
+        Returns None if the graph must not recompute this forward. torch's checkpoint then recomputes it, in the
+        contexts that `contexts` returns.
+
+        Args:
+            args: the positional arguments of the forward.
+            kwargs: its keyword arguments.
+            pending: the number of the block's forwards whose backward has not run.
+        """
+        return keep_nothing
+
     def backward_begins(self, recomputed: bool) -> None:
         """Called with recomputed=False when the block's backward starts.
 
@@ -74,6 +97,10 @@ ALWAYS, NEVER = Recompute(), _Never()
 
 class Replay(Protocol):
     """Makes a recomputation of a layer's forward compute the same values as the first forward."""
+
+    def changes_buffers(self) -> bool | None:
+        """Return whether forwards change the layer's buffers. None if it has buffers, but no forward was recorded."""
+        ...
 
     def record(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return the context for the first forward. It yields a snapshot of the layer's state, to pass to `restore`.

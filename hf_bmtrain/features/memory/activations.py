@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ...engine.base.torch_internals import modes_see_compiled, pytree
-from ...engine.blocks.recompute import InputStore, Recompute
+from ...engine.blocks.recompute import InputStore, Keeps, Recompute, keep_nothing
 from ...engine.sharding.buffer import ShardedBuffer
-from .attention import AttentionMeter, Contexts, keep_attention
+from .attention import AttentionMeter, Contexts, is_kept, keep_attention
 from .meter import (
     MeasuredInputs,
     Meter,
@@ -147,9 +147,19 @@ class AutoCheckpoint(Recompute):
     def contexts(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Contexts | None:
         if self.activations.measuring:
             return self._measure(args, kwargs, pending), nullcontext()
-        if not self.attention or pending >= self.calls or self.activations.in_backward or inside_hooks():
-            return None
-        return keep_attention()
+        return keep_attention() if self._keeps_attention(pending) else None
+
+    def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
+        if self.activations.measuring:
+            return None  # what a forward saves is counted while torch's checkpoint is around it
+        return is_kept if self._keeps_attention(pending) else keep_nothing
+
+    def _keeps_attention(self, pending: int) -> bool:
+        """Return whether the forward that is starting, which backward will recompute, keeps the outputs of attention.
+
+        pending: the number of earlier forwards of the block that are waiting for their backward.
+        """
+        return self.attention and pending < self.calls and not (self.activations.in_backward or inside_hooks())
 
     def backward_begins(self, recomputed: bool) -> None:
         if self.activations.measuring:

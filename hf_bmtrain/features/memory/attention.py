@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...engine.base.torch_internals import TorchDispatchMode, pytree, schema_of
-from ...engine.blocks.recompute import Recompute
+from ...engine.blocks.recompute import Keeps, Recompute, keep_nothing
 from .meter import Stopwatch, inside_hooks
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -180,3 +180,6 @@ class KeepAttention(Recompute):
 
     def contexts(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Contexts | None:
         return None if inside_hooks() else keep_attention()
+
+    def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
+        return keep_nothing if inside_hooks() else is_kept

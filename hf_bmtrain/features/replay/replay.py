@@ -35,6 +35,14 @@ class Replay:
         self._drawn: dict[bool, list[Any]] = {}
         self._attributes: Attributes | None = None
 
+    def changes_buffers(self) -> bool | None:
+        """Return whether forwards in the present mode (training or evaluation) change the layer's buffers.
+
+        Returns None if the layer has buffers, but none of its forwards in this mode has run inside `record`.
+        """
+        changing = self._changing.get(self._layer.training)
+        return bool(changing) if changing is not None or not self._places else None
+
     def _present_attributes(self) -> Attributes:
         """Return a copy of the layer's attributes. The last copy is reused if they have not changed since."""
         if self._attributes is None or not self._attributes.is_present():

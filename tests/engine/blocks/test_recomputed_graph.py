@@ -1,0 +1,126 @@
+"""Compiled blocks that their graphs recompute: equal to torch's checkpoint, and without products in vain."""
+
+import logging
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_bmtrain as bmt
+from hf_bmtrain.engine.base.torch_internals import TorchDispatchMode
+from log_lines import log_lines
+from ranks import on_ranks
+from twins import WIDTH, Tower, tower_loss
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, also those of compiled code."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "mm" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.dropout(self.middle(self.up(x)), 0.3, self.training))
+
+    def middle(self, y):
+        return torch.tanh(y)
+
+
+class Writes(Layer):
+    """Recomputed with the new mean, its gradients would be others."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2 * WIDTH))
+
+    def middle(self, y):
+        z = torch.tanh(y - self.mean)
+        self.mean.lerp_(y.detach().mean(0).mean(0) + 1, 0.5)
+        return z
+
+
+class Reads(Layer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(2 * WIDTH))
+
+    def middle(self, y):
+        return torch.tanh(y - self.mean)
+
+
+class Counts(Layer):
+    """Changes an attribute, which torch.compile does not allow inside a checkpoint."""
+
+    calls = 0
+
+    def middle(self, y):
+        self.calls += 1
+        return torch.tanh(y)
+
+
+class InPlace(Layer):
+    def middle(self, y):
+        return torch.tanh(y.relu_()).add(1).mul_(2)
+
+
+class Checkpointed(Tower):
+    """Puts torch's checkpoint around each layer."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x).square().mean()
+
+
+def train(layer, compile, kind=Tower):
+    """Losses, gradients, buffers and random numbers of some steps, and the products of the last backward."""
+    torch._dynamo.reset()
+    model = kind(0)
+    torch.manual_seed(1)
+    model.layers = nn.ModuleList([layer() for _ in range(3)])
+    bmt.auto_wrap(model.train(), use_checkpoint=True, compile=compile)
+    torch.manual_seed(bmt.rank())
+    seen, products = [], Products()
+    for step in range(3):
+        loss = tower_loss(model, step, bmt.rank())
+        products = Products()
+        with products:
+            loss.backward()
+        seen += [loss.detach(), torch.rand(()), *(p.gather_gradient() for p in model.parameters()), *model.buffers()]
+        for parameter in model.parameters():
+            parameter.grad = None
+    return seen, products.count, [getattr(each, "calls", 0) for each in model.layers]
+
+
+@on_ranks(2)
+def test_equal_to_torchs_checkpoint():
+    for layer, whole in ((Layer, 0), (Reads, 0), (InPlace, 0), (Writes, 3), (Counts, 3)):
+        expected, count, calls = train(layer, False)
+        with log_lines(level=logging.INFO) as lines:
+            found, compiled, others = train(layer, "aot_eager")
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        assert calls == others
+        # torch's checkpoint ends a recomputation before the last product, which it cannot do inside compiled code
+        assert compiled == count + whole, (layer, compiled, count)
+        assert len([line for line in lines if "recomputation of compiled blocks" in line]) == (layer is Counts)
+    expected, count, _ = train(Layer, False, Checkpointed)
+    found, compiled, _ = train(Layer, "aot_eager", Checkpointed)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -1,6 +1,7 @@
 """Compiled blocks that their graphs recompute: equal to torch's checkpoint, and without products in vain."""
 
 import logging
+from unittest import mock
 
 import torch
 from torch import nn
@@ -90,9 +91,10 @@ class Checkpointed(Tower):
         return self.head(x).square().mean()
 
 
-def train(layer, compile, kind=Tower):
+def train(layer, compile, kind=Tower, collective_layers=False):
     """Losses, gradients, buffers and random numbers of some steps, and the products of the last backward."""
     torch._dynamo.reset()
+    bmt.current_world().schedule.collective_layers = collective_layers  # also left so by other tests
     model = kind(0)
     torch.manual_seed(1)
     model.layers = nn.ModuleList([layer() for _ in range(3)])
@@ -112,6 +114,11 @@ def train(layer, compile, kind=Tower):
 
 @on_ranks(2)
 def test_equal_to_torchs_checkpoint():
+    with mock.patch.object(bmt.current_world().schedule, "collective_layers"):
+        compare()
+
+
+def compare():
     for layer, whole in ((Layer, 0), (Reads, 0), (InPlace, 0), (Writes, 3), (Counts, 3)):
         expected, count, calls = train(layer, False)
         with log_lines(level=logging.INFO) as lines:
@@ -119,8 +126,10 @@ def test_equal_to_torchs_checkpoint():
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
         assert calls == others
         # torch's checkpoint ends a recomputation before the last product, which it cannot do inside compiled code
-        assert compiled == count + whole, (layer, compiled, count)
+        assert compiled == count + whole, (layer, compiled, count, lines)
         assert len([line for line in lines if "recomputation of compiled blocks" in line]) == (layer is Counts)
+    _, compiled, _ = train(Layer, "aot_eager", collective_layers=True)
+    assert compiled == train(Layer, False)[1] + 3
     expected, count, _ = train(Layer, False, Checkpointed)
     found, compiled, _ = train(Layer, "aot_eager", Checkpointed)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -643,5 +643,6 @@ def test_equal_to_the_last_bit(name, zero_level, schedule):
 def test_compiled(world, size, family):
     graphs = world(size)(compiled, family)[0]
     assert graphs[0] >= 1, "nothing was compiled"
-    assert graphs[-1] == graphs[2], "the plan's changes compile again"
+    assert graphs[4] <= graphs[2] + 1, "blocks that are recomputed do not share a graph"
+    assert graphs[-1] == graphs[4], "the plan's changes compile again"
     assert graphs[-1] <= 3, "the layers do not share a graph"

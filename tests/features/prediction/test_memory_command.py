@@ -1,5 +1,6 @@
 """python -m hf_bmtrain.memory: its table, and errors that name the argument and the remedy."""
 
+import re
 import sys
 from unittest import mock
 
@@ -37,6 +38,7 @@ def test_a_table_is_printed(config, options, capsys):
     assert "fits into 4 GiB" in printed and "would fit" not in printed
     assert "largest number of rows that fits: " in printed
     assert ("page-locked host memory" in printed) == ("--offload" in options)
+    assert " MiB\n" in printed and not re.search(r" 0\.00 [GM]iB$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("adapters", [True, False])
@@ -71,7 +73,7 @@ def test_what_would_fit_is_told(tmp_path, monkeypatch, capsys, adapters):
 def test_a_quantized_base_takes_less(config, capsys):
     """Weights of 4 bits where they had 16; unpacked ones are whole as before."""
     pytest.importorskip("peft")
-    rows = {}
+    rows, unit = {}, {"MiB": 2**20, "GiB": 2**30}
     wide = transformers.LlamaConfig.from_pretrained(
         config, hidden_size=1024, intermediate_size=4096, max_position_embeddings=2048
     )
@@ -79,7 +81,8 @@ def test_a_quantized_base_takes_less(config, capsys):
     for options in ([], ["--quantize", "nf4"]):
         run(f"{config}/wide", "--length", "128", "--lora", "4", "--gpus", "2", "--memory", "4", *options)
         printed = capsys.readouterr().out.splitlines()
-        rows[bool(options)] = {line[:54].strip(): float(line.split()[-2]) for line in printed if line.endswith(" GiB")}
+        sizes = [(line[:54].strip(), *line[54:].split()) for line in printed if line.endswith((" GiB", " MiB"))]
+        rows[bool(options)] = {name: float(size) * unit[its] for name, size, its in sizes}
     shards, whole = "parameters, this rank's shards", "full parameters of gathered blocks and modules"
     assert rows[True][shards] < 0.4 * rows[False][shards]
     assert rows[True][whole] <= rows[False][whole]

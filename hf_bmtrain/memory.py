@@ -1,6 +1,9 @@
 """Predict how much memory a training step needs, given a model's config.json: `python -m hf_bmtrain.memory CONFIG`."""
 
 if __name__ == "__main__":
+    from .features.prediction.command_line import parse
+
+    given = parse()  # before the next line imports transformers
     from .hf.predict_cli import main
 
-    main()
+    main(given)

@@ -249,7 +249,9 @@ def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
             text = (file.metadata() or {}).get(_CHECKSUMS)
         state = OrderedDict(load_file(path))
     except safetensors.SafetensorError as error:
-        raise ValueError(f"it is not a safetensors file, or is damaged ({error})") from error
+        raise ValueError(
+            f"{path.name} is not a safetensors file, or is damaged ({error}). Use another copy of the file."
+        ) from error
     try:
         return state, None if text is None else json.loads(text)
     except ValueError:
@@ -262,12 +264,16 @@ def _read_pickled(path: Path) -> OrderedDict:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(
-            f"it cannot be loaded with weights_only=True ({' '.join(str(error).split())[:200]}). Save "
-            "model.state_dict() instead of the model, and no other Python objects."
+            f"{path.name} cannot be loaded with weights_only=True ({' '.join(str(error).split())[:200]}). If it "
+            "contains the model itself or other Python objects, save model.state_dict() alone. Otherwise it is "
+            "damaged: use another copy of the file."
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         found = ", ".join(map(str, list(state)[:5])) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"it is not a model's state dict, which maps names to tensors. It contains: {found}")
+        raise ValueError(
+            f"{path.name} is not a model's state dict, which maps names to tensors. It contains: {found}. Save "
+            "model.state_dict() alone in a file."
+        )
     return OrderedDict(state) if not isinstance(state, OrderedDict) else state
 
 
@@ -284,7 +290,7 @@ def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int])
         state = {name: value for name, value in state.items() if name in chosen}
     problem = find_differences(sums, state)
     if problem is not None:
-        raise ValueError(f"{path.name} is damaged: {problem}")
+        raise ValueError(f"{path.name} is damaged: {problem}. Use another copy of the file.")
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:

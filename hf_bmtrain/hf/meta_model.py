@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils.import_utils import is_peft_available
 
 from ..features.loss.chunked_head import fuse_causal_loss
 
@@ -35,7 +36,8 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
         fused: whether to compute the loss without materializing the full logits (`fuse_causal_loss`).
 
     Raises:
-        ValueError: this version of transformers lacks the class, or `fused` does not work with the model.
+        ValueError: this version of transformers lacks the class, PEFT is needed but not installed, or `fused` does not
+            work with the model.
     """
     assert isinstance(config, PreTrainedConfig)
     names = config.architectures or []
@@ -60,6 +62,8 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
 
 
 def _with_adapters(model: Any, rank: int) -> Any:
+    if not is_peft_available():
+        raise ValueError("--lora needs PEFT, which is not installed. Run: pip install peft")
     import peft
 
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -1,10 +1,7 @@
 """Predict the memory of a training step from a configuration, without weights, GPU or process group.
 
-    python -m hf_bmtrain.memory CONFIG --gpus 4 --batch-size 4 --seq-len 8192 --memory 139
-
-CONFIG is a config.json of transformers, or a folder that contains one. `--batch-size` is the number of rows (sequences)
-in the batch of one GPU, and `--memory` is the memory of one GPU in GiB. The command prints the memory of each GPU at
-the peak of a step, by purpose, and the largest number of rows that fits in `--memory`.
+The command is `python -m hf_bmtrain.memory`; `features/prediction/command_line.py` has its options. It prints the
+memory of each GPU at the peak of a step, by purpose, and the largest number of rows that fits in `--memory`.
 """
 
 from __future__ import annotations
@@ -22,13 +19,10 @@ from transformers.utils.import_utils import is_peft_available
 from ..engine.optim.adam import AdamOptimizer
 from ..features.muon.optimizer import MuonOptimizer
 from ..features.offload.optimizer import AdamOffloadOptimizer
-from ..features.packed.arithmetic import QUANTIZE_FROZEN
+from ..features.prediction.command_line import DTYPES, KEEP_FROZEN, RECOMPUTE
 from ..features.prediction.prediction import Prediction, predict, usable_bytes
 from .meta_model import meta_model, read_config, text_batch
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_CHOICES = {"true": True, "false": False, "auto": "auto"}
-_RECOMPUTE = {**_CHOICES, "attention": "attention"}
 _OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "adam": AdamOptimizer,
     "adam8": partial(AdamOptimizer, state_bits=8),
@@ -38,8 +32,8 @@ _OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
 _MOST_ROWS = 1 << 20
 
 
-def main() -> None:
-    given = arguments()
+def main(given: argparse.Namespace) -> None:
+    """Print the predicted memory, or exit with an error. `given` is a result of `command_line.parse`."""
     try:
         config = read_config(given.config)
         prediction = predicted(given, config, given.rows)
@@ -49,71 +43,6 @@ def main() -> None:
     print(report(given, prediction, fitting))
     if prediction.peak > usable_bytes(total(given), given.gpus):
         print(remedies(given, config))
-
-
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m hf_bmtrain.memory", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or its folder")
-    parser.add_argument("--gpus", type=_positive, default=1, help="number of ranks, each with one GPU, on one host")
-    parser.add_argument(
-        "--batch-size", "--rows", dest="rows", type=_positive, default=1, help="sequences in the batch of one GPU"
-    )
-    parser.add_argument(
-        "--seq-len", "--length", dest="length", type=_positive, default=2048, help="tokens in a sequence"
-    )
-    parser.add_argument("--recompute", choices=tuple(_RECOMPUTE), default="true", help="use_checkpoint of auto_wrap")
-    parser.add_argument("--zero", type=int, choices=(2, 3), default=3, help="zero_level of auto_wrap")
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="dtype of the weights")
-    parser.add_argument(
-        "--optimizer", choices=(*_OPTIMIZERS, "muon"), default="adam",
-        help="adam: bmt.optim.AdamOptimizer; adam8: with state_bits=8; muon: bmt.optim.MuonOptimizer",
-    )  # fmt: skip
-    parser.add_argument(
-        "--offload", action="store_true", help="keep Adam's state in host memory (AdamOffloadOptimizer)"
-    )
-    parser.add_argument(
-        "--lora", type=_positive, default=0, metavar="RANK", help="train only LoRA adapters of this rank"
-    )
-    parser.add_argument("--keep-frozen", choices=tuple(_CHOICES), default="auto", help="keep_frozen of auto_wrap")
-    parser.add_argument("--quantize", choices=QUANTIZE_FROZEN, help="quantize_frozen of auto_wrap; needs --lora")
-    parser.add_argument("--float8", action="store_true", help="float8 of auto_wrap")
-    parser.add_argument("--offload-activations", action="store_true", help="offload_activations of auto_wrap")
-    parser.add_argument("--mlp-chunks", type=_positive, default=1, help="mlp_chunks of auto_wrap")
-    parser.add_argument(
-        "--sequence-parallel", type=_positive, default=1, metavar="P",
-        help="sequence_parallel of auto_wrap: P GPUs share each row, and --batch-size counts the rows that they share",
-    )  # fmt: skip
-    parser.add_argument("--head", choices=("plain", "fused"), default="plain", help="fused: bmt.hf.fuse_causal_loss")
-    parser.add_argument("--micro-batches", type=_positive, default=1, help="micro-batches (backward passes) per step")
-    parser.add_argument("--memory", type=_gigabytes, default=80.0, metavar="GIB", help="memory of one GPU, in GiB")
-    given = parser.parse_args(words)
-    if given.quantize and not given.lora:
-        parser.error("--quantize applies to frozen weights, but there are none without adapters. Add --lora RANK.")
-    if given.lora and not is_peft_available():
-        parser.error("--lora needs PEFT, which is not installed. Run: pip install peft")
-    if given.offload and given.optimizer != "adam":
-        parser.error(f"--offload works only with the Adam optimizer. Leave out --optimizer {given.optimizer}.")
-    return given
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
-    return value
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 4 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} must be the memory of one GPU in GiB, at least 4, such as 80")
-    return value
 
 
 def total(given: argparse.Namespace) -> int:
@@ -133,14 +62,14 @@ def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
 
 def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
     """Predict the memory of a step with `rows` sequences per GPU and the options in `given`."""
-    model = meta_model(config, _DTYPES[given.dtype], given.lora, given.head == "fused")
+    model = meta_model(config, DTYPES[given.dtype], given.lora, given.head == "fused")
     make_optimizer = _OPTIMIZERS.get(given.optimizer, lambda parameters: MuonOptimizer(model))
     if given.offload:
         make_optimizer = AdamOffloadOptimizer
     return predict(
         model, text_batch(model, config, rows, given.length), make_optimizer, ranks=given.gpus, zero_level=given.zero,
-        use_checkpoint=_RECOMPUTE[given.recompute], total=total(given), micro_batches=given.micro_batches,
-        keep_frozen=_CHOICES[given.keep_frozen], quantize_frozen=given.quantize, float8=given.float8,
+        use_checkpoint=RECOMPUTE[given.recompute], total=total(given), micro_batches=given.micro_batches,
+        keep_frozen=KEEP_FROZEN[given.keep_frozen], quantize_frozen=given.quantize, float8=given.float8,
         offload_activations=given.offload_activations, mlp_chunks=given.mlp_chunks,
         sequence_parallel=given.sequence_parallel,
     )  # fmt: skip
@@ -202,7 +131,9 @@ def remedies(given: argparse.Namespace, config: Any) -> str:
 def report(given: argparse.Namespace, prediction: Prediction, fitting: int) -> str:
     """Return the text to print: the memory table, whether the step fits, and the largest number of rows that fits."""
     usable = usable_bytes(total(given), given.gpus)
-    lines = [f"one of {given.gpus} GPUs, {given.rows} rows of {given.length} tokens:", str(prediction)]
+    gpu = f"one of {given.gpus} GPUs" if given.gpus > 1 else "one GPU"
+    rows = f"{given.rows} rows" if given.rows > 1 else "1 row"
+    lines = [f"{gpu}, {rows} of {given.length} tokens:", str(prediction)]
     if prediction.kept:
         lines.append(f"{sum(prediction.kept)} of {len(prediction.kept)} blocks keep their activations")
     verdict = "fits" if prediction.peak <= usable else "does not fit"

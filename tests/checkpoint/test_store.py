@@ -235,10 +235,10 @@ def wrong_files(folder):
         "missing.pt": r"missing\.pt does not fit.*head\.bias",
         "more.pt": r"does not fit.*tail\.bias",
         "shape.pt": r"layers\.1\.linear\.weight.*\(6, 6\).*\(6, 7\)",
-        "nested.pt": r"not a model's state dict.*model, epoch",
-        "module.pt": r"Save model\.state_dict\(\)",
+        "nested.pt": r"nested\.pt is not a model's state dict.*model, epoch",
+        "module.pt": r"module\.pt cannot be loaded.*save model\.state_dict\(\)",
         "words.pt": "cannot be loaded with weights_only=True",
-        "words.safetensors": "not a safetensors file",
+        "words.safetensors": r"words\.safetensors is not a safetensors file.* Use another copy",
         "nowhere.pt": "could not be read.*nowhere",
     }.items():
         with pytest.raises(RuntimeError, match=f"(?s){message}"):

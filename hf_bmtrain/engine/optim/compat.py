@@ -176,8 +176,7 @@ def _name_of(parameter: Any, position: int, world: World) -> str:
         return f"ordinary parameter {position}"
     buffer = parameter.buffer
     held = world.monitor.names.get(buffer.number, f"others in flat buffer {buffer.number}")
-    origin = parameter.origin
-    name = parameter.index if origin is None else f"{origin.block}.{origin.name}".lstrip(".")
+    name = parameter.index if parameter.origin is None else parameter.origin.path
     return f"parameter '{name}' (sharded together with {held})"
 
 

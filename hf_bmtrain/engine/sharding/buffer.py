@@ -100,7 +100,6 @@ class ShardedBuffer:
         for full in self.full_params:
             full.is_unsharded = True  # pyright: ignore[reportAttributeAccessIssue]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, world.poison)
-        self.names: list[str | None] = [None] * len(parameters)
         unused = UnusedParameters(world.control, self.number)
         self.gradient = GradientBuffer(self.placements, reducer, self.full_params, self.shard, unused)
         self.resident = False

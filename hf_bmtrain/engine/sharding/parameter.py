@@ -33,6 +33,11 @@ class Origin(NamedTuple):
     block: str
     name: str
 
+    @property
+    def path(self) -> str:
+        """The parameter's name in the model."""
+        return f"{self.block}.{self.name}" if self.block else self.name
+
 
 class DistributedParameter(ShardBase, torch.nn.Parameter):
     """A sharded parameter. `model.parameters()` yields such parameters, and optimizers update them.

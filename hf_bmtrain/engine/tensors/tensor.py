@@ -567,7 +567,7 @@ class _Call:
         """
         target = members[0]
         if target.shape not in (like.shape, like.full_shape):
-            _refuse_full_target(self.name, target, like)
+            _refuse_plain_target(self.name, target, like)
         if len(like.full_shape) < 2 and current_world().size > 1:
             barrier_outside(f"{self.name} of a sharded tensor")
             for number, each in enumerate(members):
@@ -865,7 +865,7 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     return like.placement.cut(value.expand(shape)) if result == shape else None
 
 
-def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
+def _refuse_plain_target(name: str, target: torch.Tensor, like: Any) -> None:
     """Raise RuntimeError: a function of lists (`torch._foreach_...`) cannot write to `target`, a plain tensor.
 
     Always raises. The caller has found that `target` has neither the shape of this rank's elements of `like` nor its

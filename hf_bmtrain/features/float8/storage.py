@@ -232,11 +232,13 @@ class Float8Storage(Storage):
                 values, scales = quantize_full(full.detach())
                 known = torch.equal(scales.nan_to_num(-1.0), found.row_scales.nan_to_num(-1.0))
                 same.append(known and torch.equal(_bits(values), _bits(found.values)))
-        for full, is_same in zip(full_params, same):
+        for full, local, is_same in zip(full_params, self.buffer.gradient.slices, same):
             if not is_same:
+                origin = getattr(local(), "origin", None)
+                name = "a parameter" if origin is None else f"'{origin.path}'"
                 raise RuntimeError(
-                    f"rank {self.buffer.rank} received a wrong parameter of shape {tuple(full.shape)}: after an "
-                    "all-gather in float8, it differs from the full parameter rounded to float8. Leave out float8 on "
+                    f"rank {self.buffer.rank} received wrong values of {name}, shape {tuple(full.shape)}: after an "
+                    "all-gather in float8, they differ from the full parameter rounded to float8. Leave out float8 on "
                     "this machine, and report this error."
                 )
 

@@ -96,7 +96,7 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
-    wide = _wide_product(x, factor[: 3 * rank].t(), adapter.scaling, adapter)
+    wide = _wide_product(x, factor[: 3 * rank].t(), adapter.scaling)
     if torch.compiler.is_compiling():
         p, q, _ = wide.split(rank, 1)
         high, low = _parts(p)
@@ -167,7 +167,7 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
     """
     if not adapter.split:
         return _parameter_product(du.t(), x, 1.0, adapter, dtype)
-    return _wide_product(du[:, : 3 * rank].t(), x, 1.0, adapter).view(3, rank, -1).sum(0)
+    return _wide_product(du[:, : 3 * rank].t(), x, 1.0).view(3, rank, -1).sum(0)
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
@@ -183,7 +183,7 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
     """
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
-    return _wide_product(dy.t(), u[:, : 3 * rank], 1.0, adapter).view(-1, 3, rank).sum(1)
+    return _wide_product(dy.t(), u[:, : 3 * rank], 1.0).view(-1, 3, rank).sum(1)
 
 
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
@@ -195,7 +195,7 @@ def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapt
     dtype: the dtype of the result.
     """
     if dtype == torch.float32 != one.dtype and adapter.wide:
-        return _wide_product(one, other, factor, adapter)
+        return _wide_product(one, other, factor)
     return _scaled_product(one, other, factor).to(dtype)
 
 
@@ -206,11 +206,8 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
     return one.new_empty(one.shape[0], other.shape[1]).addmm_(one, other, beta=0, alpha=factor)
 
 
-def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
-    """Return factor · one @ other in float32, for 16-bit matrices `one` (M, K) and `other` (K, N).
-
-    adapter: not used.
-    """
+def _wide_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
+    """Return factor · one @ other in float32, for 16-bit matrices `one` (M, K) and `other` (K, N)."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
     if torch.compiler.is_compiling():  # not in place: in compiled code, gradients would then be zero
         wide = device == "cuda"

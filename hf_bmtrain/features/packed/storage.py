@@ -234,9 +234,9 @@ class QuantizedParameter(DistributedParameter):
     def requires_grad(self, required: bool) -> None:
         if required:
             raise RuntimeError(
-                f"A quantized parameter of shape {tuple(self.full_shape)} cannot be trained, because its packed values "
-                "cannot change. To train it, set requires_grad=True before auto_wrap(quantize_frozen=...), which packs "
-                "only frozen parameters. If bitsandbytes quantized it, load the model without load_in_4bit=True."
+                f"{_told(self)} cannot be trained, because its packed values cannot change. To train it, set "
+                "requires_grad=True before auto_wrap(quantize_frozen=...), which packs only frozen parameters. If "
+                "bitsandbytes quantized it, load the model without load_in_4bit=True."
             )
 
     @property
@@ -268,10 +268,16 @@ class UnpackedSlice(ShardTensor):
 def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
     """Return the error to raise for a write to a quantized parameter."""
     return RuntimeError(
-        f"A quantized parameter of shape {tuple(parameter.full_shape)} was written, but its packed values cannot "
-        "change, so the write would be lost. Load or change weights before auto_wrap. To merge adapters, load the "
-        "model without quantize_frozen or load_in_4bit."
+        f"{_told(parameter)} was written, but its packed values cannot change, so the write would be lost. Load or "
+        "change weights before auto_wrap. To merge adapters, load the model without quantize_frozen or load_in_4bit."
     )
+
+
+def _told(parameter: DistributedParameter | ShardTensor) -> str:
+    """Return how errors refer to a quantized parameter: by its shape and, unless it is a copy, its name."""
+    origin = getattr(parameter, "origin", None)
+    name = "" if origin is None else f" ('{origin.path}')"
+    return f"A quantized parameter of shape {tuple(parameter.full_shape)}{name}"
 
 
 def _unpack(parameter: QuantizedParameter) -> ShardTensor:

@@ -77,7 +77,13 @@ class Prediction:
         lines += [("peak of tensors", self.peak), ("CUDA context and libraries", self.context)]
         lines += [("on the device", self.device)]
         lines += [("page-locked host memory", self.host)] if self.host else []
-        return "\n".join(f"{text:54} {nbytes / 2**30:9.2f} GiB" for text, nbytes in lines)
+        return "\n".join(f"{text:54} {_size(nbytes)}" for text, nbytes in lines)
+
+
+def _size(nbytes: int) -> str:
+    """Return `nbytes` as text for a column: in GiB, or in MiB if it is less than 0.01 GiB."""
+    unit, name = (2**30, "GiB") if nbytes >= 2**30 / 100 else (2**20, "MiB")
+    return f"{nbytes / unit:9.2f} {name}"
 
 
 def usable_bytes(total: int, ranks: int) -> int:

@@ -48,10 +48,7 @@ class SameRowsCheck(Observer):
         if local is None or isinstance(local.buffer.storage.kind, Part):
             return
         same = isinstance(local.buffer.storage.kind, SameRows)
-        origin = local.origin
-        name = f"an unnamed parameter ({gradient.number}.{index + 1})"
-        if origin is not None:
-            name = f"{origin.block}.{origin.name}" if origin.block else origin.name
+        name = local.origin.path if local.origin else f"an unnamed parameter ({gradient.number}.{index + 1})"
         if (key := (same, f"{name}, of shape {tuple(local.full_shape)}")) in self._seen:
             return
         wide = torch.promote_types(values.dtype, torch.float32)

@@ -165,7 +165,7 @@ class Kernels(TorchDispatchMode):
             self.names.append(name)
         return function(*args, **(kwargs or {}))
 
-    def wide(self, one, other, factor, adapter):
+    def wide(self, one, other, factor):
         """One product on a GPU, which on the CPU is made of several."""
         self.names.append("wide")
         return one.new_zeros(one.shape[0], other.shape[1], dtype=torch.float32)

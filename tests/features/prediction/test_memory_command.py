@@ -1,12 +1,13 @@
 """python -m hf_bmtrain.memory: its table, and errors that name the argument and the remedy."""
 
-import sys
-from unittest import mock
+import re
 
 import pytest
 import transformers
 
 from cases import full, in_full, rows_in_full
+from hf_bmtrain.features.prediction.command_line import parse
+from hf_bmtrain.hf import meta_model
 from hf_bmtrain.hf import predict_cli as command
 
 
@@ -22,8 +23,7 @@ def config(tmp_path_factory):
 
 
 def run(*words: str) -> None:
-    with mock.patch.object(sys, "argv", ["memory", *words]):
-        command.main()
+    command.main(parse([*words]))
 
 
 @pytest.mark.parametrize(
@@ -37,33 +37,34 @@ def test_a_table_is_printed(config, options, capsys):
     assert "fits into 4 GiB" in printed and "would fit" not in printed
     assert "largest number of rows that fits: " in printed
     assert ("page-locked host memory" in printed) == ("--offload" in options)
+    assert " MiB\n" in printed and not re.search(r" 0\.00 [GM]iB$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("adapters", [True, False])
-def test_what_would_fit_is_told(tmp_path, monkeypatch, capsys, adapters):
+def test_what_would_fit_is_told(tmp_path, monkeypatch, adapters):
     """With the options that are named the step fits, in as many GiB. Adapters need PEFT."""
     if adapters:
         pytest.importorskip("peft")
-    monkeypatch.setattr(command, "is_peft_available", lambda: adapters)
+    for module in command, meta_model:
+        monkeypatch.setattr(module, "is_peft_available", lambda: adapters)
     transformers.LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=6, num_attention_heads=16, vocab_size=100
     ).save_pretrained(tmp_path)
     words, config = [str(tmp_path), "--seq-len", "128", "--memory", "6"], command.read_config(tmp_path)
-    told = command.remedies(command.arguments(words), config).splitlines()
+    told = command.remedies(parse(words), config).splitlines()
     if not adapters:
         assert told.pop() == "--lora and --quantize were not tried, because PEFT is not installed (pip install peft)"
-        with pytest.raises(SystemExit):
-            command.arguments([*words, "--lora", "8"])
-        assert "--lora needs PEFT" in capsys.readouterr().err
+        with pytest.raises(SystemExit, match="--lora needs PEFT"):
+            run(*words, "--lora", "8")
     named = {line[:54].strip(): line[54:].strip() for line in told[1:]}
     assert list(named) == ["--optimizer adam8", "--offload", "--gpus 4", *adapters * ["--lora 16 --quantize nf4"]]
     for options, size in named.items():
-        given = command.arguments([*words, *options.split()])
+        given = parse([*words, *options.split()])
         prediction = command.predicted(given, config, 1)
         assert "\nfits" in command.report(given, prediction, 1)
         # frozen weights stay unsharded if they fit
         assert f"{prediction.peak / 2**30:.2f} GiB" == size or "--lora" in options
-    given = command.arguments([*words, "--rows", "4000"])
+    given = parse([*words, "--rows", "4000"])
     assert command.remedies(given, config).startswith("no other single option makes it fit")
 
 
@@ -71,7 +72,7 @@ def test_what_would_fit_is_told(tmp_path, monkeypatch, capsys, adapters):
 def test_a_quantized_base_takes_less(config, capsys):
     """Weights of 4 bits where they had 16; unpacked ones are whole as before."""
     pytest.importorskip("peft")
-    rows = {}
+    rows, unit = {}, {"MiB": 2**20, "GiB": 2**30}
     wide = transformers.LlamaConfig.from_pretrained(
         config, hidden_size=1024, intermediate_size=4096, max_position_embeddings=2048
     )
@@ -79,7 +80,8 @@ def test_a_quantized_base_takes_less(config, capsys):
     for options in ([], ["--quantize", "nf4"]):
         run(f"{config}/wide", "--length", "128", "--lora", "4", "--gpus", "2", "--memory", "4", *options)
         printed = capsys.readouterr().out.splitlines()
-        rows[bool(options)] = {line[:54].strip(): float(line.split()[-2]) for line in printed if line.endswith(" GiB")}
+        sizes = [(line[:54].strip(), *line[54:].split()) for line in printed if line.endswith((" GiB", " MiB"))]
+        rows[bool(options)] = {name: float(size) * unit[its] for name, size, its in sizes}
     shards, whole = "parameters, this rank's shards", "full parameters of gathered blocks and modules"
     assert rows[True][shards] < 0.4 * rows[False][shards]
     assert rows[True][whole] <= rows[False][whole]

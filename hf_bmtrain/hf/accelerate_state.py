@@ -152,7 +152,7 @@ class _AcceleratorStates:
 
     def _begin(self, occasion: str) -> World:
         world = current_world()
-        check_accelerator(world.size)
+        check_accelerator(self._accelerator.state, world.size)
         world.barrier(occasion)
         return world
 

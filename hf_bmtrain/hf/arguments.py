@@ -87,7 +87,9 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
             f"Trainer sees {args.n_gpu} GPUs in one process and would use DataParallel. Start one process for each GPU "
             "(torchrun --nproc-per-node N script.py), or make only one GPU visible (CUDA_VISIBLE_DEVICES=0)."
         )
-    check_accelerator(current_world().size)
+    world = current_world()
+    if world.accelerator is not None:
+        check_accelerator(world.accelerator, world.size)
     _check_precision(args, {parameter.dtype for parameter in model.parameters()})
 
 

@@ -47,7 +47,7 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     Raises:
         ValueError: an argument does not work with shared rows.
     """
-    size, ranks = ranks_per_row(model), current_world().size
+    size, world = ranks_per_row(model), current_world()
     if size == 1:
         state = AcceleratorState()
         if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # set for an earlier model
@@ -63,8 +63,8 @@ def follow_shared_rows(model: Any, args: Any) -> None:
             f"eval_use_gather_object=True does not work with sequence_parallel={size}: it would gather each row {size} "
             "times. Leave this argument out."
         )
-    share_batches(size, ranks)
-    shared = _SharedRows(tp_size=size, dp_shard_size=ranks // size, dp_replicate_size=1, cp_size=1, sp_size=1)
+    share_batches(size, world)
+    shared = _SharedRows(tp_size=size, dp_shard_size=world.size // size, dp_replicate_size=1, cp_size=1, sp_size=1)
     shared.device_mesh = AcceleratorState().device_mesh
     AcceleratorState().parallelism_config = shared
     if "parallelism_config" not in Trainer.get_tp_size.__code__.co_consts:  # older versions read the model's attribute

@@ -9,7 +9,7 @@ import torch
 
 import hf_bmtrain as bmt
 from cases import in_full, rows_in_full
-from hf_bmtrain.engine.optim.skipped_steps import HostFlag
+from hf_bmtrain.engine.optim.manager import HostFlag
 from ranks import on_ranks
 from twins import Layer, Tower, ids
 

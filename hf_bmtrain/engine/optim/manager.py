@@ -18,7 +18,7 @@ from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from .adam import AdamOptimizer
 from .runs import Run, gradient_versions, is_unchanged, neighbours, with_gradients
-from .skipped_steps import HostFlag, SkippedSteps
+from .skipped_steps import SkippedSteps
 from .state import load_state, save_state
 
 _CHECKSUMS = "checksums"
@@ -110,6 +110,7 @@ class OptimManager:
         # The gradients and their version counters. If the step was skipped, those unchanged since then are dropped.
         self._used: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._skips = SkippedSteps(max_skipped_steps)
+        self._steps = 0  # the number of steps so far, including those that were skipped
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self._compared = 0  # the number of optimizers when the ranks last compared their managers
@@ -184,7 +185,7 @@ class OptimManager:
         if not isinstance(set_to_none, bool):
             expect_flag("set_to_none", set_to_none)
         if self._skipped is not None and self._skipped.arrived and self._skipped.read():
-            self._skips.look(self._last_gradients())
+            self._skips.look(self._steps, self._last_gradients())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
         self._used = {}  # drop these references, so that the memory of the gradients can be used in the next forward
@@ -334,7 +335,7 @@ class OptimManager:
         # this one, if the flag is in host memory).
         self._skipped = HostFlag(self._found_inf)
         self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
-        self._skips.end_step()
+        self._steps += 1
         for observer in current_world().schedule.observers.end_step:
             observer.end_step(self)
         self._forget_norms()
@@ -524,7 +525,7 @@ class OptimManager:
             return
         skipped, self._skipped = self._skipped.read(), None
         if skipped:
-            self._skips.look(self._last_gradients())
+            self._skips.look(self._steps, self._last_gradients())
         used, self._used = self._used, {}
         if skipped and self._updated_in_backward:
             raise RuntimeError(
@@ -536,9 +537,8 @@ class OptimManager:
                 if is_unchanged(parameter, seen):  # otherwise a later backward has set `.grad`, which must be kept
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
-            self._skips.report(self, self._parameters(), scale, self._bounds[0])
+            self._skips.report(self._steps, self, self._parameters(), scale, self._bounds[0])
             return
-        self._skips.clear()
         for scheduler in self.schedulers:
             if scheduler is not None:
                 scheduler.step()
@@ -615,6 +615,39 @@ def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
 
 def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "updated_in_backward", False)  # only some optimizers have this attribute
+
+
+class HostFlag:
+    """A copy in host memory of a flag, (1,), which is not 0 if a step must be skipped.
+
+    A flag on a GPU is copied asynchronously, on the current stream.
+
+    Attributes:
+        immediate: True if the flag was in host memory, so that `read` never waits.
+    """
+
+    def __init__(self, flag: torch.Tensor) -> None:
+        self.immediate = not flag.is_cuda
+        if self.immediate:
+            self._value = flag.clone()
+        else:
+            self._value = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
+        self._event: torch.cuda.Event | None = None
+        if flag.is_cuda:
+            self._value.copy_(flag, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        """True if the copy of the flag to host memory is complete, so that `read` would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> float:
+        """Return the value of the flag. The host waits until its copy to host memory is complete."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value.item()
 
 
 # -- the norm of gradients over all ranks ---------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Report optimizer steps that were skipped because of inf or nan, and stop training after too many in a row."""
+"""Report optimizer steps that were skipped because of inf or nan, and stop training after too many in a row.
+
+Nothing here is called for a step that was not skipped.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +19,6 @@ if TYPE_CHECKING:  # at run time, the import would be circular
 
 _log = logging.getLogger("hf_bmtrain")
 _WARN_EVERY = 8
-
-
-class HostFlag:
-    """A copy in host memory of a flag, (1,), which is not 0 if a step must be skipped.
-
-    A flag on a GPU is copied asynchronously, on the current stream.
-
-    Attributes:
-        immediate: True if the flag was in host memory, so that `read` never waits.
-    """
-
-    def __init__(self, flag: torch.Tensor) -> None:
-        self.immediate = not flag.is_cuda
-        if self.immediate:
-            self._value = flag.clone()
-        else:
-            self._value = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
-        self._event: torch.cuda.Event | None = None
-        if flag.is_cuda:
-            self._value.copy_(flag, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    @property
-    def arrived(self) -> bool:
-        """True if the copy of the flag to host memory is complete, so that `read` would not wait."""
-        return self._event is None or self._event.query()
-
-    def read(self) -> float:
-        """Return the value of the flag. The host waits until its copy to host memory is complete."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._value.item()
 
 
 @torch.no_grad()
@@ -80,32 +50,35 @@ class SkippedSteps:
             wanted = "positive, or None for no limit"
             expect_number("max_skipped_steps", limit, wanted, lambda steps: steps >= 1, integer=True)
         self._limit = limit
-        self._steps = self._in_row = self._lost = 0
-        self._at_minimum = False
-        self._counts: torch.Tensor | None = None
-
-    def end_step(self) -> None:
-        """Count a step, whether it was skipped or not, because log lines name the number of the step."""
-        self._steps += 1
-        self._counts = None
-
-    def look(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Count nan and inf in the gradients of a skipped step, before they are dropped. `report` uses the counts."""
-        if self._counts is None:
-            self._counts = count_not_finite(gradients, current_world().device)
-
-    def clear(self) -> None:
-        """Reset the count of consecutive skipped steps. Call it after a step that was not skipped."""
+        self._last = 0  # the number of the last step that was skipped
         self._in_row = self._lost = 0
         self._at_minimum = False
+        self._looked = 0  # the number of the step to which `_counts` belongs
+        self._counts: torch.Tensor | None = None
+
+    def look(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Count nan and inf in the gradients of a skipped step, before they are dropped. `report` uses the counts.
+
+        Only the first call for a step counts.
+
+        step: the number of the step; the first is 1.
+        """
+        if self._looked != step:
+            self._looked, self._counts = step, count_not_finite(gradients, current_world().device)
 
     def report(
-        self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], scale: float | None, minimum: float
+        self,
+        step: int,
+        manager: OptimManager,
+        parameters: Sequence[torch.nn.Parameter],
+        scale: float | None,
+        minimum: float,
     ) -> None:
-        """Log that the last step of `manager` was skipped, and why. Collective: every rank must call it.
+        """Log that a step was skipped, and why. Collective: every rank must call it.
 
         Args:
-            manager: the OptimManager that skipped the step.
+            step: the number of the step; the first is 1.
+            manager: the OptimManager that skipped it.
             parameters: the parameters of all its optimizers, whose gradients were passed to `look`.
             scale: the loss scale after the step; None if there is no loss scale.
             minimum: the minimum loss scale.
@@ -113,8 +86,12 @@ class SkippedSteps:
         Raises:
             RuntimeError: `limit` steps in a row were skipped, and a lower scale could not have avoided it.
         """
-        assert self._counts is not None, "call look() first"
+        assert self._counts is not None and self._looked == step, "call look() first"
         world = current_world()
+        if step != self._last + 1:  # the step before was not skipped
+            self._in_row = self._lost = 0
+            self._at_minimum = False
+        self._last = step
         lost = scale is None or self._at_minimum
         self._in_row, self._lost = self._in_row + 1, self._lost + 1 if lost else 0
         self._at_minimum = scale is not None and scale <= minimum
@@ -126,10 +103,10 @@ class SkippedSteps:
         warn = lost or self._at_minimum or self._in_row % _WARN_EVERY == 0
         if world.rank == 0:
             level = logging.WARNING if warn else logging.INFO
-            _log.log(level, "step %d was skipped%s: %s; %s", self._steps, row, cause, after)
+            _log.log(level, "step %d was skipped%s: %s; %s", step, row, cause, after)
         if self._limit is not None and self._lost >= self._limit:
             raise RuntimeError(
-                f"{self._lost} steps in a row were skipped, up to step {self._steps}, and "
+                f"{self._lost} steps in a row were skipped, up to step {step}, and "
                 f"{'there is no loss scale' if scale is None else f'the loss scale is at its minimum, {scale:g}'}. "
                 f"Cause of the last one: {cause}. The weights have not changed in these steps. Check the data of the "
                 "rank and the block that are named (bmt.check_parity compares blocks with plain torch), lower the "

@@ -17,7 +17,6 @@ from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from ..tensors.tensor import ShardTensor
-from ..wrap.accelerator import accelerator_is_running
 from .runs import stored_numel
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
@@ -182,9 +181,11 @@ class FullState:
                     state[name] = own if _is_laid_out_like(value, parameter) or own is value else own.clone()
 
     def _make_full(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if self._local or not state_dict["state"] or not accelerator_is_running():
+        if self._local or not state_dict["state"]:
             return None
         world = current_world()
+        if world.accelerator is None:
+            return None
         _log_once(
             "optimizer.state_dict() gathers the full state in the host memory of every rank. To write sharded "
             "checkpoints instead, call bmt.hf.shard_checkpoints(accelerator) before accelerator.save_state. A job that "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,6 +139,16 @@ class World:
     copying: set[threading.Event] = field(default_factory=set)
     saved_states: dict[str, SavedState] = field(default_factory=dict)
     device_memory: DeviceMemory | None = None
+
+    @property
+    def accelerator(self) -> Any:
+        """Accelerate's AcceleratorState, or None if no Accelerator exists in this process.
+
+        The program, or a library such as Trainer, may create an Accelerator at any time. Accelerate is not imported
+        here: if the program has imported it, its state is found in `sys.modules`.
+        """
+        module = sys.modules.get("accelerate.state")
+        return None if module is None or not module.AcceleratorState._shared_state else module.AcceleratorState()
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
         """Wait until every rank has called this, and check that all ranks have issued the same operations so far.

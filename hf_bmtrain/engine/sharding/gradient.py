@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,7 +75,7 @@ class GradientBuffer:
         self._collected: set[int] = set()
         self._absent: list[int] = []  # indices of parameters without `.grad` that this rank did not use; see `decide`
         self._squares: torch.Tensor | None = None
-        self._norms: SegmentNorms | None = None
+        self._norms: Callable[[], SegmentNorms] | None = None
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # the running sum of an accumulation, in float32 or wider
         self._handed: list[torch.Tensor | None] = [None] * len(full_params)
@@ -234,7 +235,9 @@ class GradientBuffer:
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
-            self._norms = SegmentNorms(values, self._segments, self._placements[0].norms, self._squares)
+            # Only torch's functions read these norms, such as its clip_grad_norm_. OptimManager computes its own.
+            arguments = values, self._segments, self._placements[0].norms, self._squares, self._version
+            self._norms = functools.cache(functools.partial(SegmentNorms, *arguments))
         if not self._absent:
             self._hand_out(self._indices)
             return False

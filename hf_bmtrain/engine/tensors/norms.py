@@ -27,17 +27,23 @@ class SegmentNorms:
         shard: (n,) float32, float16 or bfloat16, this rank's shard.
         segments: the segments of the shard. They may include padding, which must be zero.
         communicator: does the all-reduce.
-        squares: (k,) float64, the squared norms of the k segments on this rank, if they were already computed for the
-            present contents of the shard; otherwise None.
+        squares: (k,) float64, the squared norms of the k segments on this rank, if they were already computed;
+            otherwise None.
+        version: the shard's version counter when they were computed.
     """
 
     def __init__(
-        self, shard: torch.Tensor, segments: Segments, communicator: Communicator, squares: torch.Tensor | None = None
+        self,
+        shard: torch.Tensor,
+        segments: Segments,
+        communicator: Communicator,
+        squares: torch.Tensor | None = None,
+        version: int = 0,
     ) -> None:
         self._shard, self._segments, self.communicator = shard, segments, communicator
         self._norms: torch.Tensor | None = None
         self._version = -1
-        self._squares, self._measured = squares, shard._version
+        self._squares, self._measured = squares, version
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return the 2-norm over all ranks of the flat buffer's tensor `index`, as a new float32 scalar.

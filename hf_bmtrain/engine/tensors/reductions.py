@@ -33,7 +33,8 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
     order = float(order)
     if order <= 0:
         raise ValueError(f"The order of the norm of a sharded tensor must be greater than 0 (or inf), but is {order}.")
-    segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
+    found = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
+    segments = [None if segment is None else (segment[0](), segment[1]) for segment in found]
     measured = dict.fromkeys(segment[0] for segment in segments if segment is not None)
     measure(measured)  # one all-reduce for all flat buffers; `all()` then returns the cached results
     norms = {each: each.all() for each in measured}

@@ -189,11 +189,11 @@ class ShardTensor(ShardBase, torch.Tensor):
     stores only this rank's elements, as a plain tensor.
 
     Attributes:
-        segment: for a gradient that a backward has set: (the SegmentNorms of its flat gradient buffer, the index of the
-            gradient in this buffer). None for all other tensors.
+        segment: for a gradient that a backward has set: (a function that returns the SegmentNorms of its flat gradient,
+            the same object in each call; the index of the gradient in it). None for all other tensors.
     """
 
-    segment: tuple[SegmentNorms, int] | None = None
+    segment: tuple[Callable[[], SegmentNorms], int] | None = None
 
     @classmethod
     def of(cls, part: torch.Tensor, placement: Placement) -> ShardTensor:

@@ -1,8 +1,8 @@
-"""Make a wrapped model follow this process's Accelerator and Trainer, if there are any.
+"""What a wrapped model does if this process has an Accelerator or a Trainer. Nothing here is called if there is none.
 
 The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator has another number of
 ranks or shards models itself, or if the Trainer lacks this package's callback (BMTrainCallback). Neither Accelerate nor
-transformers is imported here. Both are found in `sys.modules`, if the program has imported them.
+transformers is imported here. Transformers is found in `sys.modules`, and `World.accelerator` is Accelerate's state.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..base.torch_internals import pytree
-from ..blocks.block import weak_method
 
 _log = logging.getLogger("hf_bmtrain")
 _log_once = functools.cache(_log.log)
@@ -25,25 +25,11 @@ HAD_CALLBACK = "_had_bmtrain_callback"
 _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
-def accelerator_is_running() -> bool:
-    """Return whether an Accelerator exists in this process, created by the program or by a library such as Trainer."""
-    return _state() is not None
-
-
-def mixed_precision() -> str:
-    """Return the Accelerator's mixed precision ('no', 'fp16' or 'bf16'), or 'no' if there is no Accelerator."""
-    state = _state()
-    return "no" if state is None else str(state.mixed_precision)
-
-
-def check_accelerator(size: int) -> None:
+def check_accelerator(state: Any, size: int) -> None:
     """Raise RuntimeError if the Accelerator shards models itself, or if its number of ranks is not `size`.
 
-    Does nothing if no Accelerator exists in this process.
+    state: the AcceleratorState.
     """
-    state = _state()
-    if state is None:
-        return
     kind = getattr(state.distributed_type, "value", str(state.distributed_type))
     if kind in _OWN_SHARDING:
         raise RuntimeError(
@@ -68,10 +54,10 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
 
     The Trainer is found on the call stack, because this function is called in forward.
 
-    size: the number of ranks.
+    size: the number of ranks, at least 2.
     """
-    transformers: Any = sys.modules.get("transformers.trainer")
-    if size == 1 or not hasattr(transformers, "Trainer"):
+    transformers: Any = sys.modules["transformers.trainer"]
+    if not hasattr(transformers, "Trainer"):  # its import has not ended
         return
     step, frame = transformers.Trainer.training_step.__code__, sys._getframe(1)
     while frame is not None and frame.f_code is not step:
@@ -90,51 +76,43 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
         )
 
 
-def _state() -> Any:
-    module = sys.modules.get("accelerate.state")
-    return None if module is None or not module.AcceleratorState._shared_state else module.AcceleratorState()
+def in_mixed_precision(state: Any, forward: Callable[[], Any], device: torch.device, weights: set[torch.dtype]) -> Any:
+    """Return `forward()`, computed in the Accelerator's mixed precision.
 
-
-def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
-    """Run `model.forward` in the Accelerator's mixed precision, if an Accelerator exists when the forward is called.
-
-    Accelerate itself does this only for models that it prepares, and it does not prepare sharded models. As in
-    Accelerate, half-precision outputs are converted to float32. On the CPU, where Accelerate has no loss scale, fp16 is
-    replaced by float32, with a warning.
+    As in Accelerate, half-precision outputs are converted to float32. On the CPU, where Accelerate has no loss scale,
+    fp16 is replaced by float32, with a warning.
 
     Args:
-        model: the model, whose attribute `forward` is replaced.
+        state: the AcceleratorState.
+        forward: the model's forward, with its arguments.
         device: the device on which the model computes.
+        weights: the dtypes of the model's floating-point parameters.
+
+    Raises:
+        RuntimeError: the mixed precision is not 'no', 'fp16' or 'bf16'.
     """
-    forward = weak_method(model.forward)
-    weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-
-    @functools.wraps(forward)
-    def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
-        precision = mixed_precision()
-        if precision == "fp16" and device.type == "cpu":
-            _log_once(
-                logging.WARNING,
-                "mixed_precision='fp16' is ignored on the CPU, as in Accelerate, so the model computes in float32. "
-                "Use 'bf16' for mixed precision.",
-            )
-            precision = "no"
-        if precision == "no":
-            return forward(*args, **kwargs)
-        if precision not in _HALF:
-            raise RuntimeError(
-                f"A sharded model does not support mixed_precision='{precision}'. Use 'bf16', 'fp16' or 'no'."
-            )
-        if weights == {_HALF[precision]}:
-            _log_once(
-                logging.INFO,
-                "mixed_precision='%s' is set, but all weights are %s already. Autocast then "
-                "only makes norms and losses compute in float32, which takes time and memory. To avoid this, turn it "
-                "off (bf16=False and fp16=False in TrainingArguments). hf_bmtrain's optimizers keep float32 master "
-                "weights in both cases.", precision, precision,
-            )  # fmt: skip
-        with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
-            outputs = forward(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _HALF.values() else t, outputs)
-
-    model.forward = forward_in_mixed_precision
+    precision = str(state.mixed_precision)
+    if precision == "fp16" and device.type == "cpu":
+        _log_once(
+            logging.WARNING,
+            "mixed_precision='fp16' is ignored on the CPU, as in Accelerate, so the model computes in float32. "
+            "Use 'bf16' for mixed precision.",
+        )
+        precision = "no"
+    if precision == "no":
+        return forward()
+    if precision not in _HALF:
+        raise RuntimeError(
+            f"A sharded model does not support mixed_precision='{precision}'. Use 'bf16', 'fp16' or 'no'."
+        )
+    if weights == {_HALF[precision]}:
+        _log_once(
+            logging.INFO,
+            "mixed_precision='%s' is set, but all weights are %s already. Autocast then "
+            "only makes norms and losses compute in float32, which takes time and memory. To avoid this, turn it "
+            "off (bf16=False and fp16=False in TrainingArguments). hf_bmtrain's optimizers keep float32 master "
+            "weights in both cases.", precision, precision,
+        )  # fmt: skip
+    with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
+        outputs = forward()
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _HALF.values() else t, outputs)

@@ -1,9 +1,14 @@
-"""ModelHook, which checks a wrapped model before each forward."""
+"""What a wrapped model does in each forward.
+
+ModelHook checks the model first. `follow_accelerator` makes the forward run in an Accelerator's mixed precision, and
+`keep_cache_out` makes it run without a key-value cache.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Iterable
 from itertools import chain
@@ -17,11 +22,11 @@ from ..base.torch_internals import (
     functorch_transforms_active,
     is_exporting,
 )
-from ..blocks.block import CheckpointBlock
+from ..blocks.block import CheckpointBlock, weak_method
 from ..blocks.sharded_module import RefuseDataParallel, moved
 from ..runtime.world import World, current_world
 from ..sharding.parameter import DistributedParameter
-from .accelerator import check_accelerator, check_trainer
+from .accelerator import check_accelerator, check_trainer, in_mixed_precision
 
 
 def install_hook(model: torch.nn.Module) -> None:
@@ -64,11 +69,11 @@ class ModelHook:
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
         if world.device.type != "meta":  # a simulated world (on meta) may have more ranks than Accelerate sees
-            self._check(model, world.size)
+            self._check(model, world)
         if world.schedule.observers.before_forward:
             _tell_observers(world, model, args, kwargs)
 
-    def _check(self, model: torch.nn.Module, ranks: int) -> None:
+    def _check(self, model: torch.nn.Module, world: World) -> None:
         if torch.jit.is_tracing() or is_exporting():
             raise RuntimeError(
                 f"A sharded {type(model).__name__} cannot be traced or exported, because its full parameters exist "
@@ -86,8 +91,10 @@ class ModelHook:
             )
         if DistributedDataParallel._active_ddp_module is not None:
             iter(RefuseDataParallel())
-        check_accelerator(ranks)
-        check_trainer(model, ranks)
+        if world.accelerator is not None:
+            check_accelerator(world.accelerator, world.size)
+        if world.size > 1 and "transformers.trainer" in sys.modules:
+            check_trainer(model, world.size)
         names = list(chain.from_iterable(self._parameters))
         if (
             _values(self._modules) != self._tree
@@ -139,6 +146,28 @@ def _check_places(block: CheckpointBlock) -> None:
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
+    """Run `model.forward` in the Accelerator's mixed precision, if an Accelerator exists when the forward is called.
+
+    Accelerate itself does this only for models that it prepares, and it does not prepare sharded models.
+
+    Args:
+        model: the model, whose attribute `forward` is replaced.
+        device: the device on which the model computes.
+    """
+    forward = weak_method(model.forward)
+    weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+
+    @functools.wraps(forward)
+    def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
+        accelerator = current_world().accelerator
+        if accelerator is None:
+            return forward(*args, **kwargs)
+        return in_mixed_precision(accelerator, functools.partial(forward, *args, **kwargs), device, weights)
+
+    model.forward = forward_in_mixed_precision
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:

@@ -13,10 +13,9 @@ from ..blocks.distributed_module import DistributedModule
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Place, find_places, shard_places, tensor_facts
-from .accelerator import follow_accelerator
 from .extension import Extension, WrapPlan, kind_of
 from .find import Chain, choose_chains
-from .model_hook import install_hook, keep_cache_out
+from .model_hook import follow_accelerator, install_hook, keep_cache_out
 from .patches import keep_ranks_together, refuse_resizing, route_recomputation
 from .refuse import admit, admit_compiled, admit_parameters, holds_additions
 from .root_params import name_buffers, place_buffers, root_places, shard_root, shared_parameters

@@ -20,7 +20,7 @@ from ...engine.blocks.block import uncompiled
 from ...engine.blocks.observer import Observer, ObserverHandle
 from ...engine.runtime.world import World
 from ...engine.wrap.find import adapter_parameters
-from ..replay.snapshot import Snapshot
+from ..replay.replay import Snapshot
 from .gather import gather_float8
 from .linear import Float8Linear, Float8State
 

@@ -11,7 +11,6 @@ import torch
 from ...engine.base.pinned import available_bytes
 from ...engine.runtime.world import World, current_world
 from ...engine.sharding.parameter import DistributedParameter
-from ...engine.wrap.accelerator import mixed_precision
 from .outputs import Outputs, recorded, watched_modules
 from .parity import Difference, Parity, largest_difference, largest_of, merge
 from .plain import Wholes, gather_full_params, shown_plain
@@ -188,11 +187,11 @@ class _Comparison:
         """
         if self._bound is not None:
             return self._bound
-        device = self._world.device.type
+        device, accelerator = self._world.device.type, self._world.accelerator
         dtypes = {tensor.dtype, *(sharded.dtype for sharded in self._names if sharded.is_floating_point())}
         if (
             torch.is_autocast_enabled(device)
-            or mixed_precision() != "no"
+            or (accelerator is not None and str(accelerator.mixed_precision) != "no")
             or any(dtype.itemsize == 2 for dtype in dtypes)
         ):
             return _HALF_BOUND

@@ -10,7 +10,7 @@ from ...engine.blocks.block import CheckpointBlock
 from ...engine.blocks.recompute import ALWAYS, NEVER
 from ...engine.runtime.world import World
 from ...engine.sharding.parameter import DistributedParameter
-from ..replay.snapshot import Snapshot
+from ..replay.replay import Snapshot
 
 
 class TrainingState:

@@ -4,6 +4,6 @@ A layer's forward may change buffers (running means), attributes (counters), ran
 arguments (a key-value cache). A recomputation must start from the state before the first forward, and must leave the
 current state unchanged.
 
-Files: `replay` does this for a block, around the first forward and each recomputation. `snapshot` copies and restores
-the state; it is also used to repeat the forward of a complete model.
+Files: `replay` saves and restores the state of a block, around the first forward and each recomputation, or of a whole
+model. `generators` finds random generators, and reads and writes their states.
 """

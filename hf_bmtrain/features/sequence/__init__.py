@@ -83,7 +83,7 @@ class SequenceParallel(Extension):
         plan.world.schedule.collective_layers = True
         if plan.world.device.type == "meta":  # a memory prediction on the meta device, which reads no data
             return
-        share_batches(self._size, plan.world.size)
+        share_batches(self._size, plan.world)
         if plan.world.rank == 0:
             inner = register(attentions_of(self._blocks[0])[0].config._attn_implementation)
             _log.info(

@@ -1,12 +1,10 @@
-"""Make Accelerate's data loaders give the same batches to the ranks of a group, which share rows (sequences).
-
-Accelerate is not imported here. If the program has imported it, its state is found in `sys.modules`.
-"""
+"""Make Accelerate's data loaders give the same batches to the ranks of a group, which share rows (sequences)."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
+
+from ...engine.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,10 @@ class GroupMesh:
         return _Dimension(self._sizes[name])
 
 
-def share_batches(size: int, ranks: int) -> None:
+def share_batches(size: int, world: World) -> None:
     """Make the data loaders that Accelerate prepares from now on give each group of `size` ranks the same batches.
 
     This has no effect if no Accelerator has been created.
-
-    ranks: the total number of ranks.
     """
-    module = sys.modules.get("accelerate.state")
-    if module is not None and module.AcceleratorState._shared_state:
-        module.AcceleratorState().device_mesh = GroupMesh(size, ranks)
+    if world.accelerator is not None:
+        world.accelerator.device_mesh = GroupMesh(size, world.size)

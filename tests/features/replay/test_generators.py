@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cases import by_default, full
-from hf_bmtrain.features.replay.snapshot import Generators, generators_of
+from hf_bmtrain.features.replay.generators import generators_of
+from hf_bmtrain.features.replay.replay import Generators
 from ranks import on_ranks
 from twins import Layer, Tower, check_twins, ids
 

@@ -3,6 +3,9 @@
 The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator has another number of
 ranks or shards models itself, or if the Trainer lacks this package's callback (BMTrainCallback). Neither Accelerate nor
 transformers is imported here. Both are found in `sys.modules`, if the program has imported them.
+
+Several ranks may share the rows (sequences) of a batch. For them, Accelerate's data loaders are made to give the same
+batches to all ranks of a group.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ _log_once = functools.cache(_log.log)
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HAD_CALLBACK = "_had_bmtrain_callback"
 """The name of an attribute that BMTrainCallback, this package's callback, sets on its Trainer."""
+_ROWS = "_bmt_ranks_per_row"
 _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
@@ -93,6 +98,56 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
 def _state() -> Any:
     module = sys.modules.get("accelerate.state")
     return None if module is None or not module.AcceleratorState._shared_state else module.AcceleratorState()
+
+
+@dataclass(frozen=True)
+class _Dimension:
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+class GroupMesh:
+    """Replacement for the DeviceMesh from which Accelerate's data loaders compute which batches a rank gets.
+
+    With it, each group of `size` consecutive ranks gets the same batches, as in context parallelism: the dimension "cp"
+    has the size of a group. Accelerate reads nothing but the names and sizes of the dimensions.
+
+    Args:
+        size: the number of ranks in a group.
+        ranks: the total number of ranks.
+    """
+
+    mesh_dim_names = ("dp_shard", "cp")
+
+    def __init__(self, size: int, ranks: int) -> None:
+        self._sizes = {"dp_shard": ranks // size, "cp": size}
+
+    def __getitem__(self, name: str) -> _Dimension:
+        return _Dimension(self._sizes[name])
+
+
+def share_rows(model: torch.nn.Module, size: int) -> None:
+    """Note that each group of `size` consecutive ranks computes with the same rows (sequences) of a batch."""
+    setattr(model, _ROWS, size)
+
+
+def ranks_per_row(model: Any) -> int:
+    """Return how many consecutive ranks share each row of a wrapped model's batches: 1 if every rank has its own."""
+    return getattr(model, _ROWS, 1)
+
+
+def share_batches(size: int, ranks: int) -> None:
+    """Make the data loaders that Accelerate prepares from now on give each group of `size` ranks the same batches.
+
+    This has no effect if no Accelerator has been created.
+
+    ranks: the total number of ranks.
+    """
+    state = _state()
+    if state is not None:
+        state.device_mesh = GroupMesh(size, ranks)
 
 
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:

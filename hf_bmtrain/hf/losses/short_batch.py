@@ -13,7 +13,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import find_batch_size
 
 from ...engine.runtime.world import World, current_world
-from ...features.sequence import ranks_per_row
+from ...engine.wrap.accelerator import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 IGNORED = -100
@@ -212,7 +212,7 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world
     Seq2SeqTrainer if it generates, and SFTTrainer.
     """
     labels = inputs.get("labels")
-    if not isinstance(labels, torch.Tensor) or ranks_per_row(trainer.model) > 1:
+    if not isinstance(labels, torch.Tensor):
         return loss
     counted = (labels[..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else labels).ne(-100)
     mine = counted.sum(dtype=torch.float64).to(loss.device)

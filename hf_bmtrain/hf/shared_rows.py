@@ -62,22 +62,22 @@ def follow_shared_rows(model: Any, args: Any) -> None:
         if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # set for an earlier model
             state.parallelism_config, state.device_mesh = ParallelismConfig(), None
         return
-    if not args.average_tokens_across_devices and not parallel:
+    name = "tp_size" if parallel else "sequence_parallel"
+    if not args.average_tokens_across_devices:
         raise ValueError(
-            f"average_tokens_across_devices=False does not work with sequence_parallel={size}: the ranks that "
-            "share a row have different tokens of it, which must have the same weight. Leave this argument out."
+            f"average_tokens_across_devices=False does not work with {name}={size}: {size} ranks share each row, but "
+            "Trainer would count the tokens of each rank separately, and the loss would be wrong. Leave this argument "
+            "out."
         )
     if args.eval_use_gather_object:
         raise ValueError(
-            f"eval_use_gather_object=True does not work with {'tp_size' if parallel else 'sequence_parallel'}={size}: "
-            f"it would gather each row {size} times. Leave this argument out."
+            f"eval_use_gather_object=True does not work with {name}={size}: it would gather each row {size} times. "
+            "Leave this argument out."
         )
     share_batches(size, ranks)
     shared = _SharedRows(tp_size=size, dp_shard_size=ranks // size, dp_replicate_size=1, cp_size=1, sp_size=1)
     shared.device_mesh = AcceleratorState().device_mesh
     AcceleratorState().parallelism_config = shared
-    if "parallelism_config" not in Trainer.get_tp_size.__code__.co_consts:  # older versions read the model's attribute
-        model._tp_size = size
 
 
 def count_rows_once(trainer: Trainer) -> None:
@@ -104,6 +104,7 @@ def count_rows_once(trainer: Trainer) -> None:
 
     accelerator.gather_for_metrics = gather_for_metrics
     trainer.gather_function = functools.partial(gather_for_metrics, use_gather_object=False)
+    trainer.get_tp_size = lambda: size  # older versions of Trainer do not ask the Accelerator
     track, operations = getattr(trainer, "_track_num_input_tokens", None), trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: operations(inputs) / size  # pyright: ignore[reportAttributeAccessIssue]
     if track is None:

@@ -189,13 +189,14 @@ def open_backend(
     def busy() -> bool:
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
-    def open_communicator(name: str, groups: Groups = (range(size),)) -> Communicator:
+    def open_communicator(name: str, groups: Groups = (range(size),), alike: bool = True) -> Communicator:
         """Open a communicator in each of `groups`, which must have equal sizes. Return that of this rank's group.
 
         Collective: every rank must call it.
 
         name: the communicator's name, for messages.
         groups: the groups into which all ranks are divided, each as a list of ranks.
+        alike: whether all groups exchange tensors of the same sizes, so that ranks of different groups are compared.
         """
         members = next(group for group in groups if rank in group)
         if len(members) == 1:
@@ -206,6 +207,7 @@ def open_backend(
             place = members.index(rank)
             ids = control.gather(import_nccl().get_unique_id() if place == 0 else None)
             opened.append(NcclCommunicator(name, place, len(members), ids[members[0]], device))
+        opened[-1].collective_log.ranks = None if alike else members
         monitor.add(opened[-1])
         return opened[-1]
 
@@ -226,7 +228,9 @@ def open_backend(
 
     @functools.cache
     def open_groups(groups: tuple[range, ...]) -> Communicator:
-        return open_communicator(f"groups of {len(groups[0])} at a distance of {groups[0].step}", groups)
+        name = f"groups of {len(groups[0])} at a distance of {groups[0].step}"
+        # Groups of consecutive ranks have their own rows, so the sizes of their activations may differ.
+        return open_communicator(name, groups, alike=groups[0].step > 1)
 
     def open_group(group_size: int, stride: int = 1) -> Communicator:
         return open_groups(tuple(dict.fromkeys(group_of(each, group_size, stride) for each in range(size))))

@@ -44,7 +44,7 @@ def test_a_trainer_script(tmp_path, ranks):
     found, expected = (torch.load(each / "results.pt", weights_only=True) for each in (tmp_path, tmp_path / "one"))
     for regression, (logs, weights) in expected.items():
         for mine, true in zip(found[regression][0], logs, strict=True):
-            # Trainer counts the FLOPs of rows that Accelerate repeats in a short last batch.
+            # Trainer counts the FLOPs of padding, of which smaller batches have less.
             timed = {
                 name for name in true if "second" in name or "runtime" in name or ranks > 2 and name == "total_flos"
             }

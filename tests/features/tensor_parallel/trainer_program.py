@@ -27,12 +27,22 @@ if RANKS:
 
 
 def rows(count: int, regression: bool) -> list[dict[str, Any]]:
-    """Rows of tokens, and a target or labels. The number of labels differs between rows."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 40, (count, 7), generator=generator)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -100)
-    targets = torch.rand(count, generator=generator) if regression else labels
-    return [{"input_ids": row, "labels": target} for row, target in zip(ids, targets)]
+    """Rows of different lengths, and a target or labels for each, whose number differs too."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for number in range(count):
+        ids = torch.randint(3, 40, (4 + number % 4,), generator=generator)
+        labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -100)
+        found.append({"input_ids": ids, "labels": torch.rand((), generator=generator) if regression else labels})
+    return found
+
+
+def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pad rows to the length of the longest one, so that batches of different groups have different shapes."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([row["input_ids"] for row in batch], batch_first=True)
+    labels = [row["labels"] for row in batch]
+    labels = pad(labels, batch_first=True, padding_value=-100) if labels[0].ndim else torch.stack(labels)
+    return {"input_ids": ids, "labels": labels, "attention_mask": ids.ne(0).long()}
 
 
 def train(folder: Path, regression: bool, resume: Path | None = None) -> Any:
@@ -52,11 +62,11 @@ def train(folder: Path, regression: bool, resume: Path | None = None) -> Any:
         per_device_eval_batch_size=rows_of_rank, gradient_accumulation_steps=1 if regression else 2, optim="sgd",
         optim_args="momentum=0.9", max_grad_norm=0.5, logging_steps=1, eval_strategy="epoch", save_strategy="epoch",
         load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, report_to="none",
-        include_num_input_tokens_seen="all", use_cpu=True, disable_tqdm=True,
+        include_num_input_tokens_seen="non_padding", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = transformers.Trainer(
-        model, args, train_dataset=rows(11, regression), eval_dataset=rows(5, regression),
-        compute_metrics=lambda found: {"size": float(abs(found.predictions).sum()), "rows": len(found.predictions)},
+        model, args, collate, train_dataset=rows(11, regression), eval_dataset=rows(5, regression),
+        compute_metrics=lambda found: {"rows": len(found.predictions)},
         callbacks=[bmt.hf.BMTrainCallback()] if RANKS else None,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -80,11 +90,12 @@ def accelerate_shares_batches() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.device_mesh = accelerator.state.parallelism_config = None  # as before the Trainer
     model = bmt.auto_wrap(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)))
-    model, loader = accelerator.prepare(model, torch.utils.data.DataLoader(rows(8, False), batch_size=2))  # pyright: ignore
+    loader = torch.utils.data.DataLoader(rows(8, False), batch_size=2, collate_fn=collate)  # pyright: ignore
+    model, loader = accelerator.prepare(model, loader)
     seen = []
     for batch in loader:
         model(**batch).loss.backward()
-        seen += batch["input_ids"].tolist()
+        seen += [row[row > 0].tolist() for row in batch["input_ids"]]
     everyone = bmt.current_world().gather_objects(seen)
     assert all(everyone[rank] == everyone[rank - rank % 2] for rank in range(RANKS))
     once = [row for each in everyone[::2] for row in each]
@@ -98,6 +109,7 @@ def refusals(folder: Path) -> None:
     for message, given, options in (
         ("Sequential has BMTrain's layers", own, {}),
         ("eval_use_gather_object=True does not work with tp_size=2", model, {"eval_use_gather_object": True}),
+        ("average_tokens_across_devices=False does not", model, {"average_tokens_across_devices": False}),
     ):
         args = transformers.TrainingArguments(str(folder), report_to="none", use_cpu=True, **options)
         with pytest.raises((NotImplementedError, ValueError), match=message):

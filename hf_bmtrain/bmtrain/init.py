@@ -84,7 +84,9 @@ def init_distributed(
             between hosts once, so the traffic between hosts is the same as with "host". "host" and "host+world" need
             the same number of ranks on all hosts. On one host, all values mean the same. "auto" measures the bandwidth
             between hosts and inside a host. If the former is less than half the latter, it selects "host+world" (or
-            "host" if `gather` does not allow that), otherwise "world". The choice is logged.
+            "host" if `gather` does not allow that), otherwise "world". "host" is faster than "host+world", but needs
+            more memory, and the model's size is not known yet. The log says what was selected, and how much memory both
+            take.
 
     Raises:
         RuntimeError: it was called before, a rank did not call it within `timeout`, the ranks' arguments differ, or

@@ -50,6 +50,8 @@ SHARD_OVER = ("world", "host", "host+world", "auto")
 SLOW_LINK = 0.5
 """With `shard_over="auto"`, every host stores a copy of all weights if the bandwidth between hosts is less than this
 fraction of the bandwidth inside a host."""
+STATES, WEIGHTS = 16, 2
+"""Bytes per parameter with bf16 weights and AdamW: of weights, gradients, masters and moments; and of weights alone."""
 _TRACE_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 MEASURED = 4 << 20  # size in bytes of a rank's shard in the all-gathers by which bandwidths are measured
 SMALLEST_PULLED = 16 << 20
@@ -363,8 +365,8 @@ def _choose_ranks(
     Collective: every rank must call it. `shard_over` is the set of ranks over which weights and optimizer states are
     sharded: "world" all ranks, "host" the ranks of each host, and "host+world" the ranks of each host for weights, and
     all ranks for optimizer states. If every host should store all weights, "host+world" is preferred to "host". It
-    sends the same amount between hosts, and needs little more memory than "world". For "host", the optimizer states
-    must fit on one host, which is not known yet, because there is no model.
+    sends the same amount between hosts, and needs little more memory than "world". "host" is faster, but the optimizer
+    states must fit on one host, which is not known yet, because there is no model. The log says how much they take.
 
     Args:
         rank: this process's rank.
@@ -393,10 +395,17 @@ def _choose_ranks(
     inside, between = (min(values) for values in zip(*exchange(mine)))
     kept = "host" if gather == "collective" else "host+world"
     chosen = kept if between < SLOW_LINK * inside else "world"
+    faster = ""
+    if chosen == "host+world":
+        on_host = STATES / len(hosts[0])
+        faster = (
+            "; shard_over='host' was faster where both were measured, but with bf16 weights and AdamW each rank stores "
+            f"{on_host:.1f} GB per billion parameters instead of {on_host / len(hosts) + WEIGHTS / len(hosts[0]):.1f}"
+        )
     _log.info(
         "rank %d: shard_over='auto' selects '%s', because a rank receives %.2f GB/s from other hosts, %.2f GB/s from "
-        "its own host",
-        rank, chosen, between / 1e9, inside / 1e9,
+        "its own host%s",
+        rank, chosen, between / 1e9, inside / 1e9, faster,
     )  # fmt: skip
     return chosen
 

@@ -74,7 +74,7 @@ def init_distributed(
         tp_size: the number of consecutive ranks in a tensor-parallel group. Layers of `nn` such as ColumnParallelLinear
             split their weights over the group, and `auto_wrap` splits models of transformers by their `tp_plan`. It
             must divide the number of ranks; 1 or -1 means no tensor parallelism. Give the ranks of a group the same
-            rows of the data set.
+            rows of the data set; Trainer with BMTrainCallback and Accelerate do so for models with a `tp_plan`.
         init_method: the URL for the rendezvous, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
         shard_over: the ranks over which weights, gradients and optimizer state are sharded. "world": all ranks. "host":

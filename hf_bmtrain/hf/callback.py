@@ -118,12 +118,12 @@ class BMTrainCallback(TrainerCallback):
         if trainer is None:
             return
         setattr(trainer, HAD_CALLBACK, True)
+        count_rows_once(trainer)  # also when training begins, because TRL's trainers are not complete before
         if not claim_hooks(model, trainer):
             return
         follow_mean_loss(model, trainer.args)
         follow_short_batch(trainer)
         follow_short_training_batch(trainer)
-        count_rows_once(trainer)
         if self._average_router_loss:
             average_router_loss(model, trainer)
 

@@ -88,6 +88,8 @@ def count_rows_once(trainer: Trainer) -> None:
     training, this concerns `num_input_tokens_seen` and `total_flos`, which Trainer adds up over all ranks.
     """
     size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
+    if size > 1 and hasattr(trainer, "_tp_size"):  # TRL's SFTTrainer would divide the numbers of gathered tokens by it
+        trainer._tp_size = 1  # pyright: ignore[reportAttributeAccessIssue]
     if size == 1 or "gather_for_metrics" in vars(accelerator):
         return
     gather, cut = accelerator.gather, accelerator.gather_for_metrics

@@ -49,9 +49,9 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     def as_in_one_process(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         nonlocal told
         left, groups = _rows_left(trainer), world.size // ranks_per_row(trainer.model)
-        of_labels = groups == world.size and _is_sft(trainer, inputs)
+        group, of_labels = world.rank // ranks_per_row(trainer.model), _is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
-            inputs, left = _ignore_repeated(inputs, left - world.rank * _rows_of_rank(trainer)), None
+            inputs, left = _ignore_repeated(inputs, left - group * _rows_of_rank(trainer)), None
         flattened = left is not None and left > 0 and _is_flattened(trainer, inputs)
         if flattened:
             own = _ignore_flattened(trainer, inputs, left or 0, of_labels)

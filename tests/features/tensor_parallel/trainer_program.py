@@ -116,6 +116,15 @@ def refusals(folder: Path) -> None:
             transformers.Trainer(given, args, callbacks=[bmt.hf.BMTrainCallback()])
 
 
+def sizes_in_groups() -> None:
+    """Ranks of different groups may exchange tensors of different sizes; those of one group may not."""
+    grid = bmt.current_world().grid
+    assert grid is not None
+    grid.together.all_reduce(torch.ones(3 + bmt.rank() // 2)).wait()
+    with pytest.raises(RuntimeError, match="the ranks issued different operations"):
+        grid.together.all_reduce(torch.ones(3 + bmt.rank())).wait()
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     results = {regression: train(folder / str(regression), regression) for regression in (False, True)}
@@ -125,3 +134,5 @@ if __name__ == "__main__":
         refusals(folder)
     if not RANKS or bmt.rank() == 0:
         torch.save(results, folder / "results.pt")
+    if RANKS:
+        sizes_in_groups()  # last, because it ends the communication

@@ -74,7 +74,7 @@ def init_distributed(
         tp_size: the number of consecutive ranks in a tensor-parallel group. Layers of `nn` such as ColumnParallelLinear
             split their weights over the group, and `auto_wrap` splits models of transformers by their `tp_plan`. It
             must divide the number of ranks; 1 or -1 means no tensor parallelism. Give the ranks of a group the same
-            rows of the data set.
+            rows of the data set; Trainer with BMTrainCallback and Accelerate do so for models with a `tp_plan`.
         init_method: the URL for the rendezvous, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
         shard_over: the ranks over which weights, gradients and optimizer state are sharded. "world": all ranks. "host":
@@ -84,7 +84,9 @@ def init_distributed(
             between hosts once, so the traffic between hosts is the same as with "host". "host" and "host+world" need
             the same number of ranks on all hosts. On one host, all values mean the same. "auto" measures the bandwidth
             between hosts and inside a host. If the former is less than half the latter, it selects "host+world" (or
-            "host" if `gather` does not allow that), otherwise "world". The choice is logged.
+            "host" if `gather` does not allow that), otherwise "world". "host" is faster than "host+world", but needs
+            more memory, and the model's size is not known yet. The log says what was selected, and how much memory both
+            take.
 
     Raises:
         RuntimeError: it was called before, a rank did not call it within `timeout`, the ranks' arguments differ, or

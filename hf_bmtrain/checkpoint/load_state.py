@@ -231,6 +231,7 @@ class _Loading:
                     raise ValueError(
                         f"the optimizer state {key} has shape {stored.shape} in the checkpoint, but its parameter in "
                         f"the model has shape {full}. Create the model with the configuration of the saved one"
+                        f"{_hint([(stored.shape, full)])}"
                     )
 
     def facts(self) -> dict[str, Any]:
@@ -351,11 +352,15 @@ def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None
         if name in tensors and tensors[name].shape != shape
     ]
     if missing or unexpected or shapes:
-        both = [(shape, tensors[name].shape) for name, shape in mine.items() if name in tensors]
-        stacked = any(len(one) != len(other) and math.prod(one) == math.prod(other) for one, other in both)
-        hint = ". If weights are split by columns, tp_size must be the same as in the saving job" if stacked else ""
+        hint = _hint([(shape, tensors[name].shape) for name, shape in mine.items() if name in tensors])
         raise ValueError(
             f"the checkpoint is of another model: {len(missing)} tensors are missing in it ({', '.join(missing[:5])}), "
             f"{len(unexpected)} are unexpected ({', '.join(unexpected[:5])}), and {len(shapes)} have other shapes "
             f"({', '.join(shapes[:5])}). Create the model, and its adapters, as in the job that saved it{hint}"
         )
+
+
+def _hint(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """Return a text about `tp_size` if it explains why shapes in a checkpoint and a model differ, otherwise ""."""
+    stacked = any(len(one) != len(other) and math.prod(one) == math.prod(other) for one, other in shapes)
+    return ". If weights are split by columns, tp_size must be the same as in the saving job" if stacked else ""

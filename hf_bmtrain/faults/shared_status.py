@@ -93,15 +93,16 @@ class SharedStatus:
         """Move a collective log to this rank's page of shared memory, where other ranks can read it.
 
         A collective log lists the operations that this rank has issued on one communicator. From now on, each new
-        operation is compared with the logs of the two adjacent ranks of this host. These are enough, because if any two
-        ranks of a host differ, two adjacent ranks do, and more comparisons would cost time in every operation. Every
-        rank must add its logs in the same order, and at that time, a log must have the same operations on every rank.
+        operation is compared with the logs of the two adjacent ranks of this host, among the ranks whose logs must be
+        equal. These are enough, because if any two of them differ, two adjacent ranks do, and more comparisons would
+        cost time in every operation. Every rank must add its logs in the same order, and at that time, a log must have
+        the same operations on every rank that it is compared with.
         Only the first 8 logs are shared.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:
             start = _JOURNALS_START + number * WORDS * 8
-            ranks = sorted(self._pages)
+            ranks = sorted(set(self._pages).intersection(collective_log.ranks or self._pages))
             memories = [self._pages[rank][start : start + WORDS * 8].cast("Q") for rank in ranks]
             mine = ranks.index(self._rank)
             nearest = {(mine + step) % len(ranks) for step in (1, -1)} - {mine}

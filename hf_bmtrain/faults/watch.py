@@ -461,7 +461,8 @@ class Watch(Monitor):
             other: the other rank.
             theirs: the last entries of the other rank's log.
         """
-        found = collective_log.compare(theirs)
+        alike = collective_log.ranks is None or other in collective_log.ranks
+        found = collective_log.compare(theirs) if alike else None
         if found is None:
             return None
         when = f"Operation {found.number}" if found.first else f"An operation at or before number {found.number}"

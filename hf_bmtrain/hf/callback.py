@@ -28,7 +28,7 @@ from .losses.mean import follow_mean_loss
 from .losses.router import average_router_loss
 from .losses.short_batch import follow_short_batch
 from .losses.short_training_batch import follow_short_training_batch
-from .shared_rows import follow_shared_rows, gather_rows_once
+from .shared_rows import count_rows_once, follow_shared_rows
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
 from .termination import Termination
@@ -90,11 +90,6 @@ class BMTrainCallback(TrainerCallback):
         self._adopt(args, model)
         self._follow_losses(model)
         world, problem = current_world(), None
-        if world.grid is not None:
-            raise NotImplementedError(
-                "Trainer does not support tp_size, because it gives each rank different rows. Leave tp_size out. To "
-                "share long rows between ranks, use auto_wrap(sequence_parallel=)."
-            )
         world.barrier("Trainer(...)")
         if world.rank == 0:
             try:
@@ -121,12 +116,12 @@ class BMTrainCallback(TrainerCallback):
         if trainer is None:
             return
         setattr(trainer, HAD_CALLBACK, True)
+        count_rows_once(trainer)  # also when training begins, because TRL's trainers are not complete before
         if not claim_hooks(model, trainer):
             return
         follow_mean_loss(model, trainer.args)
         follow_short_batch(trainer)
         follow_short_training_batch(trainer)
-        gather_rows_once(trainer)
         if self._average_router_loss:
             average_router_loss(model, trainer)
 

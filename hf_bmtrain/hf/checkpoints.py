@@ -26,7 +26,8 @@ from ..checkpoint.manifest import Manifest
 from ..checkpoint.save_state import let_others_save, save_state
 from ..engine.optim import compat as checks
 from ..engine.runtime.world import current_world
-from ..features.sequence import ranks_per_row
+from ..engine.sharding.parameter import is_part
+from ..engine.wrap.accelerator import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 _REFERENCE = "hf_bmtrain"
@@ -223,12 +224,13 @@ class TrainerCheckpoints:
 def writes_own_weights(model: Any) -> bool:
     """Return whether the ranks can write the weights of `model` to a checkpoint without calling `save_pretrained`.
 
-    They can if `save_pretrained` is the method of transformers and would save the full model, not adapters. Then each
-    rank writes its own elements of the weights.
+    They can if `save_pretrained` is the method of transformers and would save the full model, not adapters, and no
+    weight is split over ranks by `tp_size`. Then each rank writes its own elements of the weights.
     """
     method = getattr(type(model), "save_pretrained", None)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
-    return method is transformers.PreTrainedModel.save_pretrained and not adapted
+    parted = any(map(is_part, model.parameters()))  # `save_state` would write parts that from_pretrained cannot open
+    return method is transformers.PreTrainedModel.save_pretrained and not adapted and not parted
 
 
 # -- which checkpoints are intact -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Let Trainer train models with `sequence_parallel`: ranks that share rows get the same batch and count it once."""
+"""Let Trainer train with `sequence_parallel` or `tp_size`: ranks that share rows get one batch, and count it once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from accelerate.utils import recursively_apply
 from transformers import Trainer
 
 from ..engine.runtime.world import current_world
-from ..features.sequence import ranks_per_row
-from ..features.sequence.loader import share_batches
+from ..engine.wrap.accelerator import ranks_per_row, share_batches
 
 
 class _SharedRows(ParallelismConfig):
     """A ParallelismConfig that tells Trainer and TRL how many ranks get the same batch, as its tensor-parallel size.
 
-    It is for models with `sequence_parallel`, of which several ranks compute parts of the same rows (sequences).
-    Accelerate must neither parallelize the model nor create a device mesh, because the model is already parallelized.
+    It is for models with `sequence_parallel` or `tp_size`, with which several ranks compute the same rows (sequences)
+    together. Accelerate must neither parallelize the model nor create a device mesh, because the model is already
+    parallelized.
     """
 
     @property
@@ -37,47 +37,59 @@ class _SharedRows(ParallelismConfig):
 def follow_shared_rows(model: Any, args: Any) -> None:
     """Make Trainer give the same batches to ranks that share rows, and count their samples and tokens once.
 
-    With `sequence_parallel`, several ranks share rows: each computes a part of every sequence. If the model was wrapped
-    without it, undo what an earlier call changed for another model.
+    Several ranks share rows with `sequence_parallel`, where each computes a part of every sequence, and with `tp_size`,
+    where each has a part of the layers' weights. If the ranks do not share the rows of this model, undo what an earlier
+    call changed for another model.
 
     Args:
         model: the sharded model.
         args: the trainer's TrainingArguments.
 
     Raises:
+        NotImplementedError: the model has layers that `tp_size` splits, but not by a plan of transformers.
         ValueError: an argument does not work with shared rows.
     """
     size, world = ranks_per_row(model), current_world()
+    if size == 1 and world.grid is not None:
+        raise NotImplementedError(
+            "Trainer supports init_distributed(tp_size=) only for models that auto_wrap splits by their own plan. "
+            f"{type(model).__name__} has BMTrain's layers, such as bmt.nn.ColumnParallelLinear, in which each rank may "
+            "have its own rows, so Trainer does not know which rows to count. Train the model in your own loop, or "
+            "call init_distributed without tp_size."
+        )
     if size == 1:
         state = AcceleratorState()
         if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # set for an earlier model
             state.parallelism_config, state.device_mesh = ParallelismConfig(), None
         return
+    name = "tp_size" if world.grid is not None else "sequence_parallel"
     if not args.average_tokens_across_devices:
         raise ValueError(
-            f"average_tokens_across_devices=False does not work with sequence_parallel={size}: the ranks that "
-            "share a row have different tokens of it, which must have the same weight. Leave this argument out."
+            f"average_tokens_across_devices=False does not work with {name}={size}: {size} ranks share each row, but "
+            "Trainer would count the tokens of each rank separately, and the loss would be wrong. Leave this argument "
+            "out."
         )
     if args.eval_use_gather_object:
         raise ValueError(
-            f"eval_use_gather_object=True does not work with sequence_parallel={size}: it would gather each row {size} "
-            "times. Leave this argument out."
+            f"eval_use_gather_object=True does not work with {name}={size}: it would gather each row {size} times. "
+            "Leave this argument out."
         )
     share_batches(size, world)
     shared = _SharedRows(tp_size=size, dp_shard_size=world.size // size, dp_replicate_size=1, cp_size=1, sp_size=1)
     shared.device_mesh = AcceleratorState().device_mesh
     AcceleratorState().parallelism_config = shared
-    if "parallelism_config" not in Trainer.get_tp_size.__code__.co_consts:  # older versions read the model's attribute
-        model._tp_size = size
 
 
-def gather_rows_once(trainer: Trainer) -> None:
-    """Make evaluations of `trainer` gather each row once, although with `sequence_parallel` several ranks share it.
+def count_rows_once(trainer: Trainer) -> None:
+    """Make `trainer` gather and count each row once, although several ranks share it.
 
-    Each row is taken from the first of the ranks that share it. After gathering, Accelerate removes the rows with which
-    it has filled up the last batch. It would remove the wrong rows if there were several copies of each.
+    In evaluations, each row is taken from the first of the ranks that share it. After gathering, Accelerate removes the
+    rows with which it has filled up the last batch. It would remove the wrong rows if there were several copies of
+    each. In training, this concerns `num_input_tokens_seen` and `total_flos`, which Trainer adds up over all ranks.
     """
     size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
+    if size > 1 and hasattr(trainer, "_tp_size"):  # TRL's SFTTrainer would divide the numbers of gathered tokens by it
+        trainer._tp_size = 1  # pyright: ignore[reportAttributeAccessIssue]
     if size == 1 or "gather_for_metrics" in vars(accelerator):
         return
     gather, cut = accelerator.gather, accelerator.gather_for_metrics
@@ -94,3 +106,15 @@ def gather_rows_once(trainer: Trainer) -> None:
 
     accelerator.gather_for_metrics = gather_for_metrics
     trainer.gather_function = functools.partial(gather_for_metrics, use_gather_object=False)
+    trainer.get_tp_size = lambda: size  # older versions of Trainer do not ask the Accelerator
+    track, operations = getattr(trainer, "_track_num_input_tokens", None), trainer.floating_point_ops
+    trainer.floating_point_ops = lambda inputs: operations(inputs) / size  # pyright: ignore[reportAttributeAccessIssue]
+    if track is None:
+        return
+
+    def track_once(inputs: Any) -> None:
+        before = trainer.state.num_input_tokens_seen
+        track(inputs)
+        trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // size
+
+    trainer._track_num_input_tokens = track_once  # pyright: ignore[reportAttributeAccessIssue]

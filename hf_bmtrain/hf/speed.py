@@ -17,7 +17,8 @@ from transformers import Trainer
 
 from ..engine.blocks.observer import Observer
 from ..engine.runtime.world import current_world
-from ..features.sequence import ranks_per_row
+from ..engine.sharding.parameter import DistributedParameter
+from ..engine.wrap.accelerator import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -114,6 +115,8 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 class ParameterCount:
     """Counts the elements of a model's full parameters. Tied parameters count once.
 
+    Weights that `tp_size` splits over ranks count in full.
+
     Trainer requests the count in every step, for its total_flos. To save time, it gets the same answer for KEPT steps.
     Afterwards, the parameters are counted again only if a module or parameter was added, removed or replaced.
     """
@@ -166,7 +169,7 @@ class ParameterCount:
         for module in model.modules():
             (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
         looked_up = embeddings - others
-        self._numels = [(parameter, parameter.numel(), parameter in looked_up) for parameter in model.parameters()]
+        self._numels = [(parameter, _numel(parameter), parameter in looked_up) for parameter in model.parameters()]
         embedded = sum(numel for _, numel, only_looked_up in self._numels if only_looked_up)
         total = sum(numel for _, numel, _ in self._numels)
         self._totals = (total, total - embedded)
@@ -177,6 +180,13 @@ class ParameterCount:
 
     def _values(self) -> Iterator[Any]:
         return itertools.chain(itertools.chain.from_iterable(self._held), _END)
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    """Return the number of elements of a parameter before tensor parallelism split it."""
+    if not isinstance(parameter, DistributedParameter):
+        return parameter.numel()
+    return parameter.buffer.storage.whole_shape(parameter.index).numel()
 
 
 _END = (object(),)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -164,6 +164,7 @@ class CollectiveLog:
 
     Attributes:
         name: the communicator's name.
+        ranks: the ranks whose logs must be equal. None means all ranks.
         count: the number of entries.
         digest: a hash of all entries, 48 bits.
         problem: the reason why this rank must stop, such as a difference from another rank, or None.
@@ -175,6 +176,7 @@ class CollectiveLog:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.ranks: Sequence[int] | None = None
         self.count = self.digest = 0
         self.problem: str | None = None
         self.told = False

@@ -50,6 +50,8 @@ SHARD_OVER = ("world", "host", "host+world", "auto")
 SLOW_LINK = 0.5
 """With `shard_over="auto"`, every host stores a copy of all weights if the bandwidth between hosts is less than this
 fraction of the bandwidth inside a host."""
+STATES, WEIGHTS = 16, 2
+"""Bytes per parameter with bf16 weights and AdamW: of weights, gradients, masters and moments; and of weights alone."""
 _TRACE_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 MEASURED = 4 << 20  # size in bytes of a rank's shard in the all-gathers by which bandwidths are measured
 SMALLEST_PULLED = 16 << 20
@@ -189,13 +191,14 @@ def open_backend(
     def busy() -> bool:
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
-    def open_communicator(name: str, groups: Groups = (range(size),)) -> Communicator:
+    def open_communicator(name: str, groups: Groups = (range(size),), alike: bool = True) -> Communicator:
         """Open a communicator in each of `groups`, which must have equal sizes. Return that of this rank's group.
 
         Collective: every rank must call it.
 
         name: the communicator's name, for messages.
         groups: the groups into which all ranks are divided, each as a list of ranks.
+        alike: whether all groups exchange tensors of the same sizes, so that ranks of different groups are compared.
         """
         members = next(group for group in groups if rank in group)
         if len(members) == 1:
@@ -206,6 +209,7 @@ def open_backend(
             place = members.index(rank)
             ids = control.gather(import_nccl().get_unique_id() if place == 0 else None)
             opened.append(NcclCommunicator(name, place, len(members), ids[members[0]], device))
+        opened[-1].collective_log.ranks = None if alike else members
         monitor.add(opened[-1])
         return opened[-1]
 
@@ -226,7 +230,9 @@ def open_backend(
 
     @functools.cache
     def open_groups(groups: tuple[range, ...]) -> Communicator:
-        return open_communicator(f"groups of {len(groups[0])} at a distance of {groups[0].step}", groups)
+        name = f"groups of {len(groups[0])} at a distance of {groups[0].step}"
+        # Groups of consecutive ranks have their own rows, so the sizes of their activations may differ.
+        return open_communicator(name, groups, alike=groups[0].step > 1)
 
     def open_group(group_size: int, stride: int = 1) -> Communicator:
         return open_groups(tuple(dict.fromkeys(group_of(each, group_size, stride) for each in range(size))))
@@ -359,8 +365,8 @@ def _choose_ranks(
     Collective: every rank must call it. `shard_over` is the set of ranks over which weights and optimizer states are
     sharded: "world" all ranks, "host" the ranks of each host, and "host+world" the ranks of each host for weights, and
     all ranks for optimizer states. If every host should store all weights, "host+world" is preferred to "host". It
-    sends the same amount between hosts, and needs little more memory than "world". For "host", the optimizer states
-    must fit on one host, which is not known yet, because there is no model.
+    sends the same amount between hosts, and needs little more memory than "world". "host" is faster, but the optimizer
+    states must fit on one host, which is not known yet, because there is no model. The log says how much they take.
 
     Args:
         rank: this process's rank.
@@ -389,10 +395,17 @@ def _choose_ranks(
     inside, between = (min(values) for values in zip(*exchange(mine)))
     kept = "host" if gather == "collective" else "host+world"
     chosen = kept if between < SLOW_LINK * inside else "world"
+    faster = ""
+    if chosen == "host+world":
+        on_host = STATES / len(hosts[0])
+        faster = (
+            "; shard_over='host' was faster where both were measured, but with bf16 weights and AdamW each rank stores "
+            f"{on_host:.1f} GB per billion parameters instead of {on_host / len(hosts) + WEIGHTS / len(hosts[0]):.1f}"
+        )
     _log.info(
         "rank %d: shard_over='auto' selects '%s', because a rank receives %.2f GB/s from other hosts, %.2f GB/s from "
-        "its own host",
-        rank, chosen, between / 1e9, inside / 1e9,
+        "its own host%s",
+        rank, chosen, between / 1e9, inside / 1e9, faster,
     )  # fmt: skip
     return chosen
 

@@ -3,6 +3,9 @@
 The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator has another number of
 ranks or shards models itself, or if the Trainer lacks this package's callback (BMTrainCallback). Neither Accelerate nor
 transformers is imported here. Transformers is found in `sys.modules`, and `World.accelerator` is Accelerate's state.
+
+Several ranks may share the rows (sequences) of a batch. For them, Accelerate's data loaders are made to give the same
+batches to all ranks of a group.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..base.torch_internals import pytree
+from ..runtime.world import World
 
 _log = logging.getLogger("hf_bmtrain")
 _log_once = functools.cache(_log.log)
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HAD_CALLBACK = "_had_bmtrain_callback"
 """The name of an attribute that BMTrainCallback, this package's callback, sets on its Trainer."""
+_ROWS = "_bmt_ranks_per_row"
 _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
@@ -116,3 +122,50 @@ def in_mixed_precision(state: Any, forward: Callable[[], Any], device: torch.dev
     with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
         outputs = forward()
     return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _HALF.values() else t, outputs)
+
+
+@dataclass(frozen=True)
+class _Dimension:
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+class GroupMesh:
+    """Replacement for the DeviceMesh from which Accelerate's data loaders compute which batches a rank gets.
+
+    With it, each group of `size` consecutive ranks gets the same batches, as in context parallelism: the dimension "cp"
+    has the size of a group. Accelerate reads nothing but the names and sizes of the dimensions.
+
+    Args:
+        size: the number of ranks in a group.
+        ranks: the total number of ranks.
+    """
+
+    mesh_dim_names = ("dp_shard", "cp")
+
+    def __init__(self, size: int, ranks: int) -> None:
+        self._sizes = {"dp_shard": ranks // size, "cp": size}
+
+    def __getitem__(self, name: str) -> _Dimension:
+        return _Dimension(self._sizes[name])
+
+
+def share_rows(model: torch.nn.Module, size: int) -> None:
+    """Note that each group of `size` consecutive ranks computes with the same rows (sequences) of a batch."""
+    setattr(model, _ROWS, size)
+
+
+def ranks_per_row(model: Any) -> int:
+    """Return how many consecutive ranks share each row of a wrapped model's batches: 1 if every rank has its own."""
+    return getattr(model, _ROWS, 1)
+
+
+def share_batches(size: int, world: World) -> None:
+    """Make the data loaders that Accelerate prepares from now on give each group of `size` ranks the same batches.
+
+    This has no effect if no Accelerator has been created.
+    """
+    if world.accelerator is not None:
+        world.accelerator.device_mesh = GroupMesh(size, world.size)

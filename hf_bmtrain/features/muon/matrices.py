@@ -29,7 +29,7 @@ def refuse_parts(parameters: Iterable[torch.Tensor]) -> None:
     if any(map(is_part, parameters)):
         raise ValueError(
             "MuonOptimizer orthogonalizes full matrices, but with tp_size each rank has only a part of some of them. "
-            "Use bmt.optim.AdamOptimizer(model.parameters()), or leave tp_size out."
+            "Use bmt.optim.AdamOptimizer(model.parameters()), or call init_distributed without tp_size."
         )
 
 

@@ -7,31 +7,24 @@ ranks.
 
 Files: `choose` finds the blocks, or the reason why the model is not supported. `rows` divides inputs, labels and loss
 among the ranks. `attention` is the attention function, and `exchange` its collectives. `parts` defines which tokens and
-heads each rank gets. `loader` makes Accelerate's data loaders give the ranks of a group the same batches.
+heads each rank gets. Accelerate's data loaders give the ranks of a group the same batches (`share_batches`).
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
+from ...engine.wrap.accelerator import ranks_per_row, share_batches, share_rows
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
 from .attention import ROW, register
 from .choose import attentions_of, choose_blocks, trunk_of
-from .loader import share_batches
 from .rows import SharedRows
 
 _log = logging.getLogger("hf_bmtrain")
 _ROWS = "_shared_rows"
-
-
-def ranks_per_row(model: Any) -> int:
-    """Return how many ranks share each row of a wrapped model's batches: 1 without `sequence_parallel`."""
-    rows = getattr(model, _ROWS, None)
-    return 1 if rows is None else rows.size
 
 
 class SequenceParallel(Extension):
@@ -80,6 +73,7 @@ class SequenceParallel(Extension):
         rows = SharedRows(plan.model, self._size)
         rows.watch(self._blocks, trunk_of(plan.model, self._blocks[0]))
         setattr(plan.model, _ROWS, rows)
+        share_rows(plan.model, self._size)
         plan.world.schedule.collective_layers = True
         if plan.world.device.type == "meta":  # a memory prediction on the meta device, which reads no data
             return

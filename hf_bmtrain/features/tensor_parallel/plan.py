@@ -18,6 +18,7 @@ from ...engine.base.torch_internals import pytree
 from ...engine.blocks.sharded_module import STAYS
 from ...engine.runtime.world import current_world
 from ...engine.sharding.sourced import SourcedParameter
+from ...engine.wrap.accelerator import share_batches, share_rows
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
 from .functions import add, share
@@ -61,25 +62,33 @@ class SplitByPlan(Extension):
         if grid is None or has_parts(plan.model):
             return
         if self._float8:
-            raise ValueError("auto_wrap: float8 cannot be combined with tp_size. Leave one of them out.")
+            raise ValueError(
+                "auto_wrap: float8 cannot be combined with the argument tp_size of init_distributed. Leave one of them "
+                "out."
+            )
         styles = _plan_of(plan.model)
         unknown = {style: name for name, style in styles.items() if style not in {*_SPLIT, *_WHOLE, _PART_OF_ROWS}}
         if unknown:
             style, name = next(iter(unknown.items()))
             raise ValueError(
                 f"auto_wrap: the tensor-parallel plan of {type(plan.model).__name__} has the style '{style}' for "
-                f"{name}, but only {' and '.join(_SPLIT)} layers can be split. Leave tp_size out."
+                f"{name}, but only {' and '.join(_SPLIT)} layers can be split. Call "
+                "init_distributed without tp_size."
             )
         config: Any = getattr(plan.model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         for heads in ("num_attention_heads", "num_key_value_heads"):
             if (count := getattr(config, heads, None)) is not None and count % grid.size:
-                raise ValueError(f"auto_wrap: {heads}={count} must be a multiple of tp_size={grid.size}")
+                raise ValueError(
+                    f"auto_wrap: {heads}={count} must be a multiple of tp_size={grid.size}, the argument of "
+                    "init_distributed. Choose a divisor of it."
+                )
         found = [*_matching(plan.model, styles)]
         if not any(style in _SPLIT for _, _, style in found):
             raise ValueError(
                 f"auto_wrap: {type(plan.model).__name__} has none of the layers that its tensor-parallel plan splits "
-                f"({', '.join(name for name, style in styles.items() if style in _SPLIT)}). Leave tp_size out."
+                f"({', '.join(name for name, style in styles.items() if style in _SPLIT)}). Call "
+                "init_distributed without tp_size."
             )
         for name, module, style in found:
             if style in _SPLIT:
@@ -88,7 +97,7 @@ class SplitByPlan(Extension):
             raise ValueError(
                 f"auto_wrap: {unnamed} belongs to a module with layers that are split over {grid.size} ranks, but the "
                 f"tensor-parallel plan of {type(plan.model).__name__} does not name it. If each rank uses it for its "
-                "own features, its gradient would be wrong. Leave tp_size out."
+                "own features, its gradient would be wrong. Call init_distributed without tp_size."
             )
         self._modules = [(module, style) for _, module, style in found]
 
@@ -108,8 +117,11 @@ class SplitByPlan(Extension):
                 marked.storage_kind = split_kind(-1)
 
     def connect(self, plan: WrapPlan) -> None:
-        if self._modules and plan.world.device.type != "meta":
+        grid = plan.world.grid
+        if self._modules and grid is not None and plan.world.device.type != "meta":
             plan.model.register_forward_pre_hook(_check_same_inputs, with_kwargs=True)
+            share_rows(plan.model, grid.size)
+            share_batches(grid.size, plan.world)
 
 
 def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -128,7 +140,9 @@ def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, An
     if len({*everyone.tolist()}) > 1:
         raise RuntimeError(
             f"{type(model).__name__}: the {grid.size} ranks of a tensor-parallel group must get the same batch, "
-            f"but their inputs differ. Let rank r read the same data as rank r - r % {grid.size}. In generate with "
+            "but their inputs differ. With Trainer, add bmt.hf.BMTrainCallback(), and for an IterableDataset pass "
+            "accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator before auto_wrap. "
+            f"In another loop, let rank r read the same data as rank r - r % {grid.size}. In generate with "
             "do_sample=True, give these ranks the same seed."
         )
 
@@ -165,8 +179,8 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
     """Raise ValueError if a module cannot be split into `parts` equal parts on dimension `dim` of its weight."""
     if type(module) is not torch.nn.Linear:
         raise ValueError(
-            f"auto_wrap: with tp_size, {name} must be a torch.nn.Linear, but is a {type(module).__name__}. Leave "
-            "tp_size out."
+            f"auto_wrap: with tp_size, {name} must be a torch.nn.Linear, but is a {type(module).__name__}. Call "
+            "init_distributed without tp_size."
         )
     if module.weight.is_meta or isinstance(module.weight, SourcedParameter):
         raise ValueError(
@@ -176,12 +190,12 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
     if module.weight.shape[dim] % parts:
         raise ValueError(
             f"auto_wrap: dimension {dim} of {name}.weight, {tuple(module.weight.shape)}, must be a multiple of "
-            f"tp_size={parts}"
+            f"tp_size={parts}, the argument of init_distributed. Choose a divisor of it."
         )
     if dim == 1 and module.bias is not None:
         raise ValueError(
-            f"auto_wrap: with tp_size, {name} must have no bias, because all {parts} ranks would add it. Leave "
-            "tp_size out."
+            f"auto_wrap: with tp_size, {name} must have no bias, because all {parts} ranks would add it. Call "
+            "init_distributed without tp_size."
         )
 
 

@@ -26,17 +26,21 @@ class TensorParallel(Extension):
         if grid is None:
             return
         if self._unfit:
-            raise ValueError(f"auto_wrap: {self._unfit[0]} cannot be combined with tp_size. Leave one of them out.")
+            raise ValueError(
+                f"auto_wrap: {self._unfit[0]} cannot be combined with the argument tp_size of init_distributed. Leave "
+                "one of them out."
+            )
         if late and has_plan(model):
             raise ValueError(
                 "auto_wrap: with tp_size, parameters such as LoRA adapters cannot be added to a model that is split by "
-                "its tensor-parallel plan. Leave tp_size out."
+                "its tensor-parallel plan. Call init_distributed without tp_size."
             )
         if not has_parts(model) and not has_plan(model):
             raise ValueError(
-                f"auto_wrap: tp_size={grid.size} splits layers over {grid.size} ranks, but {type(model).__name__} "
-                "has no layers that can be split (bmt.nn.ColumnParallelLinear, RowParallelLinear, VPEmbedding), "
-                "and no tensor-parallel plan of transformers. Leave tp_size out."
+                f"auto_wrap: init_distributed(tp_size={grid.size}) splits layers over {grid.size} ranks, but "
+                f"{type(model).__name__} has no layers that can be split (bmt.nn.ColumnParallelLinear, "
+                "RowParallelLinear, VPEmbedding), and no tensor-parallel plan of transformers. Call init_distributed "
+                "without tp_size."
             )
 
     def connect(self, plan: WrapPlan) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...engine.runtime.world import current_world
+from ...engine.wrap.accelerator import ranks_per_row
 from .hooks import COUNT, base_of, chooses_loss, hook_loss, ignores_count, names_in
 
 _log = logging.getLogger("hf_bmtrain")
@@ -75,7 +76,7 @@ def follow_mean_loss(model: Any, args: Any) -> None:
                 "average_tokens_across_devices=True", type(base).__name__,
             )  # fmt: skip
         told = True
-        return loss * _share(given["labels"], loss, bool(_OF_ROWS.search(name)))
+        return loss * _share(given["labels"], loss, bool(_OF_ROWS.search(name))) * ranks_per_row(model)
 
     hook_loss(model, weigh, None if calls is None else (calls.begin, calls.end))
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ...engine.runtime.world import current_world
-from ...features.sequence import ranks_per_row
+from ...engine.wrap.accelerator import ranks_per_row
 from .hooks import base_of, hook_loss, ignores_count, is_scalar, names_in_forward
 
 _log = logging.getLogger("hf_bmtrain")

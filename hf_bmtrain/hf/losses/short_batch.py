@@ -13,7 +13,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import find_batch_size
 
 from ...engine.runtime.world import World, current_world
-from ...features.sequence import ranks_per_row
+from ...engine.wrap.accelerator import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 IGNORED = -100
@@ -40,10 +40,11 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     def as_in_one_process(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         nonlocal told
         left, groups = _rows_left(trainer), world.size // ranks_per_row(trainer.model)
+        group = world.rank // ranks_per_row(trainer.model)
         # TRL's SFTTrainer: ignore the labels of repeated rows, and average the loss over the labels of all ranks.
-        of_labels = groups == world.size and _is_sft(trainer, inputs)
+        of_labels = _is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
-            inputs, left = _ignore_repeated(inputs, left - world.rank * _rows_of_rank(trainer)), None
+            inputs, left = _ignore_repeated(inputs, left - group * _rows_of_rank(trainer)), None
         # Rows that a collator has concatenated: ignore the labels of repeated rows.
         flattened = left is not None and left > 0 and _is_flattened(trainer, inputs)
         if flattened:
@@ -208,7 +209,7 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world
     Seq2SeqTrainer if it generates, and SFTTrainer.
     """
     labels = inputs.get("labels")
-    if not isinstance(labels, torch.Tensor) or ranks_per_row(trainer.model) > 1:
+    if not isinstance(labels, torch.Tensor):
         return loss
     counted = (labels[..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else labels).ne(-100)
     mine = counted.sum(dtype=torch.float64).to(loss.device)

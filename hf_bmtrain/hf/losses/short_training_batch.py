@@ -13,7 +13,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Skip
 from accelerate.utils import find_batch_size
 
 from ...engine.runtime.world import World, current_world
-from ...features.sequence import ranks_per_row
+from ...engine.wrap.accelerator import ranks_per_row
 from .short_batch import IGNORED, computes_loss, first_rows, ignore_after, starts_of_rows
 
 _log = logging.getLogger("hf_bmtrain")

@@ -343,6 +343,7 @@ def test_auto(monkeypatch, caplog, between, gather, chosen):
     measured = f"a rank receives {between / 1e9:.2f} GB/s from other hosts, 10.00"
     reason = "gather='peer'" if gather == "peer" else measured
     assert f"'{chosen}', because {reason}" in caplog.text
+    assert ("8.0 GB per billion parameters instead of 5.0" in caplog.text) == (chosen == "host+world")
 
 
 def loaded_from_files(folder):

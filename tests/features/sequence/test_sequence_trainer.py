@@ -70,10 +70,12 @@ def compare_training(folder, name, accumulation):
     args = transformers.TrainingArguments(
         folder, num_train_epochs=1, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation,
         optim="sgd", learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=0.7, logging_steps=1,
-        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, include_num_input_tokens_seen="all",
     )  # fmt: skip
     trainer = transformers.Trainer(model, args, train_dataset=rows(), callbacks=[bmt.hf.BMTrainCallback()])
     trainer.train()
+    assert trainer.state.num_input_tokens_seen == ROWS * TOKENS
+    assert trainer.state.total_flos == 6 * ROWS * TOKENS * model.num_parameters(exclude_embeddings=True)
     assert trainer.state.global_step == ROWS // (2 * groups * accumulation)
     everyone = bmt.current_world().gather_objects(seen.batches)
     once = [everyone[rank] for rank in range(0, bmt.world_size(), 2)]

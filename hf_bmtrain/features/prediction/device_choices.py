@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+_log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
 _aten = torch.ops.aten
 _FLASH_WIDTH = 256
 
@@ -16,8 +19,9 @@ _FLASH_WIDTH = 256
 def cuda_choices() -> Iterator[None]:
     """Return a context in which dropout, softmax and attention of meta tensors allocate the same tensors as on CUDA.
 
-    In this context, `torch.autocast("meta", enabled=False)`, which PEFT uses around adapters on fused experts, does
-    nothing. Otherwise it would raise an error, because torch has no autocast for the meta device.
+    In this context, `torch.autocast("meta")` does nothing. Otherwise it would raise an error, because torch has no
+    autocast for the meta device. PEFT disables autocast around adapters on fused experts, and a sharded model enables
+    it if the program has an Accelerator with mixed precision. In the latter case, a line is logged.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")
@@ -27,7 +31,13 @@ def cuda_choices() -> Iterator[None]:
     make = torch.autocast.__init__
 
     def without_meta(self, device_type, dtype=None, enabled=True, cache_enabled=None) -> None:
-        make(self, "cpu" if device_type == "meta" and not enabled else device_type, dtype, enabled, cache_enabled)
+        meta = device_type == "meta"
+        if meta and enabled:
+            _log_once(
+                "The predicted memory is that of a model that computes in the dtypes of its weights. Autocast, which "
+                "the Accelerator's mixed precision enables, is not simulated."
+            )
+        make(self, "cpu" if meta else device_type, dtype, enabled and not meta, cache_enabled)
 
     try:
         torch.autocast.__init__ = without_meta

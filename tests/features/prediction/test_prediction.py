@@ -17,6 +17,7 @@ from hf_bmtrain.features.prediction.live_bytes import LiveBytes
 from hf_bmtrain.features.prediction.predict import Comparison
 from hf_bmtrain.features.prediction.prediction import ROWS, predict
 from hf_bmtrain.features.prediction.simulation import on_meta, simulate
+from log_lines import log_lines
 from ranks import on_ranks
 from tiny_models import FAMILIES, batch, build
 
@@ -217,6 +218,26 @@ def train_without() -> list[float]:
 
 def test_one_rank_alone_may_predict_and_nothing_changes(world):
     assert world(2)(predict_on_one_rank_and_train) == world(2)(train_without)
+
+
+@on_ranks(1)
+def test_the_precision_of_an_accelerator_is_not_simulated():
+    """torch has no autocast for the meta device."""
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
+    plain = predict_on_one_rank()
+    accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    try:
+        with log_lines() as lines:
+            assert predict_on_one_rank().table == plain.table
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert any("not simulated" in line for line in lines)
+
+
+def predict_on_one_rank():
+    return bmt.predict_memory(build("llama").to("meta"), batch("llama", 0))
 
 
 @on_ranks(1)

@@ -1,5 +1,6 @@
 """Compiled blocks that their graphs recompute: equal to torch's checkpoint, and without products in vain."""
 
+import contextlib
 import logging
 from unittest import mock
 
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
-from hf_bmtrain.engine.base.torch_internals import TorchDispatchMode
+from hf_bmtrain.engine.base.torch_internals import TorchDispatchMode, modes_see_compiled
 from log_lines import log_lines
 from ranks import on_ranks
 from twins import WIDTH, Tower, tower_loss
@@ -104,7 +105,7 @@ def train(layer, compile, kind=Tower, collective_layers=False):
     for step in range(3):
         loss = tower_loss(model, step, bmt.rank())
         products = Products()
-        with products:
+        with products if modes_see_compiled else contextlib.nullcontext():
             loss.backward()
         seen += [loss.detach(), torch.rand(()), *(p.gather_gradient() for p in model.parameters()), *model.buffers()]
         for parameter in model.parameters():
@@ -126,10 +127,10 @@ def compare():
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
         assert calls == others
         # torch's checkpoint ends a recomputation before the last product, which it cannot do inside compiled code
-        assert compiled == count + whole, (layer, compiled, count, lines)
+        assert compiled == count + whole or not modes_see_compiled, (layer, compiled, count, lines)
         assert len([line for line in lines if "recomputation of compiled blocks" in line]) == (layer is Counts)
     _, compiled, _ = train(Layer, "aot_eager", collective_layers=True)
-    assert compiled == train(Layer, False)[1] + 3
+    assert compiled == train(Layer, False)[1] + 3 or not modes_see_compiled
     expected, count, _ = train(Layer, False, Checkpointed)
     found, compiled, _ = train(Layer, "aot_eager", Checkpointed)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -116,7 +116,9 @@ class BMTrainCallback(TrainerCallback):
         if trainer is None:
             return
         setattr(trainer, HAD_CALLBACK, True)
-        count_rows_once(trainer)  # also when training begins, because TRL's trainers are not complete before
+        # Before the return below, so that it is called again when training begins: when this method is called first,
+        # in `on_init_end`, TRL's trainers are not completely constructed.
+        count_rows_once(trainer)
         if not claim_hooks(model, trainer):
             return
         follow_mean_loss(model, trainer.args)

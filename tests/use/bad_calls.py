@@ -128,8 +128,8 @@ def models() -> Iterator[Row]:
     yield "forward", "in gathered", called_in_gathered, "after the `with`"
     yield "gathered", "an exception", raised_in_gathered, "must reach the user"
     ordinary, unsharded = torch.ones(2), list(Tower().parameters())
-    yield "gathered", "an ordinary tensor", lambda: gather(ordinary), "what must be .*an ordinary tensor is full"
-    yield "gathered", "an unsharded model's", lambda: gather(unsharded), "what must be .* sharded"
+    yield "gathered", "an ordinary tensor", lambda: gather(ordinary), "must be .*ordinary tensors are full"
+    yield "gathered", "an unsharded model's", lambda: gather(unsharded), "must be one module or sharded"
     for name, message, options in (
         ("pipe_size 2", "pipe_size=2 is not offered", {"pipe_size": 2}),
         ("a host", "init_method must be env://", {"init_method": "host:1"}),

@@ -219,16 +219,16 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     """Raise TypeError if `optimizer` would compute other updates for sharded parameters than for full ones.
 
     Collective: every rank must call it. For each parameter group, new optimizers of the same class, with the options of
-    the group, make three steps on a small matrix, in one or two trials:
+    the group, make three steps on a small matrix. Their updates are compared with those of the full matrix:
 
-    1. One optimizer updates the full matrix, and two others update one 1-D part of it each, because local parameters
-       are such parts. If the results are equal, and the class is one of torch.optim, it is accepted.
-    2. Otherwise, an optimizer updates a sharded matrix, and the result must equal that for the full matrix. Adafactor,
-       LAMB, Muon and LBFGS fail the first trial, but may pass this one, because torch functions that are called on a
-       sharded parameter may compute with the full one. Optimizers from outside torch may fail only this one, because
-       they may call functions that sharded parameters do not support.
+    1. Two optimizers update one 1-D part of the matrix each, as they would with local parameters. Element-wise
+       optimizers pass. If they are classes of torch.optim, they are accepted without the second trial.
+    2. An optimizer updates a sharded matrix. Optimizers that are not element-wise, such as Adafactor and LAMB, pass if
+       they call only functions of torch that compute with the full matrix. Element-wise optimizers from outside torch
+       fail if they call functions that sharded parameters do not support.
 
-    All ranks come to the same decision, because they try the same values.
+    If not even the full matrix can be updated, a warning is logged instead. With tensor parallelism, split matrices
+    must pass the first trial. All ranks come to the same decision, because they try the same values.
 
     device: the device of the matrix.
     """

@@ -53,7 +53,10 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
         sharded_params = [what] if isinstance(what, torch.Tensor) else list(what)
     for sharded in sharded_params:
         if not isinstance(sharded, DistributedParameter):
-            raise ValueError(f"gathered: the argument what must be {wanted}, got a {type(sharded).__name__}")
+            raise ValueError(
+                "gathered: the argument 'what' must be one module or sharded parameters (ordinary tensors are full "
+                f"already), but it is or contains a {type(sharded).__name__}."
+            )
     occasion = f"gathered(modify={modify})"
     world.barrier(occasion)
     if isinstance(what, torch.nn.Module):

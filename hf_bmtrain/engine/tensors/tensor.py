@@ -54,10 +54,11 @@ class ShardBase:
 
     Attributes:
         placement: which elements of the full tensor each rank stores.
-        is_parameter: whether the tensor is a parameter, so that autograd records its functions.
+        is_parameter: whether the tensor is a parameter, so that autograd records the functions that are called on it.
         in_memory: whether the elements are in the tensor's memory. False for a subclass that computes them when a
-            function reads them. Its `__torch_function__` then runs before those of other sharded tensors.
-        grad_now: the value of `.grad`.
+            function reads them. If a function gets several sharded tensors, the `__torch_function__` of this subclass
+            runs first, and replaces its tensors by tensors with values.
+        grad_now: the same tensor as `.grad`, as an attribute of Python, because torch's `.grad` is slow to read.
     """
 
     placement: Placement

@@ -14,11 +14,12 @@ from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 
 
 class UncountedWrapper(OnlyWhileSharded):
-    """PEFT's wrapper of a parameter, changed in place so that its forward does not count as a change of the parameter.
+    """Mixin of PEFT's wrappers of parameters, whose forward would otherwise count as a write to the parameter.
 
-    For the duration of the forward, PEFT registers a torch parametrization. This writes the full parameter to itself
-    and replaces the module's entry in `_parameters`. Neither changes the values, so the parameter's version (torch's
-    counter of in-place writes) is preserved, and the entry is restored.
+    During the forward, PEFT registers a torch parametrization of the parameter. This writes the full parameter to
+    itself, which increases torch's counter of in-place writes, and replaces the entry in the module's `_parameters`.
+    The values do not change, but for a sharded parameter such a write is an error. So the counter is preserved, and the
+    entry is restored after the forward.
     """
 
     def _activate_lora(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:

@@ -54,9 +54,12 @@ class Difference:
 class Parity:
     """The result of `check_parity`, the same on every rank. Its `str` is a table with a line per kind and block.
 
+    `check_parity` runs one training step twice: with the sharded model, and with full weights in plain torch (the plain
+    step).
+
     Attributes:
-        differences: one per compared tensor: first outputs, in the order of the forward, then gradients, in the order
-            of the backward, then weight updates.
+        differences: one per tensor that both steps compute: first outputs, in the order of the forward, then gradients,
+            in the order of the backward, then weight updates.
         loss: the loss of the plain step, averaged over the ranks.
     """
 

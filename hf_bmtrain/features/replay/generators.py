@@ -1,4 +1,7 @@
-"""Random generators other than torch's default ones: Python's, NumPy's, and those that are attributes of modules."""
+"""Find random generators other than torch's default ones, and save and restore their states.
+
+These are the global generators of Python and NumPy, and those that are attributes of a layer's modules.
+"""
 
 from __future__ import annotations
 

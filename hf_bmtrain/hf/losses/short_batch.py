@@ -95,9 +95,9 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
                 accelerator, accelerator.gather
             )
         elif accelerator.split_batches and not isinstance(trainer.gather_function, _GatherRows):
-            # Trainer repeats each rank's loss once for each row of a full batch on all ranks, so a full batch would
-            # weigh more than a short last one, whose losses are cut to its number of rows. Therefore repeat the loss
-            # only once for each row of a full batch on this rank.
+            # With split_batches, the batch size counts the rows on all ranks. Trainer repeats each rank's loss that
+            # often, so after gathering, a full batch has more losses than rows, while those of a short last batch are
+            # cut to its rows, and would weigh too little. Keep as many copies as this rank has rows of a full batch.
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
             )

@@ -105,12 +105,13 @@ class DistributedStateDictWrapper(Mapping):
 
 
 def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, prefix: str = "") -> dict:
-    """Return the full state dict of `model`, on the CPU, on rank 0, and {} on other ranks.
+    """Return the full state dict of `model` on rank 0, with tensors on the CPU, and {} on other ranks.
 
-    Collective: every rank must call it. The `state_dict` methods of some models, such as ModelCenter's, call this
-    function. It does not call these methods, which would be a recursion, but `torch.nn.Module.state_dict`.
+    Collective: every rank must call it. Some models, such as ModelCenter's, call this function in their `state_dict`
+    method. So it calls `torch.nn.Module.state_dict` instead of that method, which would call this function again.
 
-    destination: None, or a state dict to which the entries are added on every rank instead, and which is returned.
+    destination: a state dict to which every rank adds the entries, and which every rank returns. Tensors that are not
+        sharded are then added without a copy. None creates a new state dict.
     prefix: a text to put before each key.
     """
     if destination is not None:

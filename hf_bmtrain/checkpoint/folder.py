@@ -278,7 +278,11 @@ def added_checksums(folder: Path) -> dict[str, int]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:
-        raise Damaged(f"{ADDED} cannot be read: {type(error).__name__}: {error}") from error
+        raise Damaged(
+            f"{ADDED}, which contains only checksums of files that were added to the checkpoint (for example by "
+            f"Trainer), cannot be read: {type(error).__name__}: {error}. No other file is affected. To use the "
+            f"checkpoint without verifying the added files, delete {ADDED}"
+        ) from error
 
 
 def check_added(folder: Path, name: str, crc: int) -> str | None:

@@ -14,6 +14,10 @@ from .header import Damaged
 
 NAME = "manifest.json"
 _FORMAT = 1
+_ADVICE = (
+    "The ranks may have saved different models or optimizers: create the same ones on every rank. If they are the "
+    "same, report this error, because it is a bug of hf_bmtrain"
+)
 
 
 class Checked(NamedTuple):
@@ -41,7 +45,7 @@ class Manifest:
         world_size: the number of ranks that saved the checkpoint.
         versions: the versions of the packages that saved the checkpoint, by package name.
         files: {file name: the chunks of the file, with their checksums}. The chunks are sorted by offset, and cover
-            the file without gaps.
+            each byte of the file once.
     """
 
     step: int
@@ -66,16 +70,19 @@ class Manifest:
     def add(self, name: str, chunks: Iterable[Checked], size: int) -> None:
         """Add a file of `size` bytes to this list of a checkpoint's files.
 
-        Raises Damaged unless `chunks`, the file's chunks with their checksums, cover the file without gaps.
+        Raises Damaged unless `chunks`, the file's chunks with their checksums, cover each byte of the file once.
         """
         ordered = sorted(Checked(*chunk) for chunk in chunks)
         end = 0
         for chunk in ordered:
-            if chunk.start != end:
-                raise Damaged(f"{name}: no checksum covers bytes {end:,} to {chunk.start:,}")
+            if chunk.start > end:
+                raise Damaged(f"{name}: bytes {end:,} to {chunk.start:,} were not written. {_ADVICE}")
+            if chunk.start < end:
+                twice = min(end, chunk.start + chunk.length)
+                raise Damaged(f"{name}: bytes {chunk.start:,} to {twice:,} were written twice. {_ADVICE}")
             end += chunk.length
         if end != size:
-            raise Damaged(f"{name}: checksums cover {end:,} of {size:,} bytes")
+            raise Damaged(f"{name}: {end:,} bytes were written, but the file has {size:,}. {_ADVICE}")
         self.files[name] = ordered
 
     def to_bytes(self) -> bytes:

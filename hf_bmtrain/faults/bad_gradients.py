@@ -69,9 +69,9 @@ class OwnGradients(Observer):
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
-        # All steps were checked, and the last one's results were kept for one more step. After a skipped step this is
-        # not reached: `GradientWatcher.watch` then replaces this object with a new one.
         if self.steps < 0:
+            # The gradients of all 16 steps were checked, and none of these steps was skipped: after a skipped step,
+            # `GradientWatcher.watch` replaces this object by a new one, which checks 16 more steps.
             self._last = []
             self.handle.remove()
 
@@ -194,8 +194,8 @@ def explain(
         world: the world of this process.
 
     Returns:
-        The message, which is the same on every rank. None if no inf or nan is known, because the gradients were freed
-        and no rank had checked its own.
+        The message, which is the same on every rank. None if no inf or nan was found in the gradients that were not yet
+        freed, nor by ranks that had checked their own gradients.
     """
     watched = own is not None and own.has_seen
     found = {} if own is None else own.found()

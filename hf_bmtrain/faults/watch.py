@@ -47,8 +47,9 @@ class Watch(Monitor):
       that are waiting on GPUs are aborted.
     * The same happens if a rank has raised an exception, or has exited while others wait for it.
     * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
-      that rank, its line in the program, and the likely cause. After 30 s, and after each doubling of that time, it
-      logs a warning again, with the changes. The rank may only be slow, so nothing else happens before the timeout.
+      that rank, its line in the program, and the likely cause. After 30 s (or twice HF_BMTRAIN_HANG_SECONDS, if that is
+      longer), and after each doubling of that time, it logs a warning again, with the changes. The rank may only be
+      slow, so nothing else happens before the timeout.
 
     Attributes:
         status: the status that this rank publishes.
@@ -312,7 +313,8 @@ class Watch(Monitor):
 
         Every rank must stop if the timeout has expired, or if this rank waits for a collective of torch.distributed
         although all other ranks have left the program. Before that, the lowest waiting rank logs which ranks are
-        missing: after HF_BMTRAIN_HANG_SECONDS, after 30 s, and after each doubling of that time.
+        missing: after HF_BMTRAIN_HANG_SECONDS, after 30 s (or twice HF_BMTRAIN_HANG_SECONDS, if that is longer), and
+        after each doubling of that time.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
         # A rank whose program has ended waits in the barrier at exit, which has a timeout of its own.
@@ -399,13 +401,13 @@ class Watch(Monitor):
         return f"rank {rank} was last seen at {status.place or 'an unknown line'}; {self._why_absent(rank, status)}"
 
     def missing(self) -> str:
-        """Return a text that names the ranks for which this one waits, their places in the program, and the causes."""
+        """Return a text about a wait: its duration, which ranks are missing, where and why, and what others await."""
         self._observe()
         ranks = {**self._read_all(), self._rank: self.status}
         return self._explain_wait(ranks, [rank for rank, status in ranks.items() if self._is_waiting(rank, status)])
 
     def _explain_wait(self, ranks: dict[int, Status], waiting: Sequence[int]) -> str:
-        """Return a text that names the missing ranks, where and why they are missing, and what the others wait for.
+        """Return a text about a wait: its duration, which ranks are missing, where and why, and what others await.
 
         ranks: the status of each rank that has published one.
         waiting: the ranks that wait; all others are missing.
@@ -502,7 +504,9 @@ class Watch(Monitor):
         """
         occasions = dict(self._control.occasions)
         end = time.monotonic() + 2.5 * SECONDS
-        while True:  # until the other rank has published the text for `entry`, if it is an exchange of objects
+        # For an exchange of objects or a decision, `entry` contains only a number. If this rank does not know the text
+        # for which the number stands, wait a few seconds for the other rank to publish it.
+        while True:
             status = None if other is None else self._read(other)
             if status is not None:
                 occasions.update({int(number): text for number, text in status.occasions.items()})

@@ -188,8 +188,9 @@ class TrainerCheckpoints:
                 "per_device_train_batch_size or gradient_accumulation_steps so that a step has %d rows.",
                 place, saved, rows, saved,
             )  # fmt: skip
-        # Keep the parameter groups that Trainer has loaded: they were saved later than those of `save`, and a scheduler
-        # may have changed them in between.
+        # `load_state` replaces the parameter groups by those that `save` has stored. Trainer has already loaded newer
+        # ones from optimizer.pt, which it wrote after `save`: a scheduler may have changed the groups in between. So
+        # put the newer ones back afterwards.
         groups = [{**group} for group in self._optimizer.param_groups]
         own = writes_own_weights(self._model) and not _weights_were_replaced(place)
         load_state(place, self._model, self._optimizer, weights=own, random=False)

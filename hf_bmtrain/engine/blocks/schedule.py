@@ -304,9 +304,10 @@ class Schedule:
             self._pass.readers[reader] = True
 
     def record(self, block: BackwardParticipant) -> None:
-        """Register in the running forward pass that it called `block`. In backward, `was_recorded` then returns True.
+        """Register in the running forward pass that it called `block`.
 
-        Call this only if an output of the block requires a gradient.
+        In the backward of this forward, `was_recorded` then returns True for the block. Call this only if an output of
+        the block requires a gradient.
         """
         if self._pass is not None:
             self._pass.blocks.add(block)
@@ -375,7 +376,7 @@ class Schedule:
     def _enter_pass(self, forward_pass: ForwardPass) -> None:
         """Register that the running backward has reached the outputs of `forward_pass`.
 
-        `was_recorded` then finds the blocks that this forward called.
+        Until the backward ends, `was_recorded` then returns True for the blocks that this forward pass has recorded.
         """
         task = current_graph_task()
         self._members_of(task)
@@ -390,9 +391,9 @@ class Schedule:
         return members
 
     def was_recorded(self, block: BackwardParticipant) -> bool | None:
-        """Return whether the running backward has reached the outputs of a forward pass that called `block`.
+        """Return whether a running backward has reached the outputs of a forward pass that has recorded `block`.
 
-        Returns None if it has not reached the outputs of any forward pass. This is so if the block was called outside
+        Returns None if none has reached the outputs of any forward pass. This is so if the block was called outside
         a sharded model, or if backward started from an activation inside the model.
         """
         passes = [each for passes in self._passes.values() for each in passes]

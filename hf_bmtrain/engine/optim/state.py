@@ -55,8 +55,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 def _shard(world: World) -> tuple[int, int, int]:
     """Return (the index of this rank's shard, the number of shards, the number of ranks in a tensor-parallel group).
 
-    A rank can load its own saved state only if these numbers have not changed. Otherwise it stores other elements of
-    the parameters now, although perhaps equally many.
+    A rank can load the state that it saved itself only if these numbers have not changed. Otherwise it stores other
+    elements of the parameters than when it saved the state, although perhaps equally many.
     """
     return world.shard_group.rank, world.shard_group.size, 1 if world.grid is None else world.grid.size
 
@@ -223,8 +223,9 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     """Return this rank's elements of a state tensor. If `value` is a full tensor, the result is a view of it.
 
-    Numbers, factors of a matrix (as in Adafactor), and the state of ordinary parameters are returned unchanged. Raises
-    ValueError if the shape fits neither the full parameter nor this rank's elements.
+    Numbers, factors of a matrix (as in Adafactor), scales of 8-bit optimizers, stacks of full tensors, and the state of
+    ordinary parameters are returned unchanged. Raises ValueError if the shape fits none of these, and neither the full
+    parameter nor this rank's elements.
 
     Args:
         parameter: the parameter to which the state belongs.
@@ -359,7 +360,10 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
 
 
 def _is_laid_out_like(value: Any, parameter: DistributedParameter) -> bool:
-    """Return whether `value`, sharded or plain, has the shape of this rank's elements of `parameter`."""
+    """Return whether `value` is a 1-D tensor with as many elements as this rank stores of `parameter`.
+
+    If `value` is a ShardTensor, its local part is compared.
+    """
     part = value.part if isinstance(value, ShardTensor) else value
     return isinstance(part, torch.Tensor) and part.shape == (stored_numel(parameter),)
 

@@ -81,7 +81,7 @@ class Monitor:
         """
 
     def missing(self) -> str:
-        """Return a text that names the ranks for which this rank waits, their lines of code, and the likely cause."""
+        """Return a text about a wait: its duration, which ranks are missing, where and why, and what others await."""
         return ""
 
     def end(self, how: str) -> None:

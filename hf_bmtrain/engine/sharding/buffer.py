@@ -52,8 +52,8 @@ class ShardedBuffer:
         number: the number of this buffer in the order of creation, from 1. It is the same on every rank.
         local_ranges: for each parameter, the range of its elements in this rank's shard.
         update: the last asynchronous update of the shard by an optimizer.
-        resident: True keeps the full buffer from step to step: while all parameters are frozen, `reshard` does not free
-            it. The value is the same on every rank.
+        resident: if True, `reshard` keeps the full buffer, but only while all parameters are frozen. The value is the
+            same on every rank.
     """
 
     shard: torch.Tensor
@@ -226,7 +226,7 @@ class ShardedBuffer:
                 self.storage.after_gather()
 
     def reshard(self) -> None:
-        """Free the full buffer, unless it is resident (kept from step to step) or is the shard itself."""
+        """Free the full buffer, unless `is_resident` is True or the shard is the full buffer."""
         if self._state is State.SHARDED:
             return
         if self.resident and self.is_resident:
@@ -235,7 +235,7 @@ class ShardedBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Free the full buffer, even if it is resident (so that `reshard` would keep it from step to step)."""
+        """Free the full buffer, even if `reshard` would keep it because `is_resident` is True."""
         if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()
             self._ticket = None

@@ -26,8 +26,9 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         (rows, N).
     """
     # Compiled code calls torch's kernel through the operator `_product_of_groups`, because Inductor may otherwise
-    # choose strides that the kernel refuses. Before torch 2.12, all dtypes except bfloat16 use the operator, because
-    # torch cannot trace the kernel for them.
+    # choose strides that the kernel refuses. Up to torch 2.11, is_compiling() is False while torch.compile traces the
+    # backward of this operator, which calls this function. Since torch can trace the kernel only in bfloat16, other
+    # dtypes then always use the operator.
     traced = matrices.dtype == torch.bfloat16 or torch.__version__ >= "2.12"
     if traced and not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)

@@ -25,7 +25,9 @@ from .arithmetic import Float8, product, quantize_both, quantize_full, quantize_
 from .storage import Float8Storage, GatheredFactor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CHUNK = 1024  # number of rows that are measured at a time
+_CHUNK = 1024
+"""The number of rows of a layer's output in which `_powers` measures rounding noise at a time. It limits the memory for
+the exact output, which is computed for comparison."""
 
 
 class Float8Inputs:
@@ -231,7 +233,7 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
     """Measure a layer's rounding noise: return (2,), the sums of squares of its exact output and of the error in y.
 
-    The exact output is computed here in the dtype of x.
+    The exact output, without quantization, is computed here in the dtype of x.
 
     x: (M, K), the input.
     weight: (N, K), or (K, N) if `transposed`.

@@ -130,10 +130,16 @@ class Residents:
     def begin_forward(self, shapes: Shapes) -> None:
         """Prepare a training forward: keep the planned buffers unsharded, or measure the memory that steps take.
 
-        Collective: every rank must call it. If there is a plan, its buffers become resident (unsharded between steps).
-        If there is none, a pass (the forwards between two backwards) begins by making one from the measurements so far;
-        while this is not possible, the forward is measured. If inputs on any rank are larger than all measured ones, or
-        less memory is free than the plan assumed, the plan is dropped and the forward is measured.
+        Collective: every rank must call it.
+
+        * With a plan, its buffers become resident (unsharded between steps).
+        * Without a plan, the first forward of a pass (the forwards between two backwards) makes one from the
+          measurements so far. While this is not possible, the forward is measured.
+        * The plan is dropped, and the forward is measured, if on any rank the inputs are larger than all measured ones.
+          At the start of a pass, it is also dropped if on any rank less memory is free than the plan assumed, or the
+          recomputation policy of a block (use_checkpoint) has changed.
+
+        Nothing is done while too few parameters are frozen, or if the plan has no buffers.
 
         shapes: the shapes of the forward's inputs.
         """
@@ -159,8 +165,8 @@ class Residents:
     def _begin_pass(self) -> None:
         """Begin a pass. Called at the first training forward after a backward.
 
-        Stores the input shapes that were measured in the last pass, and sets `_idle` to whether there is nothing to
-        measure and no buffer to keep unsharded.
+        Stores the input shapes that were measured in the last pass. Sets `_idle` to whether nothing is to be done in
+        this pass, because the plan has no buffers or, without a plan, because too few parameters are frozen.
         """
         self._forwards = 0
         for number, shapes in self._seen:  # added only now, because a measurement is complete only when its pass ends
@@ -177,10 +183,8 @@ class Residents:
     def _is_short(self) -> bool:
         """Return whether less memory is free than was assumed when the buffers to keep unsharded were chosen.
 
-        Called at the first training forward after a backward.
-
         Also returns True if a block's recomputation policy (use_checkpoint) has changed since the last measurement
-        began.
+        began. Called at the first training forward after a backward.
         """
         if self._present_policies() != self._policies:
             self._peak = None

@@ -34,6 +34,7 @@ ROWS = (
     ("workspace", "workspace of the operation at the peak"),
     ("cublas", "workspaces of cuBLAS"),
 )
+"""The rows of a printed prediction: (purpose of memory, the row's text)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Prediction:
     """The predicted memory of a training step on one rank, including the optimizer's state. Its `str` is a table.
 
     Attributes:
-        table: {purpose, such as "gradient", a key in ROWS: bytes at the peak}.
+        table: {purpose: bytes at the peak}. A purpose is the first item of an entry of `ROWS`, such as "gradient".
         mapped: the bytes in `table` that are outside torch's allocator: shards and received gradients in memory that
             other ranks on the host access.
         context: the bytes on the device for the CUDA context and libraries, which belong to no tensor.
@@ -133,9 +134,9 @@ def predict(
 
 
 def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]) -> dict[str, int]:
-    """Return the live bytes of each purpose at the peak of the simulation's last step: {key in ROWS: bytes}.
+    """Return the live bytes at the peak of the simulation's last step as {purpose: bytes}.
 
-    The keys of ROWS, the rows of the printed table, name purposes such as "gradient" and "optimizer".
+    A purpose is the first item of an entry of `ROWS`, such as "gradient".
 
     done: the simulation.
     vocabulary: the size of the model's vocabulary, or None.
@@ -170,7 +171,7 @@ def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[
         shapes: the shapes of all parameters.
 
     Returns:
-        A key in ROWS, such as "logits".
+        The purpose: the first item of an entry of `ROWS`, such as "logits".
     """
     if label in ("backward", "recomputation", "outside"):
         if tuple(shape) in shapes or (label == "backward" and not shape):

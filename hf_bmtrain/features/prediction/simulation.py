@@ -34,8 +34,9 @@ class Simulated:
     Attributes:
         changes: every allocation, release and change in size of a storage since the start of the simulation.
         begin: the index in `changes` at which the last step begins.
-        kinds: {number of a tensor storage: its purpose, such as "gradient", a key in `prediction.ROWS`} for storages
-            with parameters, gradients or optimizer state. The purpose of other storages is not known.
+        kinds: {number of a tensor storage: its purpose} for storages with parameters, gradients or optimizer state. A
+            purpose is the first item of an entry of `prediction.ROWS`, such as "gradient". That of other storages is
+            not known.
         host: the bytes of page-locked host memory.
         mapped: the bytes that are outside torch's allocator in real training. `changes` includes them.
         phases: the phases (forward, backward, optimizer) of the last step.
@@ -203,7 +204,8 @@ def _keeps(block: Any) -> bool:
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:
     """Return the purposes of the storages with parameters, gradients or optimizer state.
 
-    The result is {number of a storage: its purpose, such as "gradient", a key in `prediction.ROWS`}.
+    The result is {number of a storage: its purpose}. A purpose is the first item of an entry of `prediction.ROWS`, such
+    as "gradient".
 
     model: the wrapped model.
     optimizer: its optimizer.

@@ -247,8 +247,11 @@ class SharedRows:
         if name == "position_ids":
             return _narrow(parts, value, -1)
         if value.dim() > 1 and value.shape[1] == parts.length:
+            # Hidden states have all tokens only in the input of the first block. A view, which autograd may save, would
+            # keep all of them in memory, so copy this rank's tokens. Other arguments are usually the same for all
+            # blocks: views of them share memory, and copies for each block would take more.
             own = parts.take(value, 1)
-            return own.clone() if name == "hidden_states" else own  # a view would keep all tokens in memory
+            return own.clone() if name == "hidden_states" else own
         places = [dim for dim in range(2, value.dim()) if value.shape[dim] == parts.length]
         if not places or value.shape[1] == len(parts.own):  # no dimension of tokens, or already only this rank's tokens
             return value

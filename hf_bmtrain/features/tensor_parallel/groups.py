@@ -58,9 +58,10 @@ class Groups:
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return the StorageKind (how to shard) of parameters with `tp_mode=True`, or of parts of split tensors.
+        """Return how to shard parameters with `tp_mode=True`: a `Part` if they are split, otherwise a `SameRows`.
 
-        dim: the dimension on which the tensors are split over a tensor-parallel group, or -1 if they are not split.
+        dim: the dimension on which the whole tensors are split over a tensor-parallel group, or -1 if the parameters
+            are not split.
         """
         return SameRows(self) if dim < 0 else Part(self, dim)
 

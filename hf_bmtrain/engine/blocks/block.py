@@ -90,11 +90,11 @@ class CheckpointBlock(ShardedModule):
         # The graph that recomputes itself must contain the whole forward, or torch's checkpoint would run eagerly.
         recomputed = functools.partial(torch.compile, *args, **{**kwargs, "fullgraph": True})
         if state.own_forward is not None:
-            state.graphs = RecomputedGraphs(state.own_forward, tuple, recomputed)
+            state.graphs = RecomputedGraphs(state.own_forward, None, recomputed)
             state.own_forward = torch.compile(state.own_forward, *args, **kwargs)
         else:
-            forward, layer = type(self)._extends.forward, weakref.ref(self)
-            state.graphs = RecomputedGraphs(forward, lambda: (layer(),), recomputed)
+            forward = type(self)._extends.forward
+            state.graphs = RecomputedGraphs(forward, weakref.ref(self), recomputed)
             compiled: Any = torch.compile(forward, *args, **kwargs)
             state.own_forward = weak_method(types.MethodType(compiled, self))
         state.compiled = True

@@ -21,6 +21,7 @@ from .recomputed_graph import CannotRecompute, RecomputedGraphs
 from .schedule import Schedule
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
+_WHOLE_FORWARD = "The recomputation of compiled blocks repeats their whole forward, because %s"
 
 
 @dataclass(eq=False, repr=False)
@@ -172,11 +173,7 @@ class BlockState:
             try:
                 return self._forward_in_graph(self._kept, args, kwargs)
             except CannotRecompute as reason:
-                _log_once(
-                    "The recomputation of compiled blocks runs their whole forward, because torch.compile cannot trace "
-                    "it together with the backward: %s",
-                    str(reason),
-                )
+                _log_once(_WHOLE_FORWARD, f"torch.compile cannot trace it together with the backward: {reason}")
                 self._kept = None
         nothing = nullcontext()
         around_first, around_again = self.recompute.contexts(args, kwargs, self.pending) or (nothing, nothing)
@@ -222,7 +219,10 @@ class BlockState:
         if self.graphs is None or self.inputs is not None or self.schedule.collective_layers:
             return None
         # If it is not known yet whether buffers change, this forward shows it, under torch's checkpoint.
-        if self.replay.changes_buffers() is not False:
+        changes = self.replay.changes_buffers()
+        if changes is not False:
+            if changes:
+                _log_once(_WHOLE_FORWARD, "it changes buffers of the layer")
             return None
         return self.recompute.kept_in_graph(args, kwargs, self.pending)
 

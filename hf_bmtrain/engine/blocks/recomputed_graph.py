@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..base.torch_internals import compile_errors
@@ -23,14 +25,19 @@ class RecomputedGraphs:
 
     Args:
         forward: the forward to compile: the function of the layer's class, or a forward that was set on the instance.
-        bound: the arguments to pass to `forward` before those of the call, as a function without arguments: none, or
-            the layer itself.
+        layer: a reference to the layer, which is the first argument of its class's function. None if `forward` was set
+            on the instance.
         compile: torch.compile with the options of the block, as a function of the forward.
     """
 
-    def __init__(self, forward: Callable, bound: Callable[[], tuple], compile: Callable[[Callable], Callable]) -> None:
-        self._forward, self._bound, self._compile = forward, bound, compile
-        self._compiled: dict[Keeps, Callable] = {}
+    def __init__(
+        self,
+        forward: Callable,
+        layer: weakref.ref[torch.nn.Module] | None,
+        compile: Callable[[Callable], Callable],
+    ) -> None:
+        self._forward, self._layer, self._compile = forward, layer, compile
+        self._compiled: dict[Keeps, tuple[_Source, Callable]] = {}
 
     def run(self, keeps: Keeps, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the outputs of the compiled forward.
@@ -43,14 +50,14 @@ class RecomputedGraphs:
         Raises:
             CannotRecompute: torch.compile cannot trace the layer as one graph. No part of the forward has run.
         """
-        source = _checkpointed(self._forward, keeps)
+        if keeps not in self._compiled:
+            source = (_checkpointed if self._layer is None else _of_class)(self._forward, keeps)
+            self._compiled[keeps] = source, self._compile(source.function)
+        source, compiled = self._compiled[keeps]
         if source.refused:
             raise CannotRecompute(source.refused)
-        compiled = self._compiled.get(keeps)
-        if compiled is None:
-            compiled = self._compiled[keeps] = self._compile(source.function)
         try:
-            return compiled(*self._bound(), *args, **kwargs)
+            return compiled(*args, **kwargs) if self._layer is None else compiled(self._layer(), *args, **kwargs)
         except compile_errors() as error:
             source.refused = str(error).strip().split("\n")[0] or type(error).__name__
             raise CannotRecompute(source.refused) from error
@@ -72,7 +79,6 @@ class _Source:
         self.function, self.refused = function, ""
 
 
-@functools.cache  # the layers of a class share the function, and so its graphs
 def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
     """Return `forward` inside torch's checkpoint, which recomputes everything but the outputs that `keeps` selects."""
 
@@ -88,3 +94,6 @@ def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
 
     # torch.compile caches graphs by code object, and limits how many graphs one code object may have.
     return _Source(types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__))
+
+
+_of_class = functools.cache(_checkpointed)  # the layers of a class share the function, and so its graphs

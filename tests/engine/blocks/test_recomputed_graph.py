@@ -128,7 +128,7 @@ def compare():
         assert calls == others
         # torch's checkpoint ends a recomputation before the last product, which it cannot do inside compiled code
         assert compiled == count + whole or not modes_see_compiled, (layer, compiled, count, lines)
-        assert len([line for line in lines if "recomputation of compiled blocks" in line]) == (layer is Counts)
+        assert len([line for line in lines if "recomputation of compiled blocks" in line]) == (whole > 0)
     _, compiled, _ = train(Layer, "aot_eager", collective_layers=True)
     assert compiled == train(Layer, False)[1] + 3 or not modes_see_compiled
     expected, count, _ = train(Layer, False, Checkpointed)

@@ -136,3 +136,5 @@ if __name__ == "__main__":
         torch.save(results, folder / "results.pt")
     if RANKS:
         sizes_in_groups()  # last, because it ends the communication
+        sys.stderr.flush()
+        os._exit(0)  # operations that will never end still have threads, which a normal exit would destroy

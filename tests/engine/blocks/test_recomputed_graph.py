@@ -9,28 +9,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
-from hf_bmtrain.engine.base.torch_internals import TorchDispatchMode, modes_see_compiled
+from hf_bmtrain.engine.base.torch_internals import modes_see_compiled
 from log_lines import log_lines
+from operator_calls import OperatorCalls
 from ranks import on_ranks
 from twins import WIDTH, Tower, tower_loss
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products, also those of compiled code."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "mm" in str(function)
-        return function(*args, **(kwargs or {}))
+def products():
+    return OperatorCalls(lambda function, args: "mm" in str(function))
 
 
 class Layer(nn.Module):
@@ -101,16 +88,16 @@ def train(layer, compile, kind=Tower, collective_layers=False):
     model.layers = nn.ModuleList([layer() for _ in range(3)])
     bmt.auto_wrap(model.train(), use_checkpoint=True, compile=compile)
     torch.manual_seed(bmt.rank())
-    seen, products = [], Products()
+    seen, calls = [], products()
     for step in range(3):
         loss = tower_loss(model, step, bmt.rank())
-        products = Products()
-        with products if modes_see_compiled else contextlib.nullcontext():
+        calls = products()
+        with calls if modes_see_compiled else contextlib.nullcontext():
             loss.backward()
         seen += [loss.detach(), torch.rand(()), *(p.gather_gradient() for p in model.parameters()), *model.buffers()]
         for parameter in model.parameters():
             parameter.grad = None
-    return seen, products.count, [getattr(each, "calls", 0) for each in model.layers]
+    return seen, calls.count, [getattr(each, "calls", 0) for each in model.layers]
 
 
 @on_ranks(2)

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
 from cases import full
-from hf_bmtrain.engine.base.torch_internals import TorchDispatchMode
 from hf_bmtrain.features import memory as memory_feature
 from hf_bmtrain.features.memory import activations, attention
 from hf_bmtrain.features.memory.activations import AutoCheckpoint
 from log_lines import log_lines
+from operator_calls import OperatorCalls
 from ranks import on_ranks
 from tiny_models import VOCABULARY, batch
 from twins import WIDTH, Tower, ids, tower_loss
@@ -25,23 +25,9 @@ from twins import WIDTH, Tower, ids, tower_loss
 WHOLE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-class Calls(TorchDispatchMode):
-    """Counts the operations that compute attention, also those of compiled code."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        # In compiled code, an operator that is recomputed may be an argument of one that restores its random generator.
-        self.count += any(each is WHOLE for each in (function, *args))
-        return function(*args, **(kwargs or {}))
+def attention_calls():
+    # In compiled code, an operator that is recomputed may be an argument of one that restores its random generator.
+    return OperatorCalls(lambda function, args: any(each is WHOLE for each in (function, *args)))
 
 
 class Attending(nn.Module):
@@ -114,11 +100,11 @@ def train(make, loss, use_checkpoint, steps=2, **options):
     model = bmt.auto_wrap(make(), use_checkpoint=use_checkpoint, **options)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     torch.manual_seed(bmt.rank())
-    seen, calls = [], Calls()
+    seen, calls = [], attention_calls()
     for step in range(steps):
         value = loss(model, step, bmt.rank())
         seen.append(value.detach())
-        calls = Calls()
+        calls = attention_calls()
         with calls:
             value.backward()
         seen += [p.gather_gradient() for p in model.parameters() if p.requires_grad]
@@ -181,7 +167,7 @@ def twice():
     """What was kept is used once; a second backward computes attention again."""
     for use_checkpoint in (True, "attention"):
         model = bmt.auto_wrap(tower().eval(), use_checkpoint=use_checkpoint)
-        loss, calls = model(ids(0, bmt.rank())), Calls()
+        loss, calls = model(ids(0, bmt.rank())), attention_calls()
         loss.backward(retain_graph=True)
         first = [p.gather_gradient() for p in model.parameters()]
         model.zero_grad()

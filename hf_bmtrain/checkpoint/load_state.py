@@ -139,7 +139,10 @@ def load_state(
             continue
         for reason in passed_over if world.rank == 0 else ():
             _log.warning("load_state skipped the checkpoint %s", reason)
-        return Resumed(loading.manifest.step, each, loading.apply(random))
+        extra = loading.apply(random)
+        if world.rank == 0:
+            _log.info("load_state has loaded the checkpoint %s, saved at step %d", each, loading.manifest.step)
+        return Resumed(loading.manifest.step, each, extra)
     raise RuntimeError(f"load_state: no checkpoint in {root} is intact. {'; '.join(passed_over)}")
 
 

@@ -1,9 +1,11 @@
 """save_state and load_state: bit by bit what was saved, on any number of ranks, and the newest that is whole."""
 
 import copy
+import logging
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -115,7 +117,10 @@ def test_what_is_returned_is_the_step(folder):
     bmt.save_state(folder, model, step=0, extra={"a": 1})
     assert bmt.load_state(folder, model)
     bmt.save_state(folder, model, step=7, extra={"a": 1})
-    resumed = bmt.load_state(folder, model)
+    with mock.patch.object(logging.getLogger("hf_bmtrain"), "info") as info:
+        resumed = bmt.load_state(folder, model)
+    text, *values = info.call_args.args
+    assert text % tuple(values) == f"load_state has loaded the checkpoint {folder}/checkpoint-7, saved at step 7"
     assert list(range(resumed or 0, 9)) == [7, 8] and resumed + 1 == 8 and resumed == 7 != (7,)
     for each in (resumed, copy.deepcopy(resumed)):
         step, where, extra = each

@@ -87,14 +87,6 @@ def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
     return _FeaturesOfAllRows.apply(grid, x)
 
 
-def same_rows_of(grid: Grid, x: Tensor) -> Tensor:
-    """All-gather the rows (dimension 0) of all ranks of the tensor-parallel group. Collective.
-
-    All ranks use the result in the same way. Backward therefore returns this rank's rows of the gradient.
-    """
-    return _SameRowsOf.apply(grid, x)
-
-
 def _gathered(grid: Grid, x: Tensor) -> Tensor:
     """All-gather and stack `x` of all ranks of the tensor-parallel group: (grid.size, *x.shape). Collective."""
     part = x.detach().contiguous()
@@ -192,14 +184,3 @@ class _FeaturesOfAllRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, _own(ctx.grid, torch.cat(_gathered(ctx.grid, gradient).unbind(), -1), 0)
-
-
-class _SameRowsOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grid: Grid, x: Tensor) -> Tensor:
-        ctx.grid = grid
-        return _gathered(grid, x).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, _own(ctx.grid, gradient, 0)

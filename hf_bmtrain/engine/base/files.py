@@ -74,7 +74,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     folder.mkdir()
     try:
         with open(folder / _LOCK, "w") as held:
-            with contextlib.suppress(OSError):  # if the file system has no locks, `_is_abandoned` returns False
+            with contextlib.suppress(OSError):  # without locks, `_is_abandoned` never regards the folder as abandoned
                 fcntl.flock(held, fcntl.LOCK_EX)
             yield folder
     finally:

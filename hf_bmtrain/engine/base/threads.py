@@ -38,7 +38,8 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
             threads[-1].join()
             threads.pop()
         except BaseException as error:
-            # For example, KeyboardInterrupt. Keep waiting for the running jobs, because the caller then closes files.
+            # For example, KeyboardInterrupt. Keep waiting for the running jobs, because the caller may close their
+            # files after the exception.
             problems.append(error)
     if problems:
         raise problems[0]

@@ -73,7 +73,7 @@ class Containers:
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
-        """Store the arguments of the forward, and the tensors that were replaced in them.
+        """Create the object after tensors in the layer's arguments have been replaced.
 
         Args:
             values: the layer's arguments.
@@ -197,10 +197,10 @@ def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> 
 def _enter_containers(
     before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None
 ) -> tuple[Any, bool]:
-    """Implement `enter_backward` if the layer's outputs or arguments include lists, dicts or objects.
+    """Do the work of `enter_backward` if the layer's outputs or arguments include lists, dicts or objects.
 
-    Return the outputs, in which the tensors that require a gradient are replaced by tensors whose backward calls
-    `before(token)`, and whether there are such tensors. In lists, dicts and objects, they are replaced in place.
+    The tensors that require a gradient are replaced by tensors whose backward calls `before(token)`. In lists, dicts
+    and objects, they are replaced in place. Return the outputs with the replacements, and whether there are any.
 
     before: the function to call at the beginning of the layer's backward.
     token: the argument of `before`.
@@ -245,8 +245,8 @@ def leave_backward(
         kwargs: the layer's keyword arguments.
 
     Returns:
-        `args` and `kwargs` with the tensors replaced, the replacements, and the mutable containers among the arguments
-        (None if there are none).
+        The new `args` and `kwargs`, the new tensors in them, and the mutable containers among the arguments (None if
+        there are none).
     """
     found: list[torch.Tensor] = []
     opened: list[Any] = []
@@ -269,11 +269,11 @@ def leave_backward(
 def _leave_containers(
     after: Callable[[], None], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers]:
-    """Implement `leave_backward` if the layer's arguments include lists, dicts or objects.
+    """Do the work of `leave_backward` if the layer's arguments include lists, dicts or objects.
 
-    Return `args` and `kwargs`, in which the tensors that require a gradient are replaced by tensors whose backward
-    calls `after()`, then these new tensors, and the mutable containers among the arguments. In lists, dicts and
-    objects, the tensors are replaced in place, until `Containers.restore` puts the originals back.
+    The tensors that require a gradient are replaced by tensors whose backward calls `after()`. In lists, dicts and
+    objects, they are replaced in place, until `Containers.restore` puts the originals back. Return the new `args` and
+    `kwargs`, the new tensors in them, and the mutable containers among the arguments.
 
     after: the function to call at the end of the layer's backward.
     args, kwargs: the layer's arguments.

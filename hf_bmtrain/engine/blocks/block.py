@@ -76,8 +76,8 @@ class CheckpointBlock(ShardedModule):
     def compile(self, *args, **kwargs) -> None:
         """Compile the layer's own forward with torch.compile, without the all-gathers and reductions around it.
 
-        Layers of the same class that differ only in their parameters share one graph, because the function of the class
-        is compiled, and not a bound method: so the parameters are inputs of the graph. A forward that was set on the
+        The `forward` function of the class is compiled, not a bound method. So the parameters are inputs of the graph,
+        and layers of the same class that differ only in their parameters share it. A forward that was set on the
         instance is compiled for this layer alone.
 
         Args:
@@ -278,18 +278,18 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
     Args:
         modules: the layers, in execution order.
-        num_hidden: as in TransformerBlockList.
+        num_hidden: the number of hidden states that are passed from block to block.
     """
 
     def forward(
         self, *args: Any, batch_related: Iterable[int] = (), return_hidden_states: bool = False, **kwargs: Any
     ) -> Any:
-        """Pass hidden states through all blocks, as TransformerBlockList does.
+        """Pass hidden states through all blocks, and return what TransformerBlockList returns.
 
         Args:
-            *args: as in TransformerBlockList.
+            *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
             batch_related: ignored. (BMTrain needs it to split arguments into micro-batches for its pipeline.)
-            return_hidden_states: as in TransformerBlockList.
-            **kwargs: as in TransformerBlockList.
+            return_hidden_states: whether to also return the inputs of all blocks, stacked.
+            **kwargs: passed to every block.
         """
         return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)

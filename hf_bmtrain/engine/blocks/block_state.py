@@ -28,28 +28,24 @@ _WHOLE_FORWARD = "The recomputation of compiled blocks repeats their whole forwa
 class BlockState:
     """The state of one CheckpointBlock (a transformer layer sharded in place), and its work in forward and backward.
 
-    A slot is the entry of a parameter in the `_parameters` of one of the layer's modules. While the block's forward or
-    backward runs, its slots are set to the full parameters, and at other times to the sharded ones.
+    While the block's forward or backward runs, its modules have the full parameters, and at other times the sharded
+    ones. When its forward starts, the parameters of `next` are prefetched. When its backward starts, those of
+    `previous` are prefetched, if the backward of that block is still to come.
 
-    When the block's forward starts, the parameters of `next` are prefetched. When its backward starts, those of
-    `previous` are, if that block's backward is still to come.
+    The full parameters are freed:
 
-    When the full parameters are freed:
+    * after a forward without gradients: at once.
+    * after a forward with gradients: when another block starts, or, if `zero_level` is 2, after the block's backward.
+    * after a backward: at once, or, if other calls of the block still wait for their backward, when another block
+      starts.
 
-    * After a forward without gradients: at once.
-    * After a forward with gradients: when another block starts. With `zero_level` 2, only after the block's backward.
-    * After a backward: at once. But if the block was called several times in forward, and backwards of other calls are
-      still to come: when another block starts.
-
-    When the gradients are reduced: after the backward of the last of these calls (`pending` is then 0), or at the end
-    of the whole backward, if that has reached the block without reducing its gradients. This does not depend on which
-    parameters have gradients, because that may differ between ranks, and the reduction is collective. So all ranks
-    reduce at the same moment, unless they may enter different blocks (see `Negotiation`).
+    The gradients are reduced when no call of the block waits for its backward (`pending` is 0), at the latest at the
+    end of the whole backward.
 
     Attributes:
         schedule: tracks, for all blocks of this rank, which are unsharded and which reductions are pending.
         buffers: the flat buffers of the block's parameters.
-        slots: the slots of these parameters.
+        slots: the entries of these parameters in the `_parameters` of the layer's modules.
         replay: restores, for a recomputation, the state of the layer (such as its buffers) at the first forward.
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
@@ -84,7 +80,8 @@ class BlockState:
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
     _entered: bool = field(default=False, init=False)  # backward reached the block and has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
-    _kept: Keeps | None = field(default=None, init=False)  # what its graph keeps; None: not recomputed by its graph
+    # Which outputs the compiled graph keeps of the last training forward, or None if the graph does not recompute it.
+    _kept: Keeps | None = field(default=None, init=False)
 
     @property
     def keeps_no_cache(self) -> bool:
@@ -133,7 +130,7 @@ class BlockState:
 
         Returns the outputs, and whether any of them requires a gradient.
 
-        layer_forward: the function to run, which is the layer's forward or its replacement `own_forward`.
+        layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the forward.
         """
         args, kwargs, inputs, filled = leave_backward(self.after_backward, args, kwargs)
@@ -163,9 +160,9 @@ class BlockState:
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's forward so that backward recomputes it, and return its outputs.
 
-        Its compiled graph recomputes it, if there is one that can, and torch's checkpoint otherwise.
+        It is recomputed by the layer's compiled graph if possible, and by torch's checkpoint otherwise.
 
-        layer_forward: the function to run, which is the layer's forward or its replacement `own_forward`.
+        layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the forward.
         """
         self._kept = self._kept_in_graph(args, kwargs)
@@ -208,17 +205,20 @@ class BlockState:
                 return checkpoint(run_on, *args, *kwargs.values(), use_reentrant=False)
 
     def _kept_in_graph(self, args: tuple, kwargs: dict) -> Keeps | None:
-        """Return which outputs of operators the compiled graph keeps if it recomputes the forward that is starting.
+        """Decide whether the compiled graph or torch's checkpoint recomputes the forward that is starting.
 
-        Returns None if torch's checkpoint must recompute it: if the block is not compiled, if its inputs are kept in
-        host memory, if layers issue collectives in their forwards (the graph could recompute these in another order on
-        another rank), or if the forward changes buffers (the graph would recompute with the changed values).
+        Returns, for the graph, a function that tells which operators' outputs it keeps. Returns None for the
+        checkpoint, which is used if the block is not compiled, if its inputs are kept in host memory, or if `recompute`
+        decides so. It is also used if layers issue collectives in their forwards, because the graph could recompute
+        these in another order on another rank, and if the forward changes buffers, because the graph would recompute
+        with the changed values.
 
         args, kwargs: the arguments of the forward.
         """
         if self.graphs is None or self.inputs is not None or self.schedule.collective_layers:
             return None
-        # If it is not known yet whether buffers change, this forward shows it, under torch's checkpoint.
+        # If it is not known yet whether forwards change buffers (None), let torch's checkpoint recompute this forward.
+        # `Replay.record` then finds out.
         changes = self.replay.changes_buffers()
         if changes is not False:
             if changes:
@@ -249,11 +249,11 @@ class BlockState:
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the forward again, because an activation checkpoint around this block (not its own) recomputes it.
 
-        The backward of the block may not have started yet, so this unshards the block if necessary. Autograd must save
-        the same tensors as in the first forward. So if the first forward ran under the block's own checkpoint, or in a
-        graph that recomputes itself, this one does, too.
+        Unshard the block if necessary, because its backward may not have started yet. Autograd must save the same
+        tensors as in the first forward. So if that ran under the block's own checkpoint, or in a graph that recomputes
+        itself, the recomputation does so too.
 
-        layer_forward: the function to run, which is the layer's forward or its replacement `own_forward`.
+        layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the recomputation.
         """
         closed = not self._open
@@ -333,9 +333,10 @@ class BlockState:
         self.schedule.make_room()
 
     def after_backward(self) -> None:
-        """Set the layer's parameters to the sharded ones again, after the backward of one call of the block.
+        """Set the layer's parameters to the sharded ones again. Called when the gradients of the block's inputs exist.
 
-        If no backward of another call is still to come, also start to reduce the gradients, and reshard the block.
+        If the block was called several times in forward, this happens several times. The last time, also start to
+        reduce the gradients, and reshard the block.
         """
         self.show_local()
         if self.pending > 0:
@@ -361,7 +362,7 @@ class BlockState:
         self.reshard()
         for buffer in self.buffers:
             if not buffer.gradient.trainable:
-                buffer.gradient.discard()  # not needed, because the parameters were frozen after the forward
+                buffer.gradient.discard()  # the parameters were frozen after the forward, so no gradient is wanted
             for full in buffer.full_params:
                 if full.grad is not None:
                     raise RuntimeError(
@@ -380,5 +381,7 @@ class BlockState:
             buffer.gradient.discard()
 
     def _reduce(self) -> None:
+        # Do not let this depend on which parameters have gradients, because these may differ between ranks, and the
+        # reduction is collective.
         self._entered = False
         self.schedule.send([buffer.gradient for buffer in self.buffers if buffer.gradient.trainable])

@@ -44,12 +44,14 @@ def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
 class DistributedModule(ShardedModule):
     """A module whose sharded parameters are all-gathered when they are read inside a forward.
 
-    A read is inside a forward while this module, or a DistributedModule that contains it, is being called or
-    recomputed. After `auto_wrap`, calls of the methods `forward_...` and `get_..._features`, and of `generate` if the
-    model defines it, also count as forwards. The first read in a forward pass all-gathers the flat buffer that contains
-    the parameter, so every rank must read it. The full buffer is freed when backward no longer needs it, or after the
-    forward if no output requires a gradient. A read anywhere else returns the sharded parameter (DistributedParameter),
-    without communication. To get the full values there, call `parameter.gather()` on all ranks.
+    The first read in a forward pass all-gathers the flat buffer that contains the parameter, so every rank must read
+    it. The full buffer is freed when backward no longer needs it, or after the forward if no output requires a
+    gradient. Outside a forward, a read returns the sharded parameter (DistributedParameter) without communication. To
+    get the full values there, call `parameter.gather()` on all ranks.
+
+    A forward is a call of this module or of a DistributedModule that contains it, or a recomputation of such a call.
+    After `auto_wrap`, calls of methods named `forward_...` or `get_..._features` also count as forwards, and so do
+    calls of `generate` if the model defines it.
 
     Args:
         *args: passed to the next base class, usually torch.nn.Module.

@@ -32,9 +32,9 @@ _END = 6 * _SPACE
 
 
 class _Requests(NamedTuple):
-    """The numbers that stand for the collectives of one flat buffer when ranks request them.
+    """The numbers by which ranks request the collectives of one flat buffer.
 
-    Of the numbers that ranks request at the same time, the smallest is granted first.
+    If ranks request different numbers, the collective with the smallest number is issued first.
 
     Attributes:
         forward: the number of the all-gather in a forward.
@@ -50,21 +50,14 @@ class _Requests(NamedTuple):
 class Negotiation:
     """Lets ranks that may enter different blocks agree on each next collective of a forward or backward.
 
-    Each collective has a number. Every rank requests the number of the collective that it needs next, and the smallest
-    requested number is granted. The ranks that requested it continue with that collective. The other ranks take part in
-    it too, and then repeat their own request. In an all-gather, they discard the result. In a reduction, they send the
-    gradients that they have computed so far, or zeros if they have not entered the block. A rank that has reached the
-    end of its forward or backward takes part in this way until all ranks have reached the end.
+    Each collective has a number. Every rank requests the number of the collective that it needs next, and all ranks
+    issue the collective with the smallest requested number. Ranks that requested another number discard the result of
+    an all-gather. In a reduction, they send the gradients that they have computed so far, or zeros. Then they repeat
+    their request. A rank that has reached the end of its forward or backward takes part in this way until all ranks
+    have.
 
-    The results do not depend on the numbers: each rank gets its collectives in the order in which it requests them, and
-    if a buffer is reduced twice, the second mean is added to the first. The numbers only determine how often a buffer
-    is gathered or reduced twice, which happens if ranks need it at different times.
-
-    In a forward, the numbers follow the order of the model's modules, except that the longest list of blocks comes
-    last, because modules that only some ranks enter (such as an image tower) usually run before this list. In a
-    backward, the all-gathers of root buffers (buffers of parameters outside blocks) come first. The blocks follow in
-    reverse order. The all-gather of a block may be a prefetch, so it comes not only before the block's own reduction,
-    but also before that of the block whose backward runs before it. The reductions of root buffers come last.
+    The results do not depend on the numbers. These determine only how often a flat buffer is gathered or reduced twice
+    because ranks need it at different times. (If it is reduced twice, the second mean is added to the first.)
     """
 
     def __init__(self, control: ObjectComm, reduce: Callable[[list[GradientBuffer]], None]) -> None:
@@ -84,14 +77,14 @@ class Negotiation:
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]
     ) -> None:
-        """Give numbers to the collectives of a model's flat buffers, by which ranks will request them.
+        """Number the collectives of a model's flat buffers. Ranks request a collective by its number.
 
         Call this again after buffers were added to the model. Every rank must pass the same buffers.
 
         Args:
             buffers: the model's flat buffers, in the order of its modules.
             blocks: the BlockStates of its blocks.
-            last: the BlockStates of its longest list of blocks, whose all-gathers are granted last in a forward.
+            last: the BlockStates of its longest list of blocks, whose all-gathers get the highest numbers in a forward.
         """
         owners = {buffer: block for block in blocks for buffer in block.buffers}
         units: dict[object, list[ShardedBuffer]] = {}
@@ -103,13 +96,19 @@ class Negotiation:
             self._units += 1
 
     def _add(self, buffer: ShardedBuffer, block: BlockState | None, index: int) -> None:
-        """Give numbers to the collectives of one flat buffer, by which ranks will request them.
+        """Number the collectives of one flat buffer. Ranks request a collective by its number.
 
-        Also store, for each number, the function by which this rank takes part if only other ranks request it.
+        Also store, for each number, a function by which this rank takes part in the collective if it was requested only
+        by other ranks.
 
         block: the block to which the buffer belongs, or None for a root buffer (of parameters outside blocks).
         index: the position of the buffer among the buffers of its block.
         """
+        # In a forward, the numbers follow the order of the model's modules, except that `register` puts the longest
+        # list of blocks last, because modules that only some ranks enter (such as an image tower) usually run before
+        # this list. In a backward, the all-gathers of root buffers come first. The blocks follow in reverse order. The
+        # all-gather of a block may be a prefetch, so it comes not only before the block's own reduction, but also
+        # before that of the block whose backward runs before it. The reductions of root buffers come last.
         place = self._units * _STRIDE + index
         if block is None:
             requests = _Requests(place, place, 4 * _SPACE + place)
@@ -120,8 +119,8 @@ class Negotiation:
         here, owner = weakref.ref(buffer), None if block is None else weakref.ref(block)
 
         def serve_gather() -> None:
-            # The collective log, which the ranks compare, records the grad mode. `Schedule.gather`, by which the other
-            # ranks issue this all-gather, enables gradients too.
+            # The collective log, which the ranks compare, records the grad mode. The ranks that requested this
+            # all-gather issue it with gradients enabled (see `Schedule.gather`), so do the same here.
             with torch.enable_grad():
                 _alive(here).take_part()
 
@@ -144,9 +143,8 @@ class Negotiation:
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
         """Wait until the ranks agree that the all-gather of `buffer` is next. The caller must then issue it.
 
-        Collective: every rank must call either this, `before_reduction` or `finish`. It does nothing if the buffer
-        needs no collective now (for example, because it is unsharded), or if the ranks need not agree on its
-        collectives.
+        Collective: every rank must call this, `before_reduction` or `finish`. Do nothing if the buffer needs no
+        collective now (for example, because it is unsharded), or if the ranks need not agree on its collectives.
 
         Args:
             buffer: the flat buffer to be gathered.
@@ -159,8 +157,9 @@ class Negotiation:
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
         """Wait until the ranks agree that the reduction of `gradients` is next. The caller must then start it.
 
-        Collective: every rank must call either this, `before_gather` or `finish`. It does nothing if `gradients` is
-        empty, or if the ranks need not agree on the collectives of their flat buffers.
+        Collective: every rank must call this, `before_gather` or `finish`. Do nothing if `gradients` is empty, or if
+            the
+        ranks need not agree on the collectives of their flat buffers.
 
         gradients: the gradients of one block, or of one root buffer (of parameters outside blocks).
         """
@@ -168,14 +167,14 @@ class Negotiation:
             self._agree(requests.reduction, BACKWARD)
 
     def reduction_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return the sort key by which all ranks finish their reductions in the same order when a backward ends.
+        """Return a sort key. With it, all ranks finish the reductions of a backward in the same order.
 
         buffers: the flat buffers of one block, or one root buffer (of parameters outside blocks).
         """
         return min((found.reduction for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def gather_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return the sort key by which all ranks gather root buffers in the same order when a backward begins.
+        """Return a sort key. With it, all ranks gather root buffers in the same order at the beginning of a backward.
 
         buffers: one root buffer (a flat buffer of parameters outside blocks).
         """

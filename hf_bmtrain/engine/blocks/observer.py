@@ -76,7 +76,9 @@ class Observer:
         """Return a text to add to a torch.OutOfMemoryError of a forward, backward or step, or None to add nothing."""
 
     def record(self, tensor: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
-        """Called by `record_tensor`, which users call, except in recomputations and rehearsals (trial forwards).
+        """Called for each activation that the user's code passes to `record_tensor`.
+
+        Not called in recomputations and rehearsals (trial forwards).
 
         Args:
             tensor: an activation, of any shape.
@@ -140,7 +142,7 @@ class ObserverHandle:
     """
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
-        # The reference is weak, because the observer may store this handle.
+        # The reference is weak, because the observer may store this handle. They would then keep each other alive.
         self._observers, self._observer = observers, weakref.ref(observer)
         self._freed = None if owner is None else weakref.finalize(owner, observers.remove, observer)
         if self._freed is not None:

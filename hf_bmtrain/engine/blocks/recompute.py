@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 Keeps = Callable[[Any, tuple, dict[str, Any]], bool]
-"""Tells, for a call of an operator of torch (operator, args, kwargs), whether its output is kept until backward."""
+"""A function that takes an operator of torch and the arguments of one call of it (a tuple and a dict). It returns
+whether the output of this call is kept until backward, and not recomputed."""
 
 
 def keep_nothing(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -37,12 +38,12 @@ class Recompute:
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether backward will recompute the training forward that is about to start.
 
-        Called before the block's all-gather. The result may differ between ranks, because it does not change which
-        collectives they issue. But if layers issue collectives themselves (see `Schedule.collective_layers`), the
-        result must be the same on all ranks.
+        Called before the block's all-gather. If layers issue collectives in their own forwards, the result must be the
+        same on all ranks. Otherwise it may differ between ranks, because it does not change which collectives they
+        issue.
 
-        If a checkpoint around the block recomputes several calls of the block, it does so for all calls in the way that
-        the last result determined. The result must then be the same for all of them.
+        If a checkpoint encloses the block, the result must be the same for all calls of the block inside the
+        checkpoint, because only the last result is remembered.
 
         Args:
             args: the positional arguments of the forward.
@@ -54,7 +55,7 @@ class Recompute:
     def contexts(
         self, args: tuple, kwargs: dict[str, Any], pending: int
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
-        """Return two contexts: for a forward that backward will recompute, and for its recomputation.
+        """Return two contexts: one for a forward that backward will recompute, and one for the recomputation.
 
         Returns None if neither of them needs a context.
 
@@ -65,10 +66,10 @@ class Recompute:
         """
 
     def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
-        """Return which outputs of operators a compiled forward keeps if its own graph recomputes the rest.
+        """Return a function that tells which operators' outputs a compiled graph does not recompute in backward.
 
-        Returns None if the graph must not recompute this forward. torch's checkpoint then recomputes it, in the
-        contexts that `contexts` returns.
+        Returns None if the graph must not recompute the forward that is about to start. torch's checkpoint then
+        recomputes it, in the contexts that `contexts` returns.
 
         Args:
             args: the positional arguments of the forward.
@@ -78,9 +79,10 @@ class Recompute:
         return keep_nothing
 
     def backward_begins(self, recomputed: bool) -> None:
-        """Called with recomputed=False when the block's backward starts.
+        """Called when the block's backward starts, and once more if a recomputation of the forward starts.
 
-        If the forward is recomputed, this is called again, with recomputed=True, when the recomputation starts.
+        Args:
+            recomputed: whether a recomputation starts.
         """
 
 
@@ -99,7 +101,10 @@ class Replay(Protocol):
     """Makes a recomputation of a layer's forward compute the same values as the first forward."""
 
     def changes_buffers(self) -> bool | None:
-        """Return whether forwards change the layer's buffers. None if it has buffers, but no forward was recorded."""
+        """Return whether forwards change the layer's buffers (such as running means), or None if this is not known.
+
+        It is not known if the layer has buffers, but no forward has run in the context that `record` returns.
+        """
         ...
 
     def record(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -113,6 +118,8 @@ class Replay(Protocol):
         """Return the context for the recomputation. Inside it, the layer has the state that `snapshot` contains.
 
         The context may suppress an exception that torch's checkpoint raises to end the recomputation early.
+
+        snapshot: the object that the context returned by `record` yielded.
         """
         ...
 
@@ -137,7 +144,7 @@ class LayerFeatures(Protocol):
     """
 
     def check(self, use_checkpoint: object) -> None:
-        """Raise ValueError unless `use_checkpoint` is one of the values that the method `recompute` accepts."""
+        """Raise ValueError unless `use_checkpoint` is a valid value of this argument of `auto_wrap`."""
 
     def recompute(self, use_checkpoint: Any, block: BlockState) -> Recompute:
         """Return the object that decides, for the user's `use_checkpoint`, which forwards of `block` are recomputed."""

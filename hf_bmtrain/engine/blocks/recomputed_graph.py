@@ -1,8 +1,8 @@
-"""Compiled forwards of blocks whose backward recomputes them inside the compiled graph.
+"""Compiled forwards of blocks that are recomputed in backward by the compiled graph.
 
-If torch's checkpoint encloses a compiled forward, the recomputation runs all of it. If torch.compile traces the
-checkpoint instead, its graph for the backward contains only what the gradients need. It leaves out, for example, the
-last product of a transformer layer, which is a third of the layer's linear products in GPT-2 and a quarter in Llama.
+If torch's checkpoint calls a compiled forward, backward recomputes the whole forward. Here, torch.compile traces the
+checkpoint instead, so that the compiled backward recomputes only what the gradients need. It leaves out, for example,
+the last linear layer of a transformer layer, which has a third of the layer's weights in GPT-2 and a quarter in Llama.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class RecomputedGraphs:
     """The compiled forwards of one block that recompute themselves in backward.
 
     Args:
-        forward: the forward to compile: the function of the layer's class, or a forward that was set on the instance.
-        layer: a reference to the layer, which is the first argument of its class's function. None if `forward` was set
+        forward: the function to compile: the `forward` of the layer's class, or one that was set on the instance.
+        layer: a reference to the layer, which is passed as `self` to the class's `forward`. None if `forward` was set
             on the instance.
-        compile: torch.compile with the options of the block, as a function of the forward.
+        compile: a function that takes a function and returns it compiled, with the block's options of torch.compile.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class CannotRecompute(Exception):
 
 
 class _Source:
-    """A forward inside torch's checkpoint, for torch.compile.
+    """A function for torch.compile that runs a layer's forward inside torch's checkpoint.
 
     Attributes:
-        function: the function to compile.
-        refused: why torch.compile cannot trace it; empty while it can.
+        function: the function.
+        refused: why torch.compile could not trace the function; empty if no attempt has failed.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -92,8 +92,8 @@ def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
 
-    # torch.compile caches graphs by code object, and limits how many graphs one code object may have.
+    # Copy the code object, because torch.compile caches graphs by code object and limits the number of graphs of each.
     return _Source(types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__))
 
 
-_of_class = functools.cache(_checkpointed)  # the layers of a class share the function, and so its graphs
+_of_class = functools.cache(_checkpointed)  # cached, so that all layers of a class share one function and its graphs

@@ -52,13 +52,13 @@ class BackwardParticipant(Protocol):
 class ForwardPass:
     """One forward of the outermost sharded module. It records what the backward of this forward needs.
 
-    Blocks may be called while the backward runs. If the called block is in `blocks`, the call is a recomputation by a
-    checkpoint around the block. Otherwise it is a new forward, which has its own backward.
+    A block may be called while the backward runs. If it is in `blocks`, the call is a recomputation by a checkpoint
+    around the block. Otherwise the call is a new forward, which has its own backward.
 
     Attributes:
-        readers: {OnDemandGather: unwatched}, with one entry for each flat buffer of root parameters that the forward
-            read. The OnDemandGather all-gathers the buffer. `unwatched` is whether the buffer must stay unsharded
-            during the whole backward. It is valid after `end`.
+        readers: {OnDemandGather: unwatched}. Each OnDemandGather all-gathers one flat buffer of root parameters (those
+            outside blocks) that the forward has read. `unwatched` is set by `end`: whether this buffer must stay
+            unsharded during the whole backward.
         blocks: the blocks that this forward called and of which an output requires a gradient.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         entry: the kind of pass: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes it to the
@@ -95,7 +95,8 @@ class ForwardPass:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a root parameter (one outside blocks) that this forward has read.
 
-        Parameters that were read only inside `on_demand.watch`, that is, by modules without children, do not count.
+        If it is, it becomes invalid when the full parameter is freed. Parameters that were read only by modules without
+        children (inside `on_demand.watch`) do not count.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
@@ -111,7 +112,7 @@ class ForwardPass:
 
         Root parameters are those outside blocks. Raises RuntimeError if they were modified since the forward read them.
 
-        token: the result of `end`, the version counters of the buffers at the end of the forward.
+        token: the version counters of the parameters' flat buffers at the end of the forward, as returned by `end`.
         """
         if token != [reader.version for reader in self.readers]:
             raise RuntimeError(
@@ -145,8 +146,8 @@ class Schedule:
         shards: allocates and all-gathers shards.
         blocks: averages the gradients of blocks (sharded transformer layers) over the ranks.
         outside: averages the gradients of root parameters (those outside blocks) over the ranks.
-        inside: the context in which every forward of a layer or model runs, also a recomputation. It counts how deeply
-            they are nested.
+        inside: the context that every forward of a layer or model enters, also a recomputation. Its `depth` is the
+            current number of nested forwards.
         observers: the objects to call at events of training, on this rank.
         negotiation: makes the ranks agree on each collective of models in which they may enter different blocks.
         backwards: the number of backwards that have ended.
@@ -168,7 +169,7 @@ class Schedule:
         self._members: dict[
             int, dict[BackwardParticipant, None]
         ] = {}  # the participants, by autograd's number of the backward
-        self._passes: dict[int, list[ForwardPass]] = {}  # the passes that a backward has reached, by its number
+        self._passes: dict[int, list[ForwardPass]] = {}  # the forward passes that each backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
@@ -249,7 +250,7 @@ class Schedule:
 
     @property
     def in_forward(self) -> bool:
-        """True inside a forward, where reading a root parameter (one outside blocks) all-gathers it."""
+        """True while a forward runs. Reading a root parameter (one outside blocks) then all-gathers it."""
         return self.inside.depth > 0
 
     @property
@@ -391,10 +392,10 @@ class Schedule:
         return members
 
     def was_recorded(self, block: BackwardParticipant) -> bool | None:
-        """Return whether a running backward has reached the outputs of a forward pass that has recorded `block`.
+        """Return whether the forward of a running backward called `block`, so that calling it now is a recomputation.
 
-        Returns None if none has reached the outputs of any forward pass. This is so if the block was called outside
-        a sharded model, or if backward started from an activation inside the model.
+        Returns None if the forward of the running backward is not known. This is so if the block was called outside a
+        sharded model, or if backward started from an activation inside the model.
         """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None
@@ -470,21 +471,20 @@ class Schedule:
     def send(self, gradients: list[GradientBuffer]) -> None:
         """Start to average the gradients of one block or one root buffer over the ranks.
 
-        A root buffer is a flat buffer of parameters outside blocks. Collective: every rank must call it. It first waits
-        for earlier reductions, as `make_room` does. If ranks may enter different blocks, it also first takes part in
-        the operations of other ranks, until the ranks agree that this reduction is next. `_receive` waits for the
-        reductions of one call together.
+        Collective: every rank must call it. Earlier reductions are waited for first, as by `make_room`. If ranks may
+        enter different blocks, this rank also takes part in collectives of other ranks until this reduction is next.
 
-        gradients: the gradients of all trainable flat buffers of the block, or of the root buffer.
+        gradients: the gradients of all trainable flat buffers of the block, or of the root buffer (a flat buffer of
+            parameters outside blocks).
         """
         if self.negotiated is not None:
             self.negotiation.before_reduction(gradients)
         self._start(gradients)
 
     def _start(self, gradients: list[GradientBuffer]) -> None:
-        # `_receive` calls gradient hooks, which may be collective, so all ranks must call it at the same points. If
-        # ranks may enter different blocks (`negotiated` is not None), `make_room`, which also calls it, is not such a
-        # point, so leave no reduction for it. All ranks reach this line together: they have agreed on this reduction.
+        # `_receive` calls gradient hooks, which may be collective, so all ranks must receive a gradient at the same
+        # point. If ranks may enter different blocks (`negotiated` is not None), they call `make_room` at different
+        # points. So receive all gradients here, where the ranks are together, and leave none to `make_room`.
         self._receive(self.blocks.ahead if self.negotiated is None else 0)
         for gradient in gradients:
             if gradient.is_pending:

@@ -123,9 +123,9 @@ class ShardedModule(torch.nn.Module):
 class OnlyWhileSharded(torch.nn.Module):
     """Base class of classes that replace a module's own class while its model is sharded.
 
-    Features use such classes to change a module's forward: they set its `__class__`. Deep copies and pickles of the
-    module have its original class again. `check_parity` also uses the original class when it computes a step with plain
-    torch.
+    Features of this package set the `__class__` of a module to such a class to change the module's forward. Deep copies
+    and pickles of the module have its original class again. `check_parity` also uses the original class when it
+    computes a step with plain torch.
     """
 
     _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
@@ -146,9 +146,9 @@ def moved(name: str, module: torch.nn.Module) -> RuntimeError:
 def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     """Return a subclass of `base` and `cls` that looks like `cls`: it has the same name, module and docstring.
 
-    Call this once for each `cls`, not once for each module, because torch.compile compiles once per class. In a deep
-    copy of a sharded model, a module with the returned class has the class `cls` again if `base` is a subclass of
-    ShardedModule or OnlyWhileSharded, and otherwise keeps the returned class.
+    Call this once for each `cls`, not once for each module, because torch.compile compiles once per class. If `base` is
+    a subclass of ShardedModule or OnlyWhileSharded, deep copies of a module with the returned class have the class
+    `cls` again. Otherwise they keep the returned class.
 
     Args:
         base: the class to add, which comes first in the method resolution order.
@@ -167,10 +167,10 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
 
 
 def _begins_without_dict(cls: Any) -> bool:
-    """Return whether Python gives `cls` the object layout of a base without `__dict__`, such as ABC.
+    """Return whether the memory layout of `cls` begins with that of a base class without `__dict__`, such as ABC.
 
-    An example is `class C(ABC, nn.Module)`. A subclass that is to be assigned to the `__class__` of instances of `cls`
-    must have the same layout, so `extend_class` then makes `cls` its first base.
+    An example is `class C(ABC, nn.Module)`. `extend_class` then makes `cls` the first base of the class that it
+    creates. Otherwise, Python would not allow assigning the created class to the `__class__` of instances of `cls`.
     """
     while cls.__base__.__dictoffset__:
         cls = cls.__base__
@@ -224,16 +224,17 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # Classes that features assign to layers also have `_extends`, but are kept, unless they are OnlyWhileSharded.
+    # Remove only classes that exist because of sharding. Others, which are not subclasses of OnlyWhileSharded, have
+    # `_extends` (the class that was extended), too.
     while "_extends" in vars(cls) and issubclass(cls, (ShardedModule, OnlyWhileSharded)):
         cls = cls._extends
     return cls
 
 
 def _is_copied_here(module: torch.nn.Module) -> bool:
-    """Return whether the original class of `module` has no `__deepcopy__` of its own.
+    """Return whether `_plain_copy` copies the attributes of `module` one by one when it copies a sharded model.
 
-    If so, `_plain_copy`, which makes deep copies of sharded models, copies the module itself.
+    It does not if the module's original class defines `__deepcopy__`, which is then called.
     """
     copies = ShardedModule.__deepcopy__
     return getattr(own_class(module), "__deepcopy__", copies) is copies

@@ -89,9 +89,10 @@ def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants (combinations of macros) of this module's CUDA source.
+    """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
-    They are the same for every `arch`, the GPU's compute capability (90 is 9.0), unlike those of some other sources.
+    Args:
+        arch: the GPU's compute capability (90 is 9.0). The result does not depend on it.
     """
     moments = (torch.float32, torch.bfloat16)
     return [
@@ -103,7 +104,7 @@ def variants(arch: int) -> list[Variant]:
 
 
 def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Tensor, records: Tensor) -> None:
-    """Compute a record for each run: the factors that `adam_update` needs in this step.
+    """Compute the factors that `adam_update` needs in this step, as one record for each run.
 
     A run is a range of elements with the same hyper-parameters and step count. The host does not wait for the device.
 
@@ -153,13 +154,10 @@ def adam_update(
     index_base: int = 0,
     coupled: bool = False,
 ) -> None:
-    """Make one AdamW step on n adjacent elements, in place, unless the record says that the step is skipped.
+    """Make one AdamW step on n adjacent elements, in place. Do nothing if `record` says that the step is skipped.
 
-    The record has the hyper-parameters. weight_decay is decoupled, and eps is added outside the square root (Loshchilov
-    and Hutter 2019). l2 is the factor of L2 regularization: l2 times the weight is added to the gradient (Kingma and Ba
-    2015). All tensors are contiguous, are on one device, and do not overlap. The update is faster if the addresses of
-    all tensors, counted in elements, have the same remainder modulo 4. This is so for the same range of several buffers
-    with the same layout.
+    weight_decay is decoupled, and eps is added outside the square root (Loshchilov and Hutter 2019). All tensors are
+    contiguous, are on one device, and do not overlap.
 
     Args:
         grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
@@ -169,11 +167,12 @@ def adam_update(
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
-        record: (12,) float32, this run's row of the records from `adam_prepare`.
+        record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model. An element's position and the number of
             the step determine the random bits of stochastic rounding. Neither depends on the number of ranks, so
             rounding does not change when training continues on another number of ranks.
-        coupled: whether to add l2 times the weight to the gradient. If False, l2 in the record must be 0.
+        coupled: whether to add l2 times the weight to the gradient (L2 regularization, Kingma and Ba 2015). If False,
+            the l2 in `record` must be 0.
     """
     n, device = master.numel(), master.device
     expect("master", master, (torch.float32, torch.int16), (n,), device)
@@ -189,6 +188,7 @@ def adam_update(
     if not master.is_cuda:
         return update_reference(grad, master, exp_avg, exp_avg_sq, weight, record, index_base)
     tensors = [grad, master, exp_avg, exp_avg_sq] + ([] if weight is None else [weight])
+    # Aligned access is faster. It needs the same alignment of all tensors, as in buffers with the same layout.
     head, quads = _aligned_part(n, tensors)
     blocks = -(-max(quads, n - 4 * quads) // THREADS)
     kernel(chosen, "adam_update", master.device)(
@@ -197,10 +197,11 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Return the range of elements that a kernel can access in aligned groups of 4 in all tensors, as (head, quads).
+    """Find the range of elements that a kernel can access in aligned groups of 4 in all tensors.
 
-    The range begins at element `head` and has `quads` groups. (0, 0) means that there is none. n: the number of
-    elements of each tensor.
+    Return (index of its first element, number of its groups), or (0, 0) if there is no such range.
+
+    n: the number of elements of each tensor.
     """
     heads = {(-tensor.data_ptr() // tensor.element_size()) % 4 for tensor in tensors}
     head = heads.pop()
@@ -227,7 +228,7 @@ def update_reference(
         exp_avg: (n,), updated.
         exp_avg_sq: (n,), updated.
         weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.
-        record: (12,) float32, this run's row of the records from `adam_prepare`.
+        record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))

@@ -25,9 +25,9 @@ class Elements:
 
     Attributes:
         grad: (n,), the gradients, only read.
-        master: the float32 masters (copies of full precision that the optimizer updates), together with the weights
-            and the second moment.
-        exp_avg: (n,), the first moment. Or both moments in 8 bits; then `master` has no second moment.
+        master: an object with the n weights, their float32 masters (copies of full precision that the optimizer
+            updates), and the second moment. If `exp_avg` is a Moments, it does not have the second moment.
+        exp_avg: the first moment, (n,), or a Moments, which has both moments in 8 bits.
         index_base: the position of element 0 among all elements of the model.
     """
 

@@ -1,20 +1,14 @@
 """AdamW whose moments take 8 bits: a code for each element, and an exponent for each block of 32 elements.
 
-Stored are the first moment m and the square root √v of the second. A code is a small floating-point number below 2,
-with subnormals but without inf and NaN. It stands for this number times 2ᴱ, where E is the exponent of the block.
+The first moment m and the square root √v of the second moment are stored. A code is a small floating-point number below
+2, with subnormals but without inf and NaN. The stored value is this number times 2ᴱ, where E is the block's exponent.
 
-    m    a sign bit, 3 bits of exponent, 4 of the fraction; the smallest magnitude above 0 is 2ᴱ⁻¹⁰
-    √v   3 bits of exponent, 5 of the fraction; the smallest is 2ᴱ⁻¹¹, to which any smaller √v above 0 is rounded up,
-         because a v of 0 beside an m that is not 0 would make the update m/eps
+    m    1 sign bit, 3 exponent bits and 4 fraction bits; the smallest magnitude above 0 is 2ᴱ⁻¹⁰
+    √v   3 exponent bits and 5 fraction bits; the smallest number above 0 is 2ᴱ⁻¹¹
 
-2ᴱ is the largest power of two that does not exceed the block's largest magnitude. But if that magnitude exceeds the
-second largest number that codes can represent, 2ᴱ is the next power of two: otherwise values above the largest number
-would be clamped to it, and an average there could not grow.
-
-An update rounds stochastically, with the random bits of adam.py. Otherwise an average that changes by less than the
-distance between two numbers would not change at all. Blocks begin at a parameter's start, and parameters are divided
-between ranks at multiples of 32 elements, so neither codes nor random bits depend on the number of ranks. `decode` is
-exact: for its results, `encode` returns the same codes again.
+An update rounds stochastically, with the random bits of adam.py. Otherwise, changes of a moment that are less than half
+the distance between two codes would always be lost. Blocks begin at a parameter's start, and parameters are divided
+between ranks at multiples of 32 elements, so neither codes nor random bits depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +30,8 @@ _COUNT = 8  # the number of elements that one thread updates, as in adam8.cu
 THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
-"""The factor that decodes an 8-bit code. If the bits of the code are shifted to the exponent and fraction bits of a
-float32, this float32 times the factor is the magnitude in units of 2ᴱ (E is the exponent of the element's block)."""
+"""The factor that decodes an 8-bit code. If the code's bits are placed in the exponent and fraction bits of a float32,
+this float32 times the factor is the number below 2 for which the code stands."""
 
 
 class Moments(NamedTuple):
@@ -95,6 +89,7 @@ class Moments(NamedTuple):
         self.exp_avg.copy_(codes | (exp_avg.signbit().to(torch.uint8) << 7))
         self.exp_avg_exponents.copy_(exponents)
         codes, exponents = encode(root, _ROOT_FRACTION, high)
+        # Round a small √v up to the smallest number above 0, because with v = 0 the update would be m / eps.
         self.exp_avg_sq.copy_(torch.maximum(codes, (root > 0).to(torch.uint8)))
         self.exp_avg_sq_exponents.copy_(exponents)
 
@@ -122,6 +117,9 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
+    # 2ᴱ is the largest power of two that does not exceed the block's largest magnitude. But if that magnitude exceeds
+    # the second largest number that codes can represent, 2ᴱ is the next power of two. Otherwise values above the
+    # largest number would be clamped to it, and a moment there could not grow.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]
@@ -159,9 +157,10 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants (combinations of macros) of this module's CUDA source.
+    """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
-    They are the same for every `arch`, the GPU's compute capability (90 is 9.0), unlike those of some other sources.
+    Args:
+        arch: the GPU's compute capability (90 is 9.0). The result does not depend on it.
     """
     return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 
@@ -186,9 +185,11 @@ def adam8_update(
             residuals, `weight` is read too.
         moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
-        record: (12,) float32, this run's row of the records from `adam_prepare`.
-        index_base: the position of element 0 among all elements of the model; see `adam_update`.
-        coupled: whether to add l2 times the weight to the gradient. If False, l2 in the record must be 0.
+        record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
+        index_base: the position of element 0 among all elements of the model. It and the number of the step determine
+            the random bits of stochastic rounding.
+        coupled: whether to add l2 times the weight to the gradient (L2 regularization). If False, the l2 in `record`
+            must be 0.
     """
     n, device = master.numel(), master.device
     expect("master", master, (torch.float32, torch.int16), (n,), device)
@@ -223,7 +224,7 @@ def update_reference(
             masters and weights).
         moments: the moments of these elements, updated.
         weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.
-        record: (12,) float32, this run's row of the records from `adam_prepare`.
+        record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))

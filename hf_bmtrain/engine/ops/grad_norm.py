@@ -27,9 +27,10 @@ def variant(dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants (combinations of macros) of this module's CUDA source.
+    """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
-    They do not depend on `arch`, the GPU's compute capability (90 is 9.0).
+    Args:
+        arch: the GPU's compute capability (90 is 9.0). The result does not depend on it.
     """
     return [variant(dtype) for dtype in C_NAMES]
 
@@ -84,10 +85,10 @@ class Segments:
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Three tables for the kernels, which process every segment in chunks of at most PIECE elements.
+        """Three tensors that tell the CUDA kernels how the segments are divided into chunks of at most PIECE elements.
 
-        The first contains the index of each chunk's first element (int64), and the second each chunk's length (int32).
-        The third contains the index of each segment's first chunk, followed by the total number of chunks (int64).
+        The first has the index of each chunk's first element (int64), and the second has each chunk's length (int32).
+        The third has the index of each segment's first chunk, followed by the total number of chunks (int64).
         """
         begins, lengths, firsts = [], [], [0]
         for start, end in itertools.pairwise(self.offsets):
@@ -110,7 +111,7 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
 
     Args:
         flat: (n,) float32, float16 or bfloat16, contiguous. Elements outside all segments are not read.
-        segments: the segments, with tables on the device of `flat`.
+        segments: the segments' boundaries. They must have been created with the device of `flat`.
 
     Returns:
         (k,) float64 on the device of `flat`. An entry is inf or NaN if an element of its segment is.

@@ -17,9 +17,10 @@ def variant(dtype: torch.dtype, summed: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants (combinations of macros) of this module's CUDA source.
+    """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
-    They are the same for every `arch`, the GPU's compute capability (90 is 9.0), unlike those of some other sources.
+    Args:
+        arch: the GPU's compute capability (90 is 9.0). The result does not depend on it.
     """
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 

@@ -1,26 +1,20 @@
-"""Float32 masters of half-precision weights, and their 16-bit form: the difference between a master and its weight.
+"""Float32 masters of half-precision weights. Those of bfloat16 weights can be stored in 16 bits, as residuals.
 
-The bits of adjacent float32 numbers of one sign, read as integers, are adjacent integers. The bits of a bfloat16 number
-are the upper half of its float32 bits. If a bfloat16 weight is its master rounded to nearest even, the difference
-between the two, called the residual, is
+A residual is the difference between the bits of a master and those of its weight, read as integers. A bfloat16 number
+consists of the upper 16 bits of a float32 number, so the bits of the weight are shifted:
 
     residual = bits(master) - 65536 · bits(weight),    -32768 ≤ residual ≤ 32768
 
-It is positive if the master is larger in magnitude than the weight. The formula also holds for subnormals, for zeros,
-and for masters that round to inf. The range has one value more than int16, and all its values occur: if the weight's
-last bit is 0, the midpoints on both sides round to the weight. So a residual of 32768 is stored as -32768 and marked by
-a tie flag: a negative sign of Adam's second moment exp_avg_sq, which as an average of squares does not need its sign.
-The residual of NaN is stored as 0.
+The bounds hold because a weight is its master rounded to nearest even. Weight and residual determine the master
+exactly.
 
-    residual     (n,) int16
-    exp_avg_sq   (n,) float32, with the tie flags in the signs
+Residuals are stored as int16, which lacks the value 32768. This value is stored as -32768 and marked by a tie flag: a
+negative sign of exp_avg_sq, Adam's second moment, which itself is never negative. Without an exp_avg_sq, it is stored
+as 32767, which moves the master by its last bit towards the weight. The residual of NaN is stored as 0.
 
-Without an exp_avg_sq there is no tie flag. Then a residual of 32768 is stored as 32767, which moves the master by its
-last bit towards the weight.
-
-`join` returns masters that round to the given weights. If a weight was changed after `split`, its master is the number
-at the same distance from the new weight, or the new weight itself if that number does not round to the weight. The
-kernels compute the same as `split` and `join`; see kernels/adam.cuh. Optimizers use the class `Master`.
+`split` computes residuals, and `join` restores the masters. If a weight was changed in between, its master is moved by
+the same difference, or set to the new weight if it would not round to that. The kernels compute the same as `split` and
+`join`; see kernels/adam.cuh. Optimizers use the class `Master`.
 """
 
 from __future__ import annotations
@@ -42,8 +36,8 @@ class Master:
 
     Attributes:
         weight: the weights.
-        stored: the float32 masters of half-precision weights; or the int16 residuals of bfloat16 weights (the
-            differences between masters and weights); or None for float32 weights, which are their own masters.
+        stored: the masters of half-precision weights: float32, or, for bfloat16 weights, int16 residuals (the
+            differences between masters and weights). None for float32 weights, which are their own masters.
         exp_avg_sq: Adam's second moment, float32. If `stored` contains residuals, a negative sign is a tie flag: it
             marks a residual of 32768, which int16 lacks. None if the optimizer has no second moment in float32; then
             there are no tie flags.
@@ -58,7 +52,7 @@ class Master:
         return self.stored is not None and self.stored.dtype == torch.int16
 
     def part(self, part: slice, device: torch.device) -> Master:
-        """Return the masters of the elements in `part` on `device`. Tensors that are already there are not copied."""
+        """Return the masters of the elements in `part`, on `device`. Tensors on another device are copied."""
         stored = None if self.stored is None else self.stored[part].to(device)
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[part].to(device)
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
@@ -69,8 +63,9 @@ class Master:
         The second moment is None if the optimizer has none in float32.
 
         Args:
-            device: the device of the results; None uses that of the residuals. It is ignored unless masters are stored
-                as residuals (their differences from the weights): the stored tensors themselves are then returned.
+            device: the device of the results, if masters are stored as residuals (their differences from the weights).
+                None uses the residuals' device. Otherwise it is ignored, and the stored tensors themselves are
+                returned.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -186,7 +181,7 @@ def _in_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
 def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the residuals (int32) of float32 masters: the bits of each master minus the bits of its weight.
 
-    The bits are read as integers. The weights are bfloat16; their bits are those of the equal float32 numbers. The
+    The bits of float32 numbers are read as integers. The weights are converted from bfloat16 to float32 for this. The
     residual of NaN is 0.
     """
     return torch.where(master.isnan(), 0, master.view(torch.int32) - _bits(weight))

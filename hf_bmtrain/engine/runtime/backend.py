@@ -67,7 +67,8 @@ class Backend(NamedTuple):
         gather: the communicator of all ranks for all-gathers.
         reduce: the communicator of all ranks for reductions. Its operations do not wait for those of `gather`.
         shards: allocates and all-gathers shards.
-        shard_group: the communicator of the ranks that store different shards, for sums over shards.
+        shard_group: the communicator of the ranks that store different shards, for sums over all shards, such as
+            gradient norms.
         saves_shards: whether this rank writes its shard to checkpoints. If every host stores all shards, only the ranks
             of the first host write them.
         blocks: averages the gradients of blocks.
@@ -97,7 +98,7 @@ class _Division(NamedTuple):
     Attributes:
         gather: the communicator for all-gathers between the ranks that store different shards.
         reduce: the communicator of the same ranks for reductions of gradients.
-        sums: the communicator of the same ranks for sums over shards.
+        sums: the communicator of the same ranks for sums over all shards, such as gradient norms.
         members: the numbers of these ranks. If all are on one host, they are in the order of their shards.
         rail: the communicator of the ranks that store the same shard as this rank, or None if each shard is stored by
             only one rank.
@@ -198,7 +199,8 @@ def open_backend(
 
         name: the communicator's name, for messages.
         groups: the groups into which all ranks are divided, each as a list of ranks.
-        alike: whether all groups exchange tensors of the same sizes, so that ranks of different groups are compared.
+        alike: whether all groups exchange tensors of the same sizes. If so, the collectives of different groups are
+            compared too, to find errors.
         """
         members = next(group for group in groups if rank in group)
         if len(members) == 1:
@@ -231,7 +233,7 @@ def open_backend(
     @functools.cache
     def open_groups(groups: tuple[range, ...]) -> Communicator:
         name = f"groups of {len(groups[0])} at a distance of {groups[0].step}"
-        # Groups of consecutive ranks have their own rows, so the sizes of their activations may differ.
+        # Groups of consecutive ranks process different rows of the batch, so their activations may differ in size.
         return open_communicator(name, groups, alike=groups[0].step > 1)
 
     def open_group(group_size: int, stride: int = 1) -> Communicator:
@@ -360,13 +362,13 @@ def _choose_ranks(
     open_rail: Callable[[str], Communicator],
     exchange: Callable[[Any], list[Any]],
 ) -> str:
-    """Return the value of `shard_over` that "auto" selects, which is the same on all ranks, and log the reason.
+    """Choose between the values of `shard_over` if the user passed "auto". Return the value, and log the reason.
 
-    Collective: every rank must call it. `shard_over` is the set of ranks over which weights and optimizer states are
-    sharded: "world" all ranks, "host" the ranks of each host, and "host+world" the ranks of each host for weights, and
-    all ranks for optimizer states. If every host should store all weights, "host+world" is preferred to "host". It
-    sends the same amount between hosts, and needs little more memory than "world". "host" is faster, but the optimizer
-    states must fit on one host, which is not known yet, because there is no model. The log says how much they take.
+    Collective: every rank must call it. All ranks get the same value:
+
+    * "world": weights and optimizer states are sharded over all ranks.
+    * "host": both are sharded over the ranks of each host, so every host stores all of them.
+    * "host+world": weights are sharded over the ranks of each host, and optimizer states over all ranks.
 
     Args:
         rank: this process's rank.
@@ -393,6 +395,8 @@ def _choose_ranks(
         return "host"
     mine = [_bytes_a_second(each, device) for each in (open_inside("gather"), open_rail("reduce"))]
     inside, between = (min(values) for values in zip(*exchange(mine)))
+    # Prefer "host+world" to "host": it sends as much between hosts, and needs little more memory than "world". "host"
+    # is faster, but the optimizer states must fit on one host. This is unknown here, because there is no model yet.
     kept = "host" if gather == "collective" else "host+world"
     chosen = kept if between < SLOW_LINK * inside else "world"
     faster = ""
@@ -488,7 +492,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
-    """Raise RuntimeError, after closing `control`, unless `facts` are equal on all ranks.
+    """Check that `facts` are equal on all ranks. Otherwise, close `control` and raise RuntimeError.
 
     Collective: every rank must call it.
 
@@ -529,14 +533,14 @@ def _smallest_copied(
 ) -> int | None:
     """Return the size in bytes from which shards are exchanged with peer copies, or None to use only collectives.
 
-    Peer copies read and write the memory of other ranks directly. Only collectives are used if the user chose them, if
-    the ranks `members`, which store different shards, cannot access each other's memory, and by default on the CPU,
-    where peer copies are slower. Collective: every rank must call it.
+    Peer copies read and write the memory of other ranks directly. Only collectives are used if the user chose them, or
+    if the ranks `members` cannot access each other's memory. They are also the default on the CPU, where peer copies
+    are slower. Collective: every rank must call it.
 
     rank: this process's rank, for the log.
     device: this rank's device.
     gather: how shards are all-gathered, one of GATHERS. "peer" raises RuntimeError if peer copies are impossible.
-    members: the ranks that share the shards with this rank, including itself.
+    members: the ranks between which the shards are divided, including this rank.
     hosts: the ranks of each host.
     exchange: a collective function that takes any object and returns the objects of all ranks, in rank order.
     """
@@ -574,7 +578,7 @@ def _hindrance(
     Collective: all ranks must call it, not only `members`. The result is equal on all ranks.
 
     device: this rank's device.
-    members: the ranks that share the shards with this rank, including itself.
+    members: the ranks between which the shards are divided, including this rank.
     hosts: the ranks of each host.
     exchange: a collective function that takes any object and returns the objects of all ranks, in rank order.
     """

@@ -66,7 +66,7 @@ class Monitor:
         """Watch the collectives of a new communicator. All ranks must add their communicators in the same order."""
 
     def excerpts(self) -> list[Excerpt]:
-        """Return the last collectives of this rank in each communicator, to pass to `compare` on other ranks."""
+        """Return the last collectives of this rank in each communicator. Other ranks pass them to `compare`."""
         return []
 
     def compare(self, rank: int, theirs: Sequence[Excerpt]) -> str | None:
@@ -81,11 +81,15 @@ class Monitor:
         """
 
     def missing(self) -> str:
-        """Return a text about a wait: its duration, which ranks are missing, where and why, and what others await."""
+        """Return a text about ranks that wait for others: how long, for what, and at which line the others are."""
         return ""
 
     def end(self, how: str) -> None:
-        """Tell the other ranks that this rank's program ends, and how (the text `how`). Later calls have no effect."""
+        """Tell the other ranks how this rank's program ended. Later calls have no effect.
+
+        Args:
+            how: a description of the end, such as "raised ValueError: ...".
+        """
 
     def stop(self) -> None:
         """Stop watching the other ranks."""

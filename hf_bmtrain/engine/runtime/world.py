@@ -82,12 +82,13 @@ class World:
         gather: the communicator for all-gathers of flat tensors.
         reduce: the communicator for reductions of flat tensors.
         shards: the object that allocates and all-gathers shards.
-        shard_group: the communicator of the ranks that store different shards, for sums over shards. These are all
-            ranks, or those of one host if every host stores all shards. A rank's number in it is the number of the
-            rank's shard, which may differ from `rank`. Its broadcasts reach all ranks of the world.
+        shard_group: the communicator of the ranks that store different shards, for sums over all shards, such as
+            gradient norms. These are all ranks, or those of one host if every host stores all shards. A rank's number
+            in it is the number of the rank's shard, which may differ from `rank`. Its broadcasts reach all ranks of the
+            world.
         control: exchanges Python objects between the ranks.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
-        inside: counts the forwards of layers and models that are running now, one inside the other.
+        inside: counts the nested forwards of layers and models that are running.
         schedule: decides in forward and backward when blocks are unsharded and resharded, and when their gradients are
             reduced.
         layer_features: creates, for each new block, the objects that decide when and how its forward is recomputed.
@@ -98,8 +99,8 @@ class World:
             distances of `stride`, and returns the communicator of this rank's group.
         saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, only
             one does.
-        norms: the communicator for gradient norms and for the search for inf and nan, if more ranks take part in them
-            than those of `shard_group`. None uses `shard_group`.
+        norms: the communicator for gradient norms and for the search for inf and nan, if these need more ranks than
+            those of `shard_group`. None uses `shard_group`.
         grid: the tensor-parallel groups, or None without tensor parallelism.
         split_kind: a function that takes the dimension on which a parameter is split over a tensor-parallel group (-1
             if it is not split), and returns how such parameters are stored. None without tensor parallelism.
@@ -203,7 +204,7 @@ class World:
         agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
-        """Check the argument `comm` of a function with BMTrain's interface that communicates between all ranks only.
+        """Check the argument `comm` of a function of BMTrain's interface. It must stand for all ranks.
 
         Args:
             comm: None or this World. Both stand for all ranks.
@@ -250,7 +251,7 @@ def current_world() -> World:
 
 
 def enter_world(world: World) -> None:
-    """Make `world` the one that `current_world` returns. Raises RuntimeError if this process already has a world."""
+    """Set the world of this process, which `current_world` returns. Raises RuntimeError if it already has a world."""
     global _world
     check_no_world()
     _world = world
@@ -330,7 +331,7 @@ def check_zero_level(zero_level: int) -> None:
 
 
 def refuse_parallelism(what: str) -> NoReturn:
-    """Raise NotImplementedError, because an option of BMTrain asks for pipeline parallelism.
+    """Raise NotImplementedError for an option of BMTrain that asks for pipeline parallelism, which is not supported.
 
     what: the option, as the user wrote it, for the message.
     """

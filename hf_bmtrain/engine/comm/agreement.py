@@ -24,9 +24,8 @@ def agree(
 ) -> None:
     """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order.
 
-    Collective: every rank must call it. Strings are compared directly, other values by their `repr`. If all facts are
-    equal, each rank sends only one hash. Otherwise rank 0 broadcasts its facts, and every rank compares its own with
-    them. The error is the same on every rank. For the first few differences, it shows which ranks have which value.
+    Collective: every rank must call it. Strings are compared directly, other values by their `repr`. The error is the
+    same on every rank. For the first few differences, it shows which ranks have which value.
 
     Args:
         control: exchanges Python objects between the ranks.
@@ -45,7 +44,7 @@ def agree(
     names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
-    if not count:  # only the order of the facts differs: this call compares the names by position, and raises the error
+    if not count:  # only the order of the facts differs: compare the names by position, which raises the error
         agree(control, occasion, {f"number {number}": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])

@@ -1,7 +1,7 @@
 """A log of the operations that this rank has issued to a communicator, which is compared with other ranks' logs.
 
-Ranks that issue different operations would deadlock or exchange the wrong data. An entry is a number that stands for an
-operation. For each entry, the log stores only a digest of all entries up to it: the previous digest times a constant,
+Ranks that issue different operations would deadlock or exchange the wrong data. Each operation is one entry of the log,
+a number. For each entry, the log stores only a digest of all entries up to it: the previous digest times a constant,
 plus the entry, modulo a power of two. One comparison of digests thus covers all earlier entries, and an entry can be
 computed from the digests before and after it.
 """
@@ -76,9 +76,9 @@ def value_code(kind: str, value: float) -> int:
 
 
 def option_kind(option: str) -> str:
-    """Return the argument `kind` of `value_code` for an optimizer's option.
+    """Return the kind of log entry by which ranks compare an optimizer's option, such as "step with learning rate".
 
-    For "lr", it is "step with learning rate". `value_code` makes the number by which ranks compare the option's value.
+    Pass the result to `value_code` as `kind`.
 
     option: the key in the optimizer's parameter groups, such as "lr" or "weight_decay".
     """
@@ -99,9 +99,10 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
     """Describe an entry of the collective log for messages, such as "all-gather of 1024 elements".
 
     Args:
-        entry: the entry, a number that stands for an operation, from `code` or `value_code`.
+        entry: a number that stands for an operation, from `code` or `value_code`.
         names: {number of a flat buffer: its name}.
-        occasions: {number: description} of the exchanges of Python objects and of the decisions.
+        occasions: {number: text}, the descriptions of exchanges of Python objects and of decisions. Entries contain
+            only the number of the description.
     """
     kind, number = kind_and_number(entry)
     if kind in _OF_ELEMENTS:
@@ -204,8 +205,8 @@ class CollectiveLog:
             entry: the number that stands for the operation, from `code` or `value_code`.
 
         Raises:
-            RuntimeError: another rank of this host already has a different entry at this position, or `problem` was
-                already set. The operation must then not be issued.
+            RuntimeError: another rank of this host has a different entry at this position, or `problem`, the reason why
+                this rank must stop, was set before. The operation must then not be issued.
         """
         if self.problem is not None:
             self.refuse()
@@ -213,7 +214,7 @@ class CollectiveLog:
         digest = self.digest = (self.digest * _FACTOR + entry) & _MASK
         memory = self._memory
         memory[1 + number % _RING] = digest
-        memory[0] = self.count = number  # written last: ranks that see this count then read the digest
+        memory[0] = self.count = number  # written after the digest, which a rank reads once it sees this count
         for rank, theirs in self._others:
             if 0 <= theirs[0] - number < KEPT and theirs[1 + number % _RING] != digest:
                 self.problem = self.problem or self.explain(self, rank, _excerpt(theirs))
@@ -242,8 +243,7 @@ class CollectiveLog:
     def compare(self, theirs: Excerpt) -> Difference | None:
         """Return the first difference between this log and the last entries of another rank's log.
 
-        Entries that this log no longer stores, or does not contain yet, are not compared. Returns None if all others
-        are equal.
+        Only positions whose entries this log still stores are compared. Returns None if all of these entries are equal.
 
         theirs: the last entries of the other rank's log, which its `excerpt` has returned.
         """
@@ -260,15 +260,19 @@ class CollectiveLog:
         return None
 
     def entry(self, number: int) -> int | None:
-        """Return the entry at position `number` of this log, counted from 1, or None if it is not stored."""
+        """Return the entry (the number of an operation) at a position of this log, or None if it is not stored.
+
+        number: the position, counted from 1.
+        """
         digests = [self._digest(number - 1), self._digest(number)]
         return None if None in digests else _entries(digests)[0]  # pyright: ignore[reportArgumentType]
 
     def _digest(self, number: int) -> int | None:
-        """Return the digest (hash) of entries 1 to `number` of this log, or None if it is not available.
+        """Return the digest (a hash) of entries 1 to `number` of this log, or None if it is not available.
 
-        It is not available if more than KEPT entries follow, or if the log has fewer entries. The ring buffer has room
-        for twice as many digests, so that entries added by another thread during this call do not overwrite the result.
+        It is not available if the log has fewer entries, or has more than KEPT entries after `number`. The ring buffer
+        has room for twice as many digests, so entries that another thread adds during this call do not overwrite the
+        result.
         """
         count = self._memory[0]
         return self._memory[1 + number % _RING] if max(0, count - KEPT) <= number <= count else None

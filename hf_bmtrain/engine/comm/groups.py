@@ -204,7 +204,7 @@ class ReplicatedReduction(Reduction):
     """Averages gradients first inside each host, with the reduction `inside`, and then each shard between the hosts.
 
     Args:
-        inside: the reduction that averages over the ranks of this host. It belongs to this object alone.
+        inside: the reduction that averages over the ranks of this host. Only this object may use it.
         rail: the communicator of the ranks that store the same shard, one of each host.
         device: this rank's device.
     """
@@ -247,7 +247,7 @@ class _ReplicatedReducer:
 
 
 class _After:
-    """A ticket (handle to wait for) of an operation, whose first `wait` also calls `finish`.
+    """A ticket (handle to wait for) of an operation. The first call of `wait` also calls `finish`.
 
     On a GPU, the work that `finish` queues runs after the operation, because the current stream waits for it.
     """
@@ -264,10 +264,8 @@ class _After:
 def _then(stream: WorkStream | Immediate, first: Ticket, second: Callable[[], Ticket]) -> Ticket:
     """Issue a second operation that begins when the first is complete, and return the second's ticket.
 
-    A ticket is the handle by which a stream or the host waits for an asynchronous operation.
-
-    The second operation also waits for the work that is already queued on the current stream: the first operation may
-    not have waited for it, because with a single rank it does nothing. On the CPU, the host waits for the first.
+    A ticket is the handle by which a stream or the host waits for an asynchronous operation. The second operation also
+    waits for the work that is already queued on the current stream. On the CPU, the host waits for the first operation.
 
     Args:
         stream: the stream that puts the two operations in order.

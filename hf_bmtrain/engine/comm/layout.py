@@ -50,11 +50,7 @@ class Layout:
 
     @classmethod
     def build(cls, numels: Sequence[int], world_size: int, grain: int, spread: tuple[int, int] = (0, 1)) -> Layout:
-        """Return a layout with the tensors one after another.
-
-        Without `spread`, there are fewer than `grain` elements of padding after each tensor, and fewer than
-        (world_size + 1) * grain at the end of the buffer. The shards of the last ranks may therefore contain more
-        padding than others, or nothing else.
+        """Return a layout with the tensors one after another. There may be padding after each tensor and at the end.
 
         Args:
             numels: the number of elements of each tensor.
@@ -63,9 +59,9 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times): reserve `times` elements in the first shard for each element of the first n tensors. The
-                elements that they do not need are padding after them. If the buffer is sent with one byte per element,
-                there is thus room for `times` bytes per element of these tensors.
+            spread: (n, times): reserve `times` elements in the first shard for each element of the first n tensors.
+                What they do not need is padding. So if the buffer is sent with one byte per element, each element of
+                these tensors may have `times` bytes.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0

@@ -32,15 +32,19 @@ _ABORT_SECONDS = 10.0
 
 
 def _moved(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL dtype) to send `tensor`. A dtype that NCCL lacks, such as bool, is sent as bytes."""
+    """Return the (element count, NCCL dtype) to pass to NCCL for sending `tensor`.
+
+    A tensor of a dtype that NCCL lacks, such as bool, is sent as bytes.
+    """
     known = _NCCL_TYPES.get(tensor.dtype)
     return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL dtype) to reduce `tensor`. A complex tensor is reduced as its real and imaginary parts.
+    """Return the (element count, NCCL dtype) to pass to NCCL for a reduction of `tensor`.
 
-    Raises ValueError if NCCL cannot compute in the tensor's dtype.
+    A complex tensor is reduced as its real and imaginary parts. Raises ValueError if NCCL cannot compute in the
+    tensor's dtype.
     """
     real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     if real not in _NCCL_TYPES:

@@ -1,4 +1,4 @@
-"""Exchange Python objects between the ranks with collectives of a separate gloo group, and texts in torch's store."""
+"""Exchange Python objects between ranks over a separate gloo group, and texts through torch's key-value store."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class ObjectComm:
             seconds: the time to wait for the other ranks; None uses the timeout.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, as in `barrier`.
+            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
+                rank.
         """
         if self._group is None:
             return flag
@@ -110,7 +111,8 @@ class ObjectComm:
                 ranks compare), from `collective_log.code`.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, as in `barrier`.
+            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
+                rank.
         """
         return number if self._group is None else self._smallest(number, entry, None)
 

@@ -20,7 +20,7 @@ class _Shared:
     """The shards of one flat buffer: this rank's, and those of the other ranks, mapped into this process.
 
     Attributes:
-        shard: this rank's shard.
+        shard: a weak reference to this rank's shard.
         nbytes: the size of the shard.
         sources: for each rank, its mapped shard; None for this rank.
         handle: the handle with which the other ranks map this rank's shard.
@@ -29,9 +29,8 @@ class _Shared:
             the shard.
         published: the version counter of this rank's shard when its values were last made readable for other ranks; -1
             if they never were.
-        meeting: the ticket (handle to wait for) of an all-reduce, which completes when every rank has completed the
-            last update of its shard that was passed to `announce`. None if there was no such update since the last
-            gather.
+        meeting: the ticket (handle to wait for) of an all-reduce, for which the next gather waits. It completes when
+            every rank has updated its shard. None if no update was announced since the last gather.
         read: whether this rank has gathered the shards since the last `wait_for_readers`.
     """
 
@@ -52,8 +51,8 @@ class PeerGather(Gather):
     A gather by copies is not collective: between two changes of the weights, ranks may gather different numbers of
     times. Ranks wait for each other only at changes of the weights:
 
-    * The first gather after a change waits until every rank has written its new values. All ranks must then gather, or
-      call `publish`.
+    * The first gather after a change waits until every rank has written its new values. After a change, therefore,
+      every rank must either gather or call `publish`.
     * After an asynchronous update by an optimizer, which `announce` registers, gathers of a shard wait until every rank
       has updated it.
     * Weights may be written again after `wait_for_readers`, which waits for the copies of all ranks. It is called at
@@ -99,7 +98,8 @@ class PeerGather(Gather):
             device: this rank's device.
             open_meetings: a collective function that opens a separate communicator, with which the ranks announce
                 asynchronous updates of weights. It is called before the first such update.
-            members: for each rank of `communicator`, its index in the result of `exchange`. None if it is the rank.
+            members: for each rank of `communicator`, its index in the result of `exchange`. None if the index equals
+                the rank.
         """
         self.communicator, self.collective = communicator, collective
         self._memory, self._exchange, self._smallest = memory, exchange, smallest
@@ -180,9 +180,9 @@ class PeerGather(Gather):
         self._publish()
 
     def _publish(self) -> None:
-        """Make later gathers wait until every rank has completed its writes, so that they read the present values.
+        """Make later gathers wait until every rank has completed its writes to shards.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The gathers then read the new values.
         """
         living = [(shared, shard) for shared in self._shared.values() if (shard := shared.shard()) is not None]
         changed = [(shared, shard) for shared, shard in living if shard._version != shared.published]

@@ -59,7 +59,10 @@ class PeerMemory(Protocol):
         """
 
     def unmap(self, source: Any) -> None:
-        """Unmap memory of another process from this one. source: the mapped memory that `map` returned."""
+        """Unmap memory of another process from this one.
+
+        source: the mapped memory that `map` returned.
+        """
 
     def free(self, handle: Any) -> None:
         """Free memory that this process allocated. Every other process must have unmapped it before.
@@ -110,7 +113,7 @@ class HostMemory:
         os.unlink(handle)
 
     def unmap(self, source: torch.Tensor) -> None:
-        pass  # the memory is unmapped when the last reference is dropped
+        pass  # the memory is unmapped when the last tensor over it is freed
 
     def free(self, handle: str) -> None:
         pass

@@ -96,9 +96,11 @@ class Mailboxes:
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return this rank's mailbox for the reduction before that of `box`, another mailbox of this rank.
+        """Return the mailbox that this rank used in the reduction before the one that uses `box`.
 
         A mailbox is memory into which the other ranks copy gradients. Mailboxes are used in turn.
+
+        box: another mailbox of this rank.
         """
         return self.boxes[(box.number - 1) % MAILBOXES]
 
@@ -216,9 +218,9 @@ class _PeerReducer(CollectingReducer):
     """Averages the gradients of one flat buffer, which the ranks copy into each other's mailboxes (see `Mailbox`).
 
     Attributes:
-        _local_ranges: for each other rank, in the order of copying: (rank, list of (index of a tensor, the range of the
-            tensor that the rank stores)). Empty ranges are left out.
-        _own: the same list for this rank.
+        _local_ranges: [(rank, ranges), …] of the other ranks, in the order of copying. `ranges` lists (index of a
+            tensor, the range of the tensor that the rank stores), without empty ranges.
+        _own: such a list of ranges for this rank.
     """
 
     def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:

@@ -1,17 +1,15 @@
 """Average the gradients of a flat buffer over the ranks, and write this rank's part of the mean to its shard.
 
-This file contains the interface, an implementation with collectives, and one for a single process. Gradients are packed
-into one flat tensor on a separate stream, while the next block computes its backward. These waits ensure the order:
+This file contains the interface, an implementation with collectives, and one for a single process. With several ranks,
+gradients are packed into one flat tensor on a separate stream, while the next block computes its backward. The streams
+are ordered as follows:
 
 * The packing stream first waits for the work that was queued on the current stream when `send` was called, which
-  includes the computation of the gradients.
-* The collective waits for the packing, and `PendingReduce.wait` makes the current stream wait for the collective.
-  Between two calls of `send` for the same flat buffer, `wait` or `cancel` must be called.
-* The gradients are referenced until `wait` or `cancel`. Otherwise the allocator, which reuses memory in the order of
-  the current stream, would reuse their memory while the packing stream still reads it.
-
-At any time, memory contains at most two blocks' gradients from autograd (`Schedule` ensures this) and two blocks'
-packed gradients, besides the shards. With one process, gradients are packed on the current stream.
+  includes the computation of the gradients. The collective waits for the packing.
+* `PendingReduce.wait` makes the current stream wait for the collective. Between two calls of `send` for the same flat
+  buffer, `wait` or `cancel` must be called.
+* The gradients are referenced until `wait` or `cancel`. Otherwise the allocator would reuse their memory while the
+  packing stream still reads it.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class PendingReduce:
     def wait(self) -> None:
         """Make the current stream wait until the result is in the shard, and in the running sum if there is one.
 
-        Also drop the references to autograd's gradients, and free the packed gradients.
+        Also drop the references to autograd's gradients, and free the flat tensor into which they were copied.
         """
         self.arrived.wait()
         self.gradients = ()
@@ -69,8 +67,8 @@ class PendingReduce:
     def cancel(self) -> None:
         """Make the current stream wait until the reduction has ended, and discard its result.
 
-        Without a running sum of gradient accumulation, the contents of the shard are undefined afterwards. With one,
-        the shard and the sum are unchanged, unless the reduction used peer copies: then both are undefined.
+        Under gradient accumulation, the shard and the running sum are unchanged, unless the reduction used peer copies.
+        In all other cases, their contents are undefined afterwards.
         """
         self.added = None
         self.wait()
@@ -93,7 +91,8 @@ class Reducer(Protocol):
         Args:
             index: the index of the tensor in the layout.
             gradient: the gradient, in the tensor's full shape. The reducer may keep a reference and write to it.
-            destination: a function that returns the `shard` and `total` that will be passed to `send`.
+            destination: a function that returns (shard, total), the tensors for the mean gradient and for the running
+                sum or None, as `send` will receive them.
         """
 
     def send(
@@ -162,13 +161,13 @@ class Packing:
         parts = flat.data.split_with_sizes(layout.sizes)
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
-        # The gaps are filled by copying zeros, so that one kernel writes both the gradients and the gaps.
+        # The gaps (padding) are filled by copying zeros, so that one kernel writes both the gradients and the gaps.
         zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
         self._zeros = [zeros[: gap.numel()] for gap in self._gaps]
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy the gradient of tensor `index` to its place in `flat`. A second gradient is added to the first."""
+        """Copy the gradient of tensor `index` to its place in `flat`. A second gradient of it is added to the first."""
         if index in self._packed:
             self._views[index].add_(gradient)
         else:
@@ -176,10 +175,10 @@ class Packing:
             self._packed.add(index)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Copy the remaining gradients, zero the padding and missing gradients, and return `flat`.
+        """Copy the remaining gradients to `flat`, write zeros to padding and missing gradients, and return `flat`.
 
-        gradients: for each tensor, its gradient or None. If `add` has copied a gradient of the tensor before, this one
-            is added to it.
+        gradients: for each tensor, its gradient or None. It is added to the gradient that `add` has copied for the
+            tensor, if any.
         """
         views, sources, missing = self._views, [gradient for gradient in gradients if gradient is not None], []
         if self._packed or len(sources) < len(views):
@@ -201,8 +200,8 @@ class Packing:
 class CollectingReducer:
     """A base class of reducers, the objects that average the gradients of one flat buffer over the ranks.
 
-    Its `collect`, which accepts a gradient that is ready early, keeps a reference and does not copy it. A second
-    gradient of the same tensor is added to the first in place.
+    `collect` keeps a reference to a gradient that is ready early, and does not copy it. A second gradient of the same
+    tensor is added to the first in place.
     """
 
     def __init__(self) -> None:
@@ -217,7 +216,7 @@ class CollectingReducer:
     def with_collected(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return `gradients` together with those that `collect` has accepted since the last `send`.
 
-        If a tensor has a gradient from both, their sum is returned. This object then refers to no gradient any more.
+        If a tensor has a gradient from both, their sum is returned. This object keeps no reference to the gradients.
 
         gradients: for each tensor of the flat buffer, the gradient passed to `send`, or None.
         """
@@ -255,19 +254,19 @@ class CollectiveReduction(Reduction):
 
 
 class _CollectiveReducer(CollectingReducer):
-    """Copies the gradients of a flat buffer into one flat tensor, and averages this with a reduce-scatter.
+    """Copies the gradients of a flat buffer into one flat tensor and averages this tensor with a reduce-scatter.
 
-    If one gradient fills the whole buffer, it is averaged directly, without the copy.
+    If a single gradient has the size of the whole buffer, it is averaged directly, without the copy.
     """
 
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
         self._owner, self._layout, self._shapes, self._like, self._poison = owner, layout, shapes, like, poison
-        self._single = layout.numels == (layout.numel,)  # the buffer has one tensor and no padding
+        self._single = layout.numels == (layout.numel,)  # True if the buffer has one tensor and no padding
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
-        """The memory for the gradients as one flat tensor, freed between reductions, and the object that fills it."""
+        """The memory of the flat tensor, freed between reductions, and the object that copies gradients into it."""
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
@@ -337,11 +336,11 @@ class LocalReduction(Reduction):
 
 
 class _LocalReducer:
-    """The reducer of a single process, which has nothing to average: it copies the gradients of a flat buffer.
+    """The reducer of a single process. Without other ranks, it only copies the gradients of a flat buffer.
 
     They are copied to the shard or, under gradient accumulation, to new memory, which `PendingReduce.wait` adds to the
-    running sum. If `send` gets all gradients, as from a block, it concatenates them. `collect` copies its gradient
-    immediately, so that the gradient's memory can be freed before the backward ends.
+    running sum. `collect` copies its gradient immediately, so that the gradient's memory can be freed before the
+    backward ends.
     """
 
     def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:

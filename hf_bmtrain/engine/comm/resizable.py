@@ -55,7 +55,7 @@ class ResizableStorage:
         return shares_storage(tensor, self.tensor)
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
-        """Return a view of `shape` that starts at element `start` and has its own version counter.
+        """Return elements of this memory, from `start`, as a view of `shape` with its own version counter.
 
         With a shared counter, autograd would take each later write to the memory for an in-place write to the views
         that it has saved, and backward would raise an error.

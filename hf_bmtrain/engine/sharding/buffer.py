@@ -41,8 +41,8 @@ class ShardedBuffer:
     The optimizer updates `shard`. `gather` allocates the full buffer, with memory for the elements of all ranks, and
     fills it by an all-gather; `reshard` frees it. After a write to the shard, the next `gather` fills it again.
 
-    A local parameter contains this rank's elements of one parameter, as a view of `shard`. The local parameters keep
-    this object alive. This object refers to them only weakly, so that a model is freed as soon as it is not used.
+    A local parameter contains this rank's elements of one parameter, as a view of `shard`. Local parameters keep this
+    object alive. It refers to them only weakly, so that they are freed with their module.
 
     Attributes:
         storage: determines how the shard is stored and what an all-gather sends.
@@ -110,14 +110,14 @@ class ShardedBuffer:
     def route(
         self, source: torch.Tensor, target: ResizableStorage | None, cut: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        """Set which tensor an all-gather sends, and which memory it fills. Do not call it while unsharded.
+        """Set the tensor that all-gathers send and the memory that they fill. Do not call it while unsharded.
 
         Args:
-            source: this rank's tensor, which the all-gather sends.
-            target: the memory that the all-gather fills; None if there is nothing to gather.
-            cut: the (start, stop) ranges of `source` that must also be copied to `target`; an all-gather may leave out
-                this rank's other elements. None stands for the elements of parameters that are divided between ranks:
-                parameters that are entirely in this rank's shard are read there.
+            source: this rank's tensor to send.
+            target: the memory for the result; None if nothing needs to be gathered.
+            cut: the (start, stop) ranges of `source` that this rank reads in `target` after an all-gather. The
+                all-gather need not copy the rest of `source`. None: the ranges of parameters that are divided between
+                ranks. Parameters that lie entirely in this rank's shard are read there.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -216,7 +216,7 @@ class ShardedBuffer:
             self._collective_log.note(self._entries[evaluates])
 
     def wait(self) -> None:
-        """Make the current stream wait for the all-gather that `gather` started. Then full parameters are readable."""
+        """Make the current stream wait for the all-gather of `gather`, after which full parameters are readable."""
         if self._state is State.GATHERING:
             if self._ticket is not None:
                 self._ticket.wait()
@@ -263,9 +263,10 @@ class ShardedBuffer:
         return self.storage.memory().nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a full parameter, which may be in the full buffer or in the shard.
+        """Return whether `tensor` is a view of a full parameter, and so must not be used after `reshard`.
 
-        The result is the same on every rank, although ranks differ in which full parameters are views of the shard.
+        False if the shard is the full buffer, because `reshard` then frees nothing. The result is the same on every
+        rank.
         """
         return self.storage.holds(tensor)
 
@@ -285,14 +286,15 @@ class ShardedBuffer:
     def prepare_write(self) -> None:
         """Make the current stream wait until no other rank reads this rank's shard, so that it may be written.
 
-        Collective: every rank must call it. An optimizer's step need not call it, because backward waits at its end.
+        Collective: every rank must call it. An optimizer's step need not call it, because every backward ends with this
+        wait.
         """
         self._gather.wait_for_readers()
 
     def gather_like_local(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gather sharded tensors that have the layout of parameters, such as optimizer state, in one all-gather.
+        """Gather sharded tensors, such as the optimizer states of the parameters, in one all-gather.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Each tensor is divided between the ranks like its parameter.
 
         Args:
             values: {index of a parameter: this rank's elements of a tensor, 1-D, as many as the local parameter has}.
@@ -314,13 +316,15 @@ class ShardedBuffer:
     # -- refused writes and casts -------------------------------------------------------------------------------
 
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
-        """Raise RuntimeError if a forward cast a full parameter or wrote to it in place.
+        """Raise RuntimeError if a forward cast a full parameter to another dtype or wrote to it in place.
 
-        A cast is undone before the error is raised. A write would be lost when the buffer is resharded, or would remain
-        only on a rank whose shard contains the whole parameter. Writes are allowed if the shard is the full buffer.
+        A write would be lost when the buffer is resharded, or would remain only on the rank whose shard contains the
+        whole parameter. With one rank, the shard is the full buffer, and writes are allowed. A cast is undone before
+        the error is raised.
 
         Args:
-            copies: other Parameters over the same memory to which the forward wrote, as the caller has found.
+            copies: Parameters outside `full_params` that share the memory of a full parameter, and to which the caller
+                knows that the forward wrote.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

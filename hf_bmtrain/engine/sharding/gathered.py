@@ -94,7 +94,7 @@ def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
 
 @contextmanager
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
-    """Put full parameters into a model's modules inside the context; its forward and `state_dict` raise errors there.
+    """Put full parameters into a model's modules inside the context, where its forward and `state_dict` raise errors.
 
     At the end, the local parameters are put back. If the code inside the context has replaced a parameter or module,
     this is undone, and RuntimeError is raised.
@@ -184,5 +184,5 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the elements as a 1-D uint8 tensor, in which identical NaNs compare as equal."""
+    """Return the bytes of the elements as a 1-D uint8 tensor. Comparing bytes treats identical NaNs as equal."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

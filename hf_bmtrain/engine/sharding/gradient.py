@@ -25,10 +25,10 @@ class GradientBuffer:
     """The gradient of a flat buffer, which is averaged over the ranks and accumulated over several backwards.
 
     `send` starts to average the gradients that autograd stored in the `.grad` of the full parameters. `receive` waits
-    for the mean and sets the `.grad` of the local parameters (this rank's elements of each) to views of `shard`. If a
-    local parameter already has a `.grad`, gradients are added to it. Half-precision gradients of several backwards are
-    summed in float32, and the sum is rounded into `shard`. A rank that did not use a parameter contributes zeros to the
-    mean. If no rank used it, its `.grad` does not change.
+    for the mean. It sets the `.grad` of the local parameters (this rank's elements of each) to views of `shard`, or
+    adds the mean to an existing `.grad`. Half-precision gradients of several backwards are summed in float32, and the
+    sum is rounded into `shard`. A rank that did not use a parameter contributes zeros. If no rank used it, its `.grad`
+    does not change.
 
     Attributes:
         shard: (n,) this rank's shard of the flat gradient; None before the first backward, and after `free_if_unused`
@@ -203,8 +203,8 @@ class GradientBuffer:
     def _note_absent(self, lacking: list[int]) -> None:
         """Tell the other ranks which parameters this rank did not use in the backward.
 
-        Left out are parameters whose gradient was passed to `collect`, and those whose local parameter has a `.grad`
-        already, from an earlier backward.
+        A parameter counts as used if its gradient was passed to `collect`. Parameters that have a `.grad` from an
+        earlier backward are left out, because the mean is added to this `.grad` in any case.
 
         lacking: the indices of full parameters whose `.grad` is None.
         """
@@ -222,11 +222,11 @@ class GradientBuffer:
 
         If gradients are accumulated, they are first added to the earlier ones. Each `.grad` is a view of `shard`, this
         rank's shard of the flat gradient. A parameter that this rank did not use gets a `.grad` only if another rank
-        used it. With one rank, or if parameters have gradient hooks, this call finds out whether another rank did.
+        used it.
 
         Returns:
-            True if this is still unknown for some parameters. Then `decide` must be called later, which sets their
-            `.grad`.
+            True if `decide` must be called later to set the `.grad` of parameters that this rank did not use. False if
+            this call has set all of them, as it does with one rank or if there are gradient hooks.
         """
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
@@ -255,8 +255,8 @@ class GradientBuffer:
     def decide(self) -> None:
         """Set the `.grad` of parameters that this rank did not use in the backward, but another rank did.
 
-        Called some time after `receive`, if that returned True, and before the next reduction starts at the latest.
-        While that reduction is pending, a further call does nothing. The host waits for the mean.
+        If `receive` returned True, call this before the next reduction of the buffer. The host waits for the mean
+        gradient. Without such parameters, or while a reduction is pending, this does nothing.
         """
         if self._pending is not None or not self._absent:
             return
@@ -283,15 +283,16 @@ class GradientBuffer:
             self._pending.cancel()  # may have written to the shard, so the sums of squares are invalid now
             self._pending = self._squares = None
         self._begun = False
-        # Free the shard, because its contents are undefined now, padding included. If the user then set a `.grad`, the
-        # next backward would add to these contents.
+        # Free the shard, because its contents (padding included) are undefined now. If it were kept and the user then
+        # set a `.grad`, the next backward would add its gradients to these contents.
         self.free_if_unused()
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (the shard that receives this backward's mean, the running sum or None), and allocate them if needed.
+        """Return the tensors into which this backward's gradients are reduced. The first call allocates them.
 
-        There is a running sum of several backwards only if this backward is added to earlier ones, that is, if a local
-        parameter has a `.grad`.
+        Returns:
+            (shard, total): `shard` receives this rank's part of the mean gradient. `total` is the running sum of
+                gradient accumulation, or None if no local parameter has a `.grad`.
         """
         assert self._pending is None, "`receive` was not called after the last `send`"
         if not self._begun:
@@ -310,9 +311,9 @@ class GradientBuffer:
 
     @property
     def intact(self) -> bool:
-        """True if no local parameter's `.grad` was replaced by the user.
+        """True if every local parameter's `.grad` is None or the view of `shard` that `receive` or `decide` has set.
 
-        Each is then None, or the view of `shard` that `receive` or `decide` has set.
+        False if the user has replaced a `.grad`: then it is not in `shard`, the flat gradient.
         """
         for mine, handed in zip(self._gradients, self._handed):
             if mine is not None and mine is not handed:
@@ -324,10 +325,10 @@ class GradientBuffer:
         return self.shard is not None and self.shard._version == self._version
 
     def squares(self, indices: Sequence[int]) -> torch.Tensor | None:
-        """Return the sums of squares of this rank's elements of k gradients, (k,) float64, one for each parameter.
+        """Return the sums of squares of the gradients of k parameters, over this rank's elements, as (k,) float64.
 
-        Returns None if the reduction did not compute the sums, or if one of the gradients is None or was written or
-        replaced since.
+        Returns None if the reduction did not compute the sums, or if a gradient is None, or was written or replaced
+        since.
 
         Args:
             indices: the indices of k consecutive parameters.
@@ -340,21 +341,21 @@ class GradientBuffer:
         return self._squares[indices[0] : indices[-1] + 1]
 
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements start:stop of the gradient's shard, summed over the accumulated backwards.
+        """Return elements start:stop of this rank's running sum of gradients, before it is rounded into `shard`.
 
-        The result is a view of the running sum, in float32 or wider, before it is rounded into `shard`. Returns None if
-        only one backward was accumulated, or if the shard was written since the last reduction.
+        The result is a view in float32 or wider. Returns None if there was only one backward, or if the shard was
+        written since the last reduction.
         """
         if self._total is None or not self._unwritten:
             return None
         return self._total[start:stop]
 
     def _resume_total(self) -> None:
-        """Prepare the running sum of the gradients of several backwards, to which another backward will be added.
+        """Prepare the running sum of gradients, to which another backward will be added.
 
-        If there is a sum of earlier backwards already, it is kept, because it is more precise than `.grad`. Otherwise,
-        or if the user has written to a `.grad` in place, it is copied from `shard`. If the user has replaced a `.grad`,
-        that `.grad` is copied into the sum.
+        The running sum of earlier backwards is kept if there is one, because it is more precise than `.grad`. If there
+        is none, or if the user has written to a `.grad` in place, `shard` is copied into a new sum. If the user has
+        replaced a `.grad`, that `.grad` is copied into its part of the sum.
         """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)

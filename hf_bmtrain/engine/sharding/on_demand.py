@@ -81,9 +81,9 @@ class OnDemandGather:
     def read(self, sharded: Any, reader: torch.nn.Module) -> torch.nn.Parameter:
         """Return the full parameter inside a forward or backward, and the local parameter `sharded` elsewhere.
 
-        The first read in a forward pass all-gathers the buffer, and so is collective. If several modules read a (tied)
-        parameter, each gets its own Parameter over the same memory. Thus each module's gradient can be passed on as
-        soon as it is complete, without waiting for the other modules.
+        The first read in a forward pass is collective, because it all-gathers the buffer. If several modules read a
+        (tied) parameter, each gets its own Parameter over the same memory. Thus each module's gradient can be passed on
+        as soon as it is complete, without waiting for the other modules.
 
         Args:
             sharded: the local parameter.
@@ -126,7 +126,7 @@ class OnDemandGather:
         return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
-        """Return the full Parameters over the memory of parameter `index`, one for each module that has read it."""
+        """Return the full Parameters of parameter `index`, which share memory: one for each module that has read it."""
         return [own[index] for own in self._parameters.values() if index in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
@@ -173,8 +173,8 @@ class OnDemandGather:
     def prepare_backward(self, unwatched: bool) -> None:
         """Start to all-gather the full parameters if backward needs them. Called when backward begins.
 
-        unwatched: whether the forward pass read a parameter outside the context `watch`, so that the views which
-            autograd saved are unknown.
+        unwatched: whether the forward pass read a parameter outside the context `watch`. It is then unknown which views
+            of the parameter autograd has saved.
         """
         self._schedule.join_backward(self)
         self.unwatched = unwatched
@@ -205,8 +205,8 @@ class OnDemandGather:
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     """Keep track of the views of full parameters that autograd saves inside the context.
 
-    At the end, the full parameters of a flat buffer are freed if autograd has saved no view of them, only one module
-    has read them so far, and none read them outside `watch`.
+    At the end, the full parameters of a flat buffer are freed if autograd has saved no view of them, they were read
+    inside `watch` only, and only one module has read them so far.
 
     group: the OnDemandGathers (one for each flat buffer of root parameters) whose views are tracked.
     """

@@ -57,9 +57,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         requires_grad: whether the parameter requires a gradient.
         init_method: a function that fills a full tensor in place; `init_parameters` calls it.
         group: a name by which `grouped_parameters` groups parameters.
-        tp_mode: with tensor parallelism (`tp_size` of `init_distributed`), whether the ranks of a tensor-parallel group
-            use the parameter for the same rows of the batch, or each have a part of it. If False, they use it for
-            different rows, so its gradient is summed over the ranks of a group, and averaged over the groups.
+        tp_mode: used only with tensor parallelism (`tp_size` of `init_distributed`). True: the ranks of a
+            tensor-parallel group use the parameter, or their parts of it, for the same rows of the batch. False: they
+            use it for different rows, so its gradient is summed over the ranks of a group, and averaged over the
+            groups.
         tp_split_dim: with `tp_mode`, the dimension on which a tensor is split over the ranks of a tensor-parallel
             group; -1 if it is not split. Each rank passes its part as `data`. The parameter has the shape of the part,
             and is sharded over the ranks that have the same part. State dicts contain the tensor before the split.
@@ -127,7 +128,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def full(self) -> torch.nn.Parameter:
-        """The full parameter. It is a view of the full buffer, readable only while the buffer is unsharded."""
+        """The full parameter. Its values are readable only while the flat buffer is unsharded."""
         return self.buffer.full_params[self.index]
 
     @property
@@ -186,16 +187,15 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def gather(self) -> torch.Tensor:
         """Return the full parameter, a new tensor of `full_shape` on this rank's device.
 
-        Collective: every rank must call it. If gradients are enabled, the result is differentiable. Its gradient is
-        averaged over the ranks into `.grad`.
+        Collective: every rank must call it. If gradients are enabled, the result is differentiable: backward averages
+        its gradient over the ranks, and adds this rank's elements of the mean to the parameter's `.grad`.
         """
         return self.read_full()
 
     def gather_all(self) -> torch.Tensor:
-        """Return the full tensor, joined from the parts of a tensor-parallel group. It has no gradient.
+        """Return the full tensor, detached from autograd. If tensor parallelism splits it, its parts are joined.
 
-        Collective: every rank must call it. If the parameter is not split (see `tp_split_dim`), the result is the full
-        parameter.
+        Collective: every rank must call it. Without a split (see `tp_split_dim`), the result is the full parameter.
         """
         return self.buffer.storage.whole(self.index, self.gather().detach())
 
@@ -203,7 +203,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def storage_kind(self) -> StorageKind:
-        """The StorageKind (plain, quantized, …) that the parameter gets if it is moved to another flat buffer."""
+        """The StorageKind (plain, quantized, …) that the parameter keeps if it is moved to another flat buffer."""
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
@@ -333,7 +333,7 @@ def is_read_only(parameter: object) -> bool:
 
 
 class _ReadWhole(torch.autograd.Function):
-    """Copy a full parameter. In backward, average the copy's gradient over the ranks into the parameter's `.grad`."""
+    """Copy a full parameter. In backward, collect the copy's gradient, to be averaged over ranks into `.grad`."""
 
     @staticmethod
     def forward(ctx, parameter: DistributedParameter) -> torch.Tensor:

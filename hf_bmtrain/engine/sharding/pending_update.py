@@ -13,12 +13,11 @@ from ..comm.streams import Ticket
 class PendingUpdate:
     """The last update of a shard that an optimizer started asynchronously, for example on another stream.
 
-    The current stream must wait for the update before the shard is read or written. `ShardedBuffer.gather` does so, and
-    thus everything that gathers weights, and so do torch operations on a local parameter, its `.data`, and
-    `parameter.take`. If other ranks copy weights directly from this rank's memory, `announce` makes them wait as well.
+    The current stream must wait for the update before the shard is read or written. `ShardedBuffer.gather`,
+    `parameter.take`, the attribute `.data` and torch operations on a local parameter include this wait. If other ranks
+    copy weights directly from this rank's memory, `announce` makes them wait as well.
 
-    Until `wait`, this object refers to the gradients that the update reads, so that the allocator does not reuse their
-    memory.
+    Until `wait`, this object refers to the gradients that the update reads, so that their memory is not reused.
 
     Attributes:
         ticket: a handle whose `wait` makes the current stream wait until the update has written the shard; None if no
@@ -40,7 +39,8 @@ class PendingUpdate:
                 before earlier updates do.
             gradients: the tensors that the update reads.
         """
-        # The next backward cannot overwrite these gradients too early, because the forward before it waits.
+        # The next backward cannot overwrite these gradients before the update has read them, because the forward before
+        # it waits for the update.
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:

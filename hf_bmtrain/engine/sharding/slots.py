@@ -99,20 +99,18 @@ def shard_places(
 
     Collective: every rank must call it. Parameters share a buffer if they have the same dtype, `requires_grad` and
     storage kind (plain, quantized, …), and if all or none of them are in `separate`. Tied parameters are stored once.
-    At most one buffer's full parameters are in device memory at a time. The old parameters are marked
-    `sharded_elsewhere`, so that an optimizer that still refers to them raises an error instead of updating them without
-    effect.
+    The old parameters are marked `sharded_elsewhere`, so that an optimizer that still refers to them raises an error.
 
     Args:
         world: the ranks that share the buffers.
-        places: (module, name, parameter) of each entry of a module that is to hold a local parameter.
+        places: (module, name, parameter) of each entry of a module that is to be set to a local parameter.
         reduction: averages the gradients over the ranks.
         kind_of: returns a parameter's storage kind. If it returns None, the parameter's own `storage_kind` is used, or
             PLAIN if it has none.
         separate: ids of parameters that must not share a buffer with parameters outside this set.
 
     Returns:
-        The buffers, and the slots in the order of `places`.
+        The buffers, and the slots (the module entries, now set to local parameters) in the order of `places`.
     """
     groups: dict[_Group, dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:

@@ -71,9 +71,10 @@ class SourcedParameter(torch.nn.Parameter):
         self.values[: len(values)] = values
 
     def has_share_of(self, other: SourcedParameter, rank: int, size: int) -> bool:
-        """Return whether `other` has the same shape and, in this rank's share, the same values. Not collective.
+        """Return whether this loaded parameter and `other` have equal shapes and equal values in this rank's share.
 
-        Until loaded parameters are sharded, a rank may have only its share, one of `size` equal parts of the elements.
+        Not collective. A share is one of `size` equal parts of the elements: before parameters are sharded, a rank may
+        have loaded only its share of the values.
 
         Args:
             other: another loaded parameter.
@@ -124,9 +125,10 @@ class SourcedParameter(torch.nn.Parameter):
 
 
 def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
-    """Divide each loaded parameter's values among the ranks, unless all ranks have them in a memory-mapped file.
+    """Make `mapped` of each loaded parameter equal on all ranks, as `SourcedParameter.move` requires.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. If only some ranks have a parameter's values in a memory-mapped file, these
+    ranks copy their share (1/N of the elements) to memory instead.
 
     parameters: the parameters by name. All ranks must pass the same names.
     """
@@ -156,10 +158,10 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros (numel,) in a separate anonymous memory mapping, or in ordinary memory if smaller than a page.
+    """Return zeros (numel,) on the CPU for this rank's share (1/N) of a loaded tensor.
 
-    They hold this rank's share (1/N) of a loaded tensor. If the shares were in malloc's heap, the memory of the full
-    tensors, which are freed during loading, would lie between the shares, and could not be returned to the system.
+    Shares of at least one page get their own memory mapping. In malloc's heap, the full tensors that are freed during
+    loading would lie between the shares, and their memory could not be returned to the system.
     """
     if numel * dtype.itemsize < mmap.PAGESIZE:
         return torch.zeros(numel, dtype=dtype, device="cpu")

@@ -97,7 +97,8 @@ def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> N
     Entries for modules' buffers (`register_buffer`) are not compared, because they may differ between the ranks.
     """
     world = current_world()
-    if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper gives all ranks rank 0's values
+    # `state` may be a DistributedStateDictWrapper, which is no dict. From it, every rank loads rank 0's values.
+    if world.size == 1 or not isinstance(state, dict):
         return
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     facts = {

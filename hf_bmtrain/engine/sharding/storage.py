@@ -40,10 +40,11 @@ class Memory(NamedTuple):
 
 
 class Storage:
-    """Stores elements as they are. The all-gather sends the shard itself and fills the memory of the full parameters.
+    """Keeps the shard of one flat buffer, and determines what its all-gather sends and fills.
 
-    With one rank, the shard is the full buffer, and nothing is gathered or freed. Subclasses store or send the elements
-    in another form.
+    This class stores elements as they are: the all-gather sends the shard itself and fills the memory of the full
+    parameters. With one rank, the shard is the full buffer, and nothing is gathered or freed. Subclasses store or send
+    the elements in another form, such as quantized.
 
     Attributes:
         buffer: the flat buffer that owns this storage, referred to weakly. It is set before any method is called.
@@ -53,8 +54,8 @@ class Storage:
             and what the user can do instead.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
         is_part: whether the full parameters are parts of tensors that tensor parallelism splits (see `whole_shape`).
-        kind: the StorageKind to use if the parameters are moved to another buffer. None for the plain kind, or if the
-            kind is then chosen again.
+        kind: the StorageKind that the parameters keep if they are moved to another flat buffer. None: it is chosen
+            again.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -183,7 +184,10 @@ class Storage:
                 buffer.reshard()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a full parameter. The result is the same on every rank."""
+        """Return whether `tensor` is a view of a full parameter, and so must not be used after resharding.
+
+        False if the shard is the full buffer, because nothing is freed then. The result is the same on every rank.
+        """
         return self.full is not None and (self.full.holds(tensor) or shares_storage(tensor, self.buffer.shard))
 
     # With tensor parallelism, a full parameter may be one part of a larger tensor, which is called whole here. The
@@ -199,7 +203,8 @@ class Storage:
         Collective: every rank must call it.
 
         index: the index of the parameter in the flat buffer.
-        full: this rank's part: its full parameter, or another tensor of this shape, such as optimizer state.
+        full: this rank's part, a tensor of the full parameter's shape, such as the full parameter or its optimizer
+            state.
         """
         return full
 
@@ -212,14 +217,18 @@ class Storage:
         return whole
 
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
-        """Return (the shape of parameter `index` in checkpoints, the index of this rank's first element there).
+        """Return where this rank's elements of a parameter are in a checkpoint.
 
-        The index counts elements of the flattened tensor, in which this rank's elements are contiguous.
+        index: the index of the parameter in the flat buffer.
+
+        Returns:
+            (the shape of the saved tensor, the index of this rank's first element in the flattened saved tensor). This
+            rank's elements are contiguous there.
         """
         return self.buffer.full_params[index].shape, self.buffer.local_ranges[index].tensor_start
 
     def memory(self) -> Memory:
-        """Return the memory that the flat buffer uses on this rank."""
+        """Return the flat buffer's memory on this rank: its tensors, and the bytes that an all-gather allocates."""
         buffer = self.buffer
         nbytes = 0 if self.full is None else buffer.layout.numel * buffer.shard.itemsize
         return Memory([buffer.shard], [*buffer.full_params], nbytes)
@@ -237,15 +246,15 @@ class StorageKind:
 
         Args:
             parameters: the full parameters, in the order of the buffer.
-            small: the number of parameters at the start that are of the plain kind (stored as they are), and only share
-                the buffer. `takes` has accepted them.
+            small: the number of parameters at the start that are of the plain kind (stored as they are). They share the
+                buffer because `takes` has accepted them.
         """
         return Storage()
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether parameters of the plain kind (stored as they are) may share a flat buffer of this kind.
 
-        They are then stored at its start, which saves an all-gather of their own.
+        They are then stored at its start, and need no separate all-gather.
 
         Args:
             small: parameters of the plain kind, of the same dtype and `requires_grad` as `own`.
@@ -254,11 +263,14 @@ class StorageKind:
         return False
 
     def share(self, world: World, reduction: Reduction) -> tuple[World, Reduction]:
-        """Return the ranks over which a flat buffer of this kind is sharded, and the way to average its gradients.
+        """Choose the ranks over which a flat buffer of this kind is sharded, and how its gradients are averaged.
 
         Args:
             world: all ranks.
             reduction: the way to average the gradients of a buffer that stores elements as they are (the plain kind).
+
+        Returns:
+            (the ranks that share the buffer, the way to average its gradients); by default the two arguments.
         """
         return world, reduction
 

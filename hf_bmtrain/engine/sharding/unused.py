@@ -8,13 +8,11 @@ from ..comm.object_comm import ObjectComm
 
 
 class UnusedParameters:
-    """Finds the parameters of one flat buffer that no rank used in a backward. Their `.grad` must not change.
+    """Finds the parameters of one flat buffer that no rank used in a backward, so that their `.grad` is not changed.
 
-    Before the reduction of the buffer's gradient, each rank with unused parameters posts their indices in a key-value
-    store that all ranks share. A rank that used all parameters posts nothing. After the CPU has waited for the mean
-    gradient, the ranks with unused parameters read all posts. By then every rank has started the reduction, so a rank
-    without a post used all parameters. The posts of a reduction are deleted after a later reduction, when every rank
-    has read them.
+    Before the gradient of the buffer is reduced, each rank that did not use all parameters posts the indices of its
+    unused ones in a key-value store. After the host has waited for the mean gradient, these ranks read all posts. By
+    then every rank has started the reduction, so a rank without a post used all parameters.
 
     Attributes:
         sent: the number of reductions that were started so far. The owner increments it.
@@ -41,10 +39,10 @@ class UnusedParameters:
     def agree(self, indices: Sequence[int]) -> set[int]:
         """Return the indices of the parameters that no rank used in the backward.
 
-        The host must have waited for the mean gradient: every rank has then told the others which parameters it did not
-        use.
+        Call this after the host has waited for the mean gradient: by then, every rank with unused parameters has called
+        `post`.
 
-        indices: the parameters that this rank did not use, as passed to `post`.
+        indices: the indices of the parameters that this rank did not use, as passed to `post`.
         """
         if self._control.size == 1:
             return set(indices)

@@ -22,7 +22,7 @@ class HostInputs:
     The copies run on a separate stream, in the order in which they are queued. The computation waits as follows:
 
     * In the forward, before a block saves its input, it waits until the preceding block's input has been copied to the
-      host, and frees that input on the device. So at most one input is on the device only to be copied.
+      host, and frees that input on the device. So at most one block's input is being copied at a time.
     * The input of the last block stays on the device, because backward needs it first.
     * In the backward, a block waits until its input has been copied back, and then queues the copy of the preceding
       block's input. So at most two inputs are on the device.
@@ -103,7 +103,8 @@ class HostInputs:
     def give_back(self, memory: torch.Tensor) -> None:
         """Allow other inputs to reuse `memory`, which `download` returned.
 
-        Copies that are already queued may still use `memory`, because copies for its next user are queued after them.
+        Queued copies may still use `memory`: the copies of its next user will be queued after them, and so will not
+        disturb them.
         """
         bisect.insort(self._free, memory, key=_size)
 
@@ -174,14 +175,14 @@ class _Inputs:
         return saved
 
     def leave_device(self) -> None:
-        """Make the computation wait until these inputs have been copied to the host, and free them on the device."""
+        """Make the computation wait until the block's inputs are copied to the host, and free them on the device."""
         self._event.wait()
         for saved in self._saved:
             saved.check_unwritten()
             saved.tensor = None
 
     def fetch(self) -> None:
-        """Queue copies of these inputs from host memory to the device. Skip inputs that are on the device already."""
+        """Queue copies of the block's inputs from host memory to the device, except of those that are there."""
         copies = []
         for saved in self._saved:
             if saved.tensor is None:
@@ -209,7 +210,8 @@ class _Inputs:
     def give_back(self, saved: _Saved) -> None:
         """Allow reuse of the host memory of `saved`, which is being deleted.
 
-        If its tensor is still on the device, first wait for the queued copies, which may read or write that memory.
+        If its tensor is still on the device, the computation first waits for the queued copies, which may read or write
+        that memory.
         """
         if saved.tensor is not None:
             self._event.wait()

@@ -27,8 +27,8 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """
     # Compiled code calls torch's kernel through the operator `_product_of_groups`, because Inductor may otherwise
     # choose strides that the kernel refuses. Up to torch 2.11, is_compiling() is False while torch.compile traces the
-    # backward of this operator, which calls this function. Since torch can trace the kernel only in bfloat16, other
-    # dtypes then always use the operator.
+    # backward of this operator, which calls this function. Torch can trace the kernel only in bfloat16, so up to that
+    # version other dtypes always use the operator.
     traced = matrices.dtype == torch.bfloat16 or torch.__version__ >= "2.12"
     if traced and not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)
@@ -109,7 +109,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]
     dx = grouped_product(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None
-    # If `matrices` is a transposed view, its gradient gets the same strides.
+    # If `matrices` is a transposed view, its gradient is one too, so that the viewed tensor's gradient is contiguous.
     if matrices.stride(1) == 1 != matrices.stride(2):
         return dx, gradient_of_groups(dy, x, ends).transpose(1, 2), None
     return dx, gradient_of_groups(x, dy, ends), None

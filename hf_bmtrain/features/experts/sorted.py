@@ -41,8 +41,7 @@ class SortedExperts(OnlyWhileSharded):
 def can_sort(experts: Any) -> bool:
     """Return whether `experts` is a module of several experts that transformers can run with its own "grouped_mm".
 
-    False if the module's class has another forward than that of transformers, or if another function was registered
-    as "grouped_mm".
+    False if the module's class overrides transformers' forward, or if another function was registered as "grouped_mm".
     """
     if not hasattr(experts, "_apply_gate") or not all(hasattr(experts, setting) for setting in _SETTINGS):
         return False
@@ -58,8 +57,8 @@ def can_sort(experts: Any) -> bool:
 def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
     """Give each mixture of experts in `modules` the faster forward of SortedExperts. Return how many were changed.
 
-    A module is changed in place: its class becomes a subclass of SortedExperts. Modules that `can_sort` rejects are
-    left alone.
+    A module is changed in place: its class becomes a subclass of SortedExperts. Modules that transformers cannot run
+    with its "grouped_mm" implementation of experts are left alone.
     """
     found = [module for module in modules if can_sort(module) and not isinstance(module, SortedExperts)]
     for module in found:

@@ -121,7 +121,7 @@ def quantize_full(weight: Tensor) -> Float8:
 def quantize_transposed(weight: Tensor) -> Float8:
     """Quantize `weight` (N, K) to float8 with one scale for all elements, and return the transpose, (K, N).
 
-    On a GPU, one kernel quantizes and transposes, without a copy that is not transposed.
+    On a GPU, one kernel quantizes and transposes, without an intermediate matrix.
     """
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
@@ -253,9 +253,9 @@ def _by_kernels(x: Tensor) -> bool:
     """Return whether this package's CUDA kernels quantize x, instead of torch's operations.
 
     They do so on GPUs, and on the meta device, which stands for a GPU. In compiled code, Inductor's kernels are used
-    instead. The exception is `quantize_both`, which is a custom operator, because Inductor would fuse its column-wise
-    absmax with the computation of the elements. That is slower: 1.3 ms instead of 0.6 ms in separate passes (H200,
-    backward of a SwiGLU of 8192 x 14336).
+    instead, except for `quantize_both`, which is a custom operator: Inductor would fuse its column-wise absmax with the
+    computation of the elements. That is slower: 1.3 ms instead of 0.6 ms in separate passes (H200, backward of a SwiGLU
+    of 8192 x 14336).
     """
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
@@ -293,9 +293,11 @@ def _blocks(numel: int, itemsize: int) -> int:
 
 
 def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
-    """Compute the absmax of `weight` with one kernel, quantize it into `out` with the kernel `name`, return `out`.
+    """Quantize the full matrix `weight` into `out` with one scale, on the GPU. Return `out`.
 
-    name: "round_whole", or "round_transposed" if `out` has the shape of the transpose.
+    One kernel computes the absmax (largest magnitude) of `weight`, another kernel quantizes.
+
+    name: the kernel that quantizes: "round_whole", or "round_transposed" if `out` is the transpose.
     """
     aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
     most = torch.zeros(1, dtype=torch.int32, device=weight.device)

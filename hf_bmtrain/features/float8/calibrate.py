@@ -91,8 +91,8 @@ class Calibration(Observer):
         """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
         Collective: every rank must call it. From then on, a flat buffer (weights that are all-gathered together) is
-        all-gathered in float8 if all its layers keep float8, and some rank has called each of them. In a model with
-        adapters, none is.
+        all-gathered in float8 if all its layers keep float8, and each of them has been called on some rank. In a model
+        with adapters, no buffer is all-gathered in float8.
 
         Does nothing if some rank still has to run the backward of a block, because a layer that stops using float8
         would then be recomputed in another dtype than in the forward.
@@ -134,9 +134,10 @@ class Calibration(Observer):
 
 
 class CalibrationInStep(Calibration):
-    """Measures layers in the first training forward. At the start of a later one, the ranks decide which use float8.
+    """Measures the float8 noise of layers in the first training forward. Later, the ranks decide which use float8.
 
-    The later one is the first training forward that begins after every rank has run the measured forward's backward.
+    They decide at the start of the first training forward that begins after every rank has run the backward of the
+    measured forward.
     """
 
     _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then
@@ -160,7 +161,7 @@ class CalibrationInStep(Calibration):
 
 
 class CalibrationAhead(Calibration):
-    """Measures layers in a separate forward just before the first training forward.
+    """Measures the float8 noise of layers in a separate forward, just before the first training forward.
 
     Right after it, the ranks decide which layers keep using float8. The separate forward gets copies of the training
     forward's arguments. It is not compiled and runs without gradients. Random generators and the model's buffers,

@@ -145,7 +145,7 @@ def _table(layers: Iterable[str], left: dict[str, str]) -> str:
     """Return text for the log: how many layers of each name use float8, and how many do not, with the reason.
 
     layers: the paths of the layers that use float8.
-    left: {path of another layer: reason}.
+    left: {path of another layer: why it does not use float8}.
     """
     lines = ["float8: matrix products of linear layers in blocks, with one scale per token and one per weight"]
     lines.append(f"  in float8: {', '.join(_counted(layers))}")

@@ -103,7 +103,7 @@ class Float8State:
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
         """Return the layer's weight in float8 if it was all-gathered in float8, otherwise None.
 
-        Also returns None if `weight` is not the full parameter but another tensor, so that the gathered values are not
+        Also returns None if `weight` is another tensor than the full parameter: the all-gathered values are then not
         those of `weight`.
 
         weight: the tensor that the layer has as its `weight` in this forward.

@@ -50,9 +50,9 @@ class Float8Requantizer:
     All shards that have changed are rounded together, with one all-reduce for the absmax (largest magnitude) of each
     weight. A shard that an optimizer updates asynchronously is rounded alone instead, after its own update.
 
-    Each shard belongs to a Float8Storage, which was passed to `add` together with its owners: objects that live as
-    long as the model. Shards whose owners have been deleted are skipped, because an optimizer may keep their storages
-    alive on one rank longer than on another, but all ranks must round the same shards.
+    Each shard is registered with `add(storage, owners)`. The owners are objects that live as long as the model. All
+    ranks must round the same shards, so a shard is skipped once its owners have been deleted, even if an optimizer
+    keeps its storage alive on some ranks.
 
     Args:
         communicator: connects the ranks over which the weights are sharded.
@@ -67,7 +67,7 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round to float8 the shard of `gathered`, which is about to be all-gathered, and all others that have changed.
+        """Round to float8 the shard of `gathered`, before its all-gather, and all other shards that have changed.
 
         Other shards are left out if their model was deleted, or if they are updated asynchronously.
 
@@ -94,7 +94,7 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """The StorageKind of weights that may be all-gathered in float8: their flat buffers get a Float8Storage."""
+    """The kind of weights that may be all-gathered in float8. Their flat buffers get a Float8Storage."""
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         return Float8Storage(small)
@@ -119,8 +119,9 @@ class Float8Storage(Storage):
     as NaN, so that an unexpected read is noticed.
 
     The flat buffer also contains the block's small parameters (norms, biases), so that they need no all-gather and
-    reduction of their own. They come first, rank 0 stores all of them, and they are sent unrounded. Because an
-    all-gather sends one byte per element, a small parameter takes as many elements of the buffer as it has bytes.
+    reduction of their own. They are at the start of the buffer, rank 0 stores all of them, and they are sent unrounded.
+    Because an all-gather sends one byte per element, a small parameter takes as many elements of the buffer as it has
+    bytes.
 
     Args:
         small: the number of small parameters.
@@ -176,8 +177,8 @@ class Float8Storage(Storage):
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
         Call it while no forward is waiting for its backward. The weights are all-gathered immediately, to check that
-        they arrive correctly. A resident buffer (one that stays unsharded between steps) stays unsharded after this
-        check, because a later all-gather would deadlock if only some ranks run its block.
+        they arrive correctly. The check leaves a resident buffer (one that stays unsharded between steps) unsharded.
+        Otherwise a later all-gather would deadlock if only some ranks run its block.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.
@@ -245,8 +246,8 @@ class Float8Storage(Storage):
     def _make_factors(self) -> None:
         """Create `factors`, the weights in float8 with which the layers compute.
 
-        Their values are views of the memory that contains the full weights after an all-gather (see `_codes`). Their
-        scales are views of a tensor that `round` fills.
+        The values of a factor are a view of the memory that contains the full weight after an all-gather. Its scales
+        are views of a tensor that `round` fills.
         """
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]
@@ -338,8 +339,8 @@ class Float8Storage(Storage):
             self._rounded[: len(small)].copy_(small)
         torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
         # The version (torch's counter of writes) must change on every rank, also on one that stores no weights and has
-        # written nothing. A changed version makes the next all-gather publish the shard to the other ranks. If these
-        # copy shards from each other's memory, publishing is collective.
+        # written nothing. A changed version makes the next all-gather publish the shard to the other ranks. With peer
+        # copies (ranks read shards from each other's memory), publishing is collective.
         torch.autograd.graph.increment_version(self._rounded)
         self._rounded_version = shard._version
 

@@ -26,7 +26,8 @@ TESTED: dict[str, tuple[str, ...]] = {
     "peft": ("0.21",),
     "trl": ("1.16",),
 }
-"""{package: releases with which it was tested}. Each release of torch was tested with the newest ones of the others."""
+"""{package: releases with which it was tested}. Each release of torch was tested with the newest releases of the other
+packages."""
 PURPOSES = {
     "cupy": "GPUs", "peft": "LoRA and other adapters", "trl": "SFT, DPO, GRPO",
     "bitsandbytes": "base models in its nf4 format, 8-bit optimizers",

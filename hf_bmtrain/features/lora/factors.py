@@ -34,7 +34,7 @@ _OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # whether `out_dtype
 
 
 class Adapter(NamedTuple):
-    """The settings of one adapter for a forward and its backward.
+    """The settings of one LoRA adapter (its matrices A and B) for a forward and its backward.
 
     Attributes:
         scaling: the number by which the adapter's output is multiplied, including dropout's 1 / (1 - rate).
@@ -63,10 +63,10 @@ def has_wide_products(device: torch.device) -> bool:
 
 
 def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """Return the two matrices, in `dtype`, that `enter` and `add_products` multiply by: one for A and one for Bᵀ.
+    """Convert A and Bᵀ of an adapter to `dtype`. If the adapter is split, make stacks of bfloat16 matrices of them.
 
-    These are A and Bᵀ themselves, (r, K) and (r, N). If the adapter is split, each is the stack [hi, lo, hi, hi] of the
-    matrix's bfloat16 parts, where hi + lo is the matrix: (4 r, K) and (4 r, N).
+    Returns A and Bᵀ, (r, K) and (r, N). If the adapter is split (`Adapter.split`), each is a stack [hi, lo, hi, hi]
+    with 4 r rows, where hi + lo is the float32 matrix.
     """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
@@ -86,7 +86,7 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
 
     Args:
         x: (rows, width): in the forward the layer's input, in the backward dy, the gradient of its output.
-        factor: the result of `factors_of` for A or Bᵀ, (r, width) or, if the adapter is split, (4 r, width).
+        factor: A or Bᵀ, (r, width) or, if the adapter is split, the stack (4 r, width) that `factors_of` makes of it.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         scaled: whether to multiply by s. If the adapter is split, the result always includes s.
@@ -119,17 +119,18 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
-    """Add the products of all adapters to y: return y + Σ scaling · u @ factor.
+    """Return y + Σ s · u @ factor, the sum over all adapters of a layer; s is the adapter's scaling.
 
     y is changed in place, except in compiled code. The exception is due to torch 2.11: if it compiles an
     autograd.Function that modifies its output in place, the gradients become zero.
 
     Args:
         y: (rows, width).
-        us: for each adapter u, the result of `enter`: (rows, r) or, if split, (rows, 4 r).
-        factors: for each adapter, a result of `factors_of`, (r, width) or, if split, (4 r, width).
-        scalings: for each adapter, the scaling; not used if split, because each u then includes it.
-        split: whether the factors are split. Split products are added in one matrix product, so that y is rounded once.
+        us: for each adapter, the tensor u, (rows, r). If split, each is s u as four bfloat16 parts, (rows, 4 r).
+        factors: for each adapter, the matrix by which u is multiplied, (r, width) or, if split, (4 r, width).
+        scalings: for each adapter, s; not used if split.
+        split: whether the adapters are split (`Adapter.split`). The products of all are then added as one matrix
+            product, so that y is rounded once.
     """
     if split and len(us) > 1:
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
@@ -159,7 +160,8 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
     """Return the gradient of A in `dtype`: dA = duᵀ x.
 
     Args:
-        du: s dy B, the result of `enter` in the backward, with scaled=True.
+        du: the gradient of x Aᵀ, (rows, r). If the adapter is split (`Adapter.split`): four bfloat16 parts of it,
+            (rows, 4 r).
         x: (rows, K), the layer's input, after dropout.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
@@ -175,8 +177,8 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
     Args:
         dy: (rows, N), the gradient of the layer's output.
-        u: x Aᵀ, the result of `enter` in the forward, with scaled=False. If the adapter is split (`Adapter.split`),
-            `u` includes s nevertheless, so this function does not multiply by s again.
+        u: x Aᵀ, (rows, r), from the forward. If the adapter is split (`Adapter.split`): s x Aᵀ as four bfloat16 parts,
+            (rows, 4 r).
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         dtype: the dtype of the result.

@@ -9,9 +9,9 @@ of the output's size, for u Bᵀ, s u Bᵀ and the sum, and in the backward two 
 * *split*: if A and B are float32, and the layer computes in bfloat16 without autocast (PEFT's default), A and B are
   represented as sums of bfloat16 matrices. PEFT instead converts x and dy to float32, and multiplies in float32.
 
-[Note: kernels and bytes] The number of kernels that one layer with M rows, K inputs and N outputs launches, and the
-memory traffic that they cause, in addition to the two products of its frozen layer. Traffic is in units of M elements
-of 2 bytes, without matrices that have r rows or columns.
+[Note: kernels and bytes] The table shows how many kernels one layer with M rows, K inputs and N outputs launches, and
+the memory traffic that they cause, in addition to the two products of its frozen layer. Traffic is in units of M
+elements of 2 bytes, without matrices that have r rows or columns.
 
                         PEFT, float32    split          PEFT, autocast   rounded
     kernels, forward    7                8              9                5
@@ -19,8 +19,8 @@ of 2 bytes, without matrices that have r rows or columns.
     moved, forward      5 K + 14 N       1 K + 2 N      7 K + 6 N        1 K + 2 N
     moved, backward     10 K + 14 N      3 K + 2 N      11 K + 4 N       3 K + 2 N
 
-Under DistributedDataParallel, PEFT runs the same kernels as in its columns here. Of the 17 kernels of *split*, 9 are
-short: they touch only A, B, u or du.
+PEFT's numbers are the same under DistributedDataParallel. Of the 17 kernels of *split*, 9 are short: they touch only A,
+B, u or du.
 
 Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
@@ -65,8 +65,7 @@ class FusedLoraLinear(OnlyWhileSharded):
 
     It runs PEFT's own forward in these cases:
 
-    * Its adapters or its base layer are of a kind that is not supported. `_adapters_of` returns the reason, which is
-      logged once.
+    * Its adapters or its base layer are of a kind that is not supported. The reason is logged once.
     * No adapter is active, or the adapters are disabled or merged.
     * It computes in float32, where PEFT's forward has the same precision.
     * A transform of torch.func is active.
@@ -118,7 +117,7 @@ def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = 
 def _extended_class(cls: Any, wide: bool) -> Any:
     """Return a subclass of FusedLoraLinear and `cls`, which replaces PEFT's class `cls` as the class of a layer.
 
-    wide: the value of its class attribute `wide`.
+    wide: whether the device can multiply 16-bit matrices with a float32 result; stored as the class attribute `wide`.
     """
     return extend_class(FusedLoraLinear, cls, {"wide": wide})
 
@@ -232,8 +231,8 @@ def _is_plain(module: torch.nn.Module) -> bool:
 def _is_supported(base: torch.nn.Module) -> bool:
     """Return whether `base` computes the same as torch.nn.Linear or transformers' Conv1D.
 
-    That includes bitsandbytes' Linear4bit while its weight is unpacked to a floating-point tensor, as it is while its
-    block runs. A Linear4bit may compute in another dtype than that of its input, which `_returns` checks.
+    The dtype in which it computes does not matter. True for bitsandbytes' Linear4bit while its weight is unpacked to a
+    floating-point tensor, as it is while its block (transformer layer) runs.
     """
     if _is_plain(base):
         return True
@@ -287,7 +286,7 @@ class LoraProduct(torch.autograd.Function):
             u = enter(seen, of_a, adapter, a.shape[0], False)
             us.append(u)
             factors.append(of_b)
-            needs_u = needs_x or adapter.needs_a  # whether backward computes du
+            needs_u = needs_x or adapter.needs_a  # whether backward computes du, the gradient of u
             kept += [seen if adapter.needs_a else None, mask if needs_x else None]
             kept += [of_a if needs_x else None, of_b if needs_u else None, u if adapter.needs_b else None]
         y = add_products(y, us, factors, [each.scaling for each in adapters], _all_split(adapters))

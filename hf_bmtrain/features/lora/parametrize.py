@@ -14,12 +14,12 @@ from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 
 
 class UncountedWrapper(OnlyWhileSharded):
-    """Mixin of PEFT's wrappers of parameters, whose forward would otherwise count as a write to the parameter.
+    """Mixin for PEFT's ParamWrapper, so that its forward does not count as a write to the wrapped parameter.
 
     During the forward, PEFT registers a torch parametrization of the parameter. This writes the full parameter to
     itself, which increases torch's counter of in-place writes, and replaces the entry in the module's `_parameters`.
-    The values do not change, but for a sharded parameter such a write is an error. So the counter is preserved, and the
-    entry is restored after the forward.
+    The values do not change, but for a sharded parameter such a write is an error. So this class preserves the counter,
+    and restores the entry after the forward.
     """
 
     def _activate_lora(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:

@@ -96,7 +96,7 @@ class UnbornLogits:
         self._head, self._linear, self._hidden, self._scale, self._cap = head, linear, hidden, scale, cap
 
     def _but(self, **changes) -> UnbornLogits:
-        """Return a copy of this placeholder in which `hidden`, `scale` or `cap` is replaced by the keyword's value."""
+        """Return a copy of this placeholder for logits, with the given values of `hidden`, `scale` or `cap`."""
         values = {"hidden": self._hidden, "scale": self._scale, "cap": self._cap} | changes
         return UnbornLogits(self._head, self._linear, **values)
 
@@ -117,7 +117,9 @@ class UnbornLogits:
         return logits if self._cap is None else torch.tanh(logits) * self._cap
 
     def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
-        """Compute F.cross_entropy of these logits in chunks. The arguments are those of F.cross_entropy.
+        """Compute F.cross_entropy in chunks, for the logits that this placeholder represents.
+
+        The arguments are those of F.cross_entropy.
 
         size_average, reduce: deprecated arguments, always None here (see `_is_usual_loss`).
         """

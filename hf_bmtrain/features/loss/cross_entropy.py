@@ -17,7 +17,7 @@ from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
 SCRATCH = 640  # bytes of shared memory besides the row's copy, equal to SCRATCH (40 x 16) in kernels/cross_entropy.cu
-SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three blocks fit in the 227 KiB of an SM
+SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three of these fit in the 227 KiB of an SM
 BYTES_A_THREAD = 256  # bytes of a row per thread, which loads sixteen 16-byte vectors concurrently
 # 16-byte vectors of a row per thread block, for kernels that copy no row to shared memory (gradient, rescale)
 PART_VECTORS = 2048
@@ -47,9 +47,9 @@ class Plan(NamedTuple):
     """How a kernel launch divides the rows among thread blocks.
 
     Attributes:
-        cluster: thread blocks per row.
-        threads: threads per block.
-        stage: the number of 16-byte vectors of the row that a block copies to shared memory.
+        cluster: the number of thread blocks per row.
+        threads: the number of threads per thread block.
+        stage: the number of 16-byte vectors of the row that a thread block copies to shared memory.
     """
 
     cluster: int
@@ -58,13 +58,15 @@ class Plan(NamedTuple):
 
 
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
-    """Divide each row among 1, 2, 4 or 8 thread blocks: the fewest with which three blocks fit on an SM, otherwise 8.
+    """Choose among how many thread blocks (1, 2, 4 or 8) a row is divided: the fewest with which three fit on an SM.
 
-    A block copies its part of the row to shared memory. What does not fit is read twice from global memory.
+    If no number is sufficient for that, it is 8.
+
+    A thread block copies its part of the row to shared memory. What does not fit is read twice from global memory.
 
     Args:
         row_bytes: the size of a row in bytes.
-        clusters: whether the device has thread block clusters; without them a row has one block.
+        clusters: whether the device has thread block clusters; without them a row has one thread block.
         shared_limit: the maximum number of bytes of shared memory of a thread block.
     """
     row_bytes += 16  # a row that is not aligned to 16 bytes spans an additional vector
@@ -212,7 +214,7 @@ class CrossEntropy:
 
     @property
     def _kind(self) -> tuple[bool, bool]:
-        """(general, weighted), which select a kernel's variant.
+        """Two flags, (general, weighted), that select the compiled variant of a CUDA kernel.
 
         general: whether the variant must support label smoothing, a softcap or class weights.
         weighted: whether there are class weights.
@@ -232,7 +234,8 @@ class CrossEntropy:
         name: "cross_entropy_losses", or "cross_entropy_fused", which also overwrites the logits with the gradient.
         logits: (N, V).
         targets: (N,) int64.
-        scale: only for "cross_entropy_fused": the factors of the rows' losses, and their stride (see `_stride`).
+        scale: two arguments, only for "cross_entropy_fused": a tensor of the factors of the rows' losses, and its
+            stride, which is 0 if all rows share one factor and 1 otherwise.
         """
         out = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
         if logits.shape[0] > 0:

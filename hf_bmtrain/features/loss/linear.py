@@ -116,8 +116,8 @@ class _Work:
             scale: (1,) or (N,) float32, the factor of each row's loss. None computes no gradients.
 
         Returns:
-            The losses, (N,) float32, and the gradients of rows, weight and bias; a gradient that is not wanted is None.
-            The gradients of weight and bias are float32.
+            The losses, (N,) float32, and the gradients of rows, weight and bias; a gradient is None if autograd does
+            not need it. The gradients of weight and bias are float32.
         """
         with _full(weight) as full, _full(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
             shift = None if shift is None else shift.to(self.dtype)
@@ -166,11 +166,13 @@ class _Work:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the loss, float32, (N,) or a scalar, of the hidden states `rows` (N, H) and targets (N,).
+    """Computes the cross entropy of hidden states times `weight`ᵀ plus `bias`. The result is float32, (N,) or a scalar.
 
+    rows: (N, H), the hidden states.
     weight: (V, H), a tensor or a parameter of a sharded model.
-    bias: (V,), likewise, or None.
-    work: the settings of the call.
+    bias: (V,), a tensor or a parameter of a sharded model, or None.
+    targets: (N,) int64, the class of each row.
+    work: the other settings of `linear_cross_entropy`, such as the reduction.
     """
 
     @staticmethod
@@ -219,13 +221,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
-    """Multiply the gradient of weight or bias by `ratio`, and pass it to autograd or to the parameter's flat buffer.
+    """Multiply the gradient of the weight or bias by `ratio`, and pass it on to autograd or to a flat buffer.
 
-    Returns the product in the parameter's dtype, for autograd. For a parameter of a sharded model, adds the product to
-    the gradient that its flat buffer will reduce, and returns None. Without a gradient (None), also returns None.
+    For a parameter of a sharded model, adds the product to the gradient that the parameter's flat buffer will reduce,
+    and returns None. For any other parameter, returns the product in the parameter's dtype, for autograd. Returns None
+    if `gradient` is None.
 
     gradient: float32, of the parameter's shape; overwritten if the parameter is float32.
-    ratio: (1,) float32.
+    ratio: (1,) float32, the factor that makes `gradient` the parameter's gradient, such as the loss's incoming
+        gradient.
     """
     if gradient is None:
         return None

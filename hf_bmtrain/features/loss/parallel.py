@@ -15,8 +15,8 @@ from .criterion import NumItems, criterion
 def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the cross entropy of each row of logits whose classes are split over a tensor-parallel group.
 
-    Collective: every rank must call it. All ranks of a group get the same losses. They must compute the same total
-    loss from them, because backward does not communicate: each rank uses its own gradient of the losses.
+    Collective: every rank must call it. All ranks of a group get the same losses, and must compute the same total loss
+    from these, because backward does not communicate: each rank uses its own gradient of the losses.
 
     Args:
         logits: (..., classes / tp_size), floating, for this rank's classes: the output of a ColumnParallelLinear or of

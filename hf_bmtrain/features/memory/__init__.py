@@ -61,12 +61,15 @@ class MemoryPlanner(Observer):
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes of all buffers that the plans keep unsharded between steps, including those not yet gathered."""
+        """The total size of the buffers that keep_frozen="auto" keeps unsharded between steps, in bytes.
+
+        Includes buffers that were chosen but not all-gathered yet.
+        """
         return sum(plan.nbytes for plan in self.residents.values())
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes that are allocated now for the buffers that the plans keep unsharded between steps."""
+        """The bytes allocated now for the buffers that keep_frozen="auto" keeps unsharded between steps."""
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
@@ -102,9 +105,9 @@ class MemoryPlanner(Observer):
 
 
 def planner_of(world: World) -> MemoryPlanner | None:
-    """Return the MemoryPlanner of `world`, which makes the plans of options with "auto". Create it if needed.
+    """Return the MemoryPlanner of `world`, which plans for use_checkpoint="auto" and keep_frozen="auto".
 
-    Returns None on the CPU, where free memory is not known.
+    Creates it if needed. Returns None on the CPU, where free memory is not known.
     """
     if world.device_memory is None:
         return None

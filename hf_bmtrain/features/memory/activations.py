@@ -40,7 +40,7 @@ _OCCASION = "a step with use_checkpoint='auto'"
 
 
 class Block(Protocol):
-    """The attributes of a block's state that a plan uses.
+    """The attributes of a block's state that use_checkpoint="auto" uses.
 
     Attributes:
         buffers: the flat buffers of the block's parameters.
@@ -93,7 +93,7 @@ class AutoCheckpoint(Recompute):
         self.activations, self.block = activations, weakref.proxy(block)  # weak, because the block owns this object
         self.kept = self.attention = False
         self.calls = self._most = self._attention = 0
-        self._measured: Measurement | None = None  # the last measurement
+        self._measured: Measurement | None = None  # the last measurement of a forward of this block
         self._inputs = MeasuredInputs()
 
     @property
@@ -125,12 +125,12 @@ class AutoCheckpoint(Recompute):
 
     @property
     def parameters(self) -> int:
-        """The bytes of memory that keeping the block unsharded from its forward to its backward takes.
+        """The bytes of memory that are needed to keep the block unsharded from its forward to its backward.
 
-        It is 0 if the plan must not keep it unsharded, for one of two reasons:
+        It is 0 if the block must not be chosen for this, for one of two reasons:
 
         * The block's ZeRO level is 2, so the block stays unsharded anyway.
-        * Most of its parameters are frozen, and keep_frozen="auto" may keep these unsharded from step to step. That
+        * Most of its parameters are frozen, and keep_frozen="auto" may keep them unsharded from step to step. That
           takes the same memory, and saves two all-gathers per step instead of one.
         """
         if self.block.zero_level == 2:
@@ -151,7 +151,7 @@ class AutoCheckpoint(Recompute):
 
     def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
         if self.activations.measuring:
-            return None  # what a forward saves is counted while torch's checkpoint is around it
+            return None  # the bytes that a forward saves can be counted only with torch's checkpoint around the block
         return is_kept if self._keeps_attention(pending) else keep_nothing
 
     def _keeps_attention(self, pending: int) -> bool:
@@ -212,9 +212,9 @@ class AutoCheckpoint(Recompute):
         self.activations.add(self, Measurement(shapes, saved.nbytes, pending + 1, meter.nbytes, watch, meter))
 
     def learn(self, measurement: Measurement) -> None:
-        """Include `measurement`, of one forward, in the maxima of this block: its bytes, calls and input shapes.
+        """Update the block's maxima (such as the bytes of its activations) with the measurement of one forward.
 
-        Called at the end of the backward that follows the measured forward.
+        Called at the end of the backward that follows this forward.
         """
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._attention, self._measured = max(self._attention, measurement.attention), measurement
@@ -224,46 +224,35 @@ class AutoCheckpoint(Recompute):
 class Activations:
     """The plan for all blocks of a world with use_checkpoint="auto": which are recomputed, and which stay unsharded.
 
-    A pass lasts from the first training forward of a block after a backward to the end of the next backward.
+    A pass lasts from the first training forward of a block after a backward to the end of the next backward. The first
+    passes are measured, and later the rest of any pass in which inputs are larger than all measured ones. In a measured
+    pass every block is recomputed, and two peaks of allocated memory are recorded: the backward's, while recomputed
+    activations of a block are alive, and the forward's, in the rest of the pass.
 
-    The first passes are measured. If a later forward has larger inputs than all measured ones, the rest of its pass is
-    measured too. In a measured pass every block is recomputed. For each block, the bytes that autograd saves are
-    counted. Two peaks of allocated memory are recorded, for which the allocator's peak statistics are reset:
+    The first plan is made once an optimizer has stepped, and so has allocated its state. The ranks make it together,
+    and assume the largest activations and the least free memory of any rank. Later plans are made if inputs have grown,
+    or if less memory is free than before. They change only which blocks are recomputed. Each rank makes them by itself,
+    because recomputation usually involves no collective.
 
-    * the backward's peak: while a block's recomputed activations are alive, that is, from its recomputation to the next
-      block's backward;
-    * the forward's peak: in the rest of the pass.
-
-    The first plan is made once an optimizer has stepped, and so has allocated its state. It decides which blocks are
-    recomputed, and which stay unsharded until their backward. The ranks agree on it: for each block they assume the
-    largest activations of any rank, and for each peak the least free memory of any rank.
-
-    Later plans are made at the start of a pass, if inputs have grown as above, or if less memory is free than the plan
-    assumed. They change only which blocks are recomputed. That affects no collective, so each rank decides by itself.
-
-    There are two exceptions. In an uneven model, whose ranks may enter different blocks, each rank makes even the first
-    plan by itself, because these ranks agree on each collective before they start it. If layers have collectives in
-    their own forwards (`together`), recomputing them is collective. Then all ranks measure the same passes and make
-    every plan together: before each training forward, one message tells whether a rank has larger inputs than it has
-    measured, and at the start of a pass, another one whether a rank needs a new plan.
+    There are two exceptions. Ranks of an uneven model, which may enter different blocks, make even the first plan by
+    themselves. If layers call collectives in their forwards (`together`), all ranks make every plan together.
 
     Attributes:
         measuring: whether the rest of this pass is measured.
-        left: the bytes that the last plan leaves for resident buffers (of frozen parameters that stay unsharded between
-            steps), including those that are resident already. None before the first plan, and from a measurement to the
-            next plan. Activations have priority, because keeping them saves the computation of a forward, while a
-            resident block saves two all-gathers, which overlap with computation anyway.
+        left: the bytes that the last plan leaves for parameters that keep_frozen="auto" keeps unsharded between steps,
+            including those that are unsharded already. None before the first plan, and from a measurement to the next
+            plan.
     """
 
     def __init__(self, planner: MemoryPlanner) -> None:
         self._planner, self._schedule = planner, planner.world.schedule
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
-        self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
-        self._inputs = MeasuredInputs()  # inputs of measured forwards of models, if all ranks plan together
-        self._seen: list[Shapes] = []  # the inputs of the models in this pass
-        self._free: int | None = None  # the least bytes free at the start of a pass since the first plan; None before
-        self._forward = self._backward = 0  # the peaks of forward and backward, minus the bytes at the pass's begin
+        self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []  # the measurements of this pass
+        self._inputs = MeasuredInputs()  # if all ranks plan together: the inputs of measured forwards of whole models
+        self._seen: list[Shapes] = []  # the shapes of the models' inputs in this pass
+        self._free: int | None = None  # the fewest bytes free at the start of a pass since the first plan; None before
+        self._forward = self._backward = 0  # bytes at the peaks of forward and backward, minus those at the start
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
         self._stale = True  # True until the first plan, and from a later measurement to the next plan
@@ -272,6 +261,8 @@ class Activations:
 
     @property
     def left(self) -> int | None:
+        # Activations are planned first, because keeping them saves the computation of a forward. A frozen block that
+        # stays unsharded saves two all-gathers, which overlap with computation anyway.
         return None if self._stale or self._free is None else self._left
 
     @property
@@ -281,9 +272,9 @@ class Activations:
 
     @property
     def together(self) -> bool:
-        """True if all ranks make every plan together.
+        """True if all ranks choose together, for every plan, which blocks are recomputed.
 
-        They do if layers have collectives in their own forwards: all ranks must then recompute the same layers.
+        They do so if layers call collectives in their own forwards: all ranks must then recompute the same layers.
         """
         return self._schedule.collective_layers
 
@@ -293,11 +284,14 @@ class Activations:
 
     @property
     def outlived(self) -> bool:
-        """True if blocks have been measured for this plan, and all of them have since been deleted."""
+        """True if all blocks that were measured for this plan have been deleted, so that the plan is no longer needed.
+
+        False before any block has been measured.
+        """
         return bool(self._blocks) and not self._present()
 
     def _present(self) -> list[AutoCheckpoint]:
-        """Return the AutoCheckpoint of each measured block that still exists, in the order of their first forwards."""
+        """Return the AutoCheckpoint of each measured block that has not been deleted, in order of first forwards."""
         return [block for block in (reference() for reference in self._blocks) if block is not None]
 
     # -- a pass -------------------------------------------------------------------------------------------------
@@ -311,9 +305,10 @@ class Activations:
             self._begin_pass(self._present())
 
     def begin_together(self, shapes: Shapes) -> None:
-        """Begin a training forward of a model. Measure its memory if any rank's inputs are larger than all measured.
+        """Begin a training forward of a model, and measure its memory if any rank's inputs are larger than before.
 
-        Collective: every rank must call it. Called only if all ranks decide together which blocks are recomputed.
+        Collective: every rank must call it. Used only in models whose ranks decide together which blocks are
+        recomputed.
 
         shapes: the shapes of the model's inputs.
         """
@@ -329,7 +324,7 @@ class Activations:
 
         While it is too early for the first plan, the memory that the pass takes is measured instead.
 
-        blocks: the AutoCheckpoint of each block measured so far.
+        blocks: the blocks measured so far.
         """
         self._meter.begin(_buffers(blocks))
         self._fresh, self._seen, self.measuring = [], [], False
@@ -339,20 +334,20 @@ class Activations:
             return
         free = self._read_free()
         replan = self._stale or free < self._free
-        if self.together:  # `replan` may differ between ranks if they measured alone earlier
+        if self.together:  # ranks that have measured alone before may disagree about `replan`
             replan = self._planner.world.control.any(replan, _OCCASION)
         self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
         if replan:
             self._plan_again(blocks, self._free)
 
     def measure(self) -> None:
-        """Until the end of the next backward, recompute every block and measure the memory that it takes."""
+        """From now until the end of the next backward, recompute every block and measure the memory that it takes."""
         if not self.measuring:
             self.measuring, self._stale, self._recomputed = True, True, False
             self._meter.memory.reset_peak()
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
-        """Add the measurement of a forward of `block`. It takes effect when the next backward has ended."""
+        """Store a measurement of `block` until the next backward ends, when `finish_backward` uses it."""
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
@@ -383,7 +378,10 @@ class Activations:
         self._meter.memory.reset_peak()
 
     def finish_backward(self) -> None:
-        """Store the measurements of this backward and the forwards before it, for the next plan. Called at its end."""
+        """Store the measurements of this backward, and of the forwards before it, for the next plan.
+
+        Called at the end of the backward.
+        """
         self._take_peak(recomputed=False)
         known = self._present()
         for block, measurement in self._fresh:
@@ -396,7 +394,7 @@ class Activations:
         self._meter.note_versions(_buffers(known))
 
     def abandon_backward(self) -> None:
-        """Forget the measurements of a backward that raised."""
+        """Discard the measurements of a backward that raised an error, and of the forwards before it."""
         self._fresh, self._seen = [], []
 
     # -- a plan -------------------------------------------------------------------------------------------------
@@ -411,20 +409,22 @@ class Activations:
     def _rooms(self, free: int) -> tuple[int, int]:
         """Return how many bytes of activations can be kept at the forward's peak, and at the backward's peak.
 
-        Each is `free`, the bytes that were free when the forwards began, minus the buffers that are to stay unsharded
-        between steps, minus what is allocated until that peak if every block is recomputed.
+        Each number is `free` minus the bytes of the buffers that keep_frozen="auto" keeps unsharded between steps, and
+        minus the bytes that are allocated until that peak if every block is recomputed.
+
+        free: the bytes that were free when the forwards began.
         """
         free -= self._planner.resident_bytes
         return free - self._forward, free - self._backward
 
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
-        """Make the first plan of which blocks are recomputed, if an optimizer has stepped; return whether it was made.
+        """Make the first plan (which blocks are recomputed) if an optimizer has stepped. Return whether it was made.
 
-        Collective: every rank must call it. Before an optimizer has stepped on any rank, it is too early for a
-        plan, because the optimizer's state is not allocated yet. The plan is the same on every rank, except in an
-        uneven model, whose ranks may enter different blocks.
+        Collective: every rank must call it. Before an optimizer has stepped on any rank, it is too early for a plan,
+        because the optimizer's state is not allocated yet. The plan is the same on every rank, except in an uneven
+        model, whose ranks may enter different blocks.
 
-        blocks: the AutoCheckpoint of each measured block.
+        blocks: the measured blocks.
         """
         world, free = self._planner.world, self._read_free()
         mine = Reading(
@@ -450,9 +450,9 @@ class Activations:
     def _plan_again(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
         """Choose anew which blocks are recomputed: on this rank alone, or on all ranks if they plan together.
 
-        blocks: the AutoCheckpoint of each measured block.
-        free: the bytes of free memory to plan with: the smallest number that was free at the start of a pass (at the
-            first training forward after a backward), since the first plan.
+        blocks: the measured blocks.
+        free: the number of bytes to plan with. It is the smallest number that was free at the start of a pass (at the
+            first training forward after a backward) since the first plan.
         """
         world = self._planner.world
         mine = Reading(
@@ -477,8 +477,8 @@ class Activations:
 def _attention_first(blocks: Sequence[AutoCheckpoint]) -> bool:
     """Return whether, for most blocks, keeping only attention's outputs saves more time per byte than keeping all.
 
-    Only blocks with measured attention count. A majority decides, because some times are wrong: that of the first block
-    often includes compilation.
+    Only blocks with measured attention count. A majority decides, because some measured times are wrong: that of the
+    first block often includes compilation.
     """
     votes = [block.prefers_attention() for block in blocks if block.attention_nbytes]
     return 2 * sum(votes) > len(votes)

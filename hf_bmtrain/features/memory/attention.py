@@ -74,7 +74,10 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 class _Attention(TorchDispatchMode):
-    """A context that passes each call of attention without dropout to the method `attend`, also in compiled code."""
+    """Base class of contexts that pass each call of attention without dropout to their method `attend`.
+
+    This also works in compiled code.
+    """
 
     supports_higher_order_operators = True  # otherwise torch refuses to run such operators inside this mode
 

@@ -1,4 +1,4 @@
-"""Measure how much device memory is free and how much training takes, for the plans of the options with "auto"."""
+"""Measure free device memory and the memory and time of training, for use_checkpoint="auto" and keep_frozen="auto"."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class MeasuredInputs:
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # {shapes: a `number` up to which `cover` returns True}
+        self._covered: dict[Shapes, int] = {}  # cache of `cover`: {shapes: a `number` up to which it returns True}
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
         """Add the input shapes of a measured forward.
@@ -168,8 +168,8 @@ class Meter:
         """Create a meter that has not measured anything yet.
 
         memory: the device's memory.
-        resident_bytes: a function that returns how many bytes the parameters take now that are kept unsharded between
-            steps.
+        resident_bytes: a function without arguments, which returns how many bytes are allocated now for flat buffers
+            that are kept unsharded between steps.
         """
         self.memory, self._resident_bytes = memory, resident_bytes
         self.began = 0
@@ -192,14 +192,14 @@ class Meter:
     def begin(self, buffers: Iterable[ShardedBuffer]) -> None:
         """Store in `began` how many bytes are allocated now. Call it before the forwards whose memory is measured.
 
-        Gradient memory of the flat buffers `buffers` that no `.grad` uses is freed first.
+        First frees the gradient memory of the flat buffers `buffers` if no `.grad` refers to it.
         """
         self.began = self._allocated(buffers)
 
     def read_free(self, buffers: Iterable[ShardedBuffer]) -> int:
         """Return how many bytes are free now. Flat buffers that are kept unsharded between steps count as free.
 
-        Gradient memory of the flat buffers `buffers` that no `.grad` uses is freed first.
+        First frees the gradient memory of the flat buffers `buffers` if no `.grad` refers to it.
         """
         return self.memory.usable() - self._allocated(buffers)
 
@@ -217,7 +217,7 @@ class Meter:
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Store how often the trainable shards of `buffers` have been written, for `has_stepped` to notice a step."""
+        """Store the write counters (torch's versions) of the trainable shards of `buffers`, for `has_stepped`."""
         self._versions = _versions(buffers)
 
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
@@ -258,10 +258,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The measurements (`Reading`) of all ranks that plan together what to keep in memory, combined for the worst case.
+    """The memory measurements of ranks that make one plan together, combined into those of the worst case.
 
     Attributes:
-        rooms: for each memory peak of a step, the bytes that may still be allocated on the rank with the least.
+        rooms: for each memory peak of a step (such as the forward's), the bytes that the rank with the least free
+            memory may still allocate at that peak.
         activations: for each block, the bytes of its activations on the rank with the most.
         attention: for each block, the bytes of the outputs of its attention on the rank with the most.
         attention_first: whether on every rank, keeping only the outputs of attention saves more time per byte than
@@ -277,23 +278,23 @@ class Agreed:
 def agree(world: World, mine: Reading) -> Agreed | None:
     """Exchange the measurements of all ranks, and return them combined. Collective: every rank must call it.
 
-    Returns None if it is too early to plan what to keep in memory: no rank's optimizer has stepped, or a rank does not
-    know yet how much memory its steps leave free (`rooms`).
+    Returns None if it is too early to plan what to keep in memory: no rank's optimizer has stepped yet, or a rank has
+    not yet measured how much memory its training steps leave free.
 
     Args:
-        world: the ranks, which plan together.
+        world: the ranks that exchange their measurements.
         mine: this rank's measurements.
     """
     return combine(world.gather_objects(mine))
 
 
 def combine(readings: Sequence[Reading]) -> Agreed | None:
-    """Combine the measurements of the ranks that plan together what to keep in memory.
+    """Combine the memory measurements of ranks that make one plan together into those of the worst case.
 
-    Returns None if it is too early for a plan: no rank's optimizer has stepped, or a rank has no `rooms` yet.
+    Returns None if it is too early for a plan: no rank's optimizer has stepped yet, or a rank's `rooms` is None.
 
     Args:
-        readings: the measurements of each of these ranks.
+        readings: one for each of these ranks; a single one if a rank plans alone.
     """
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):

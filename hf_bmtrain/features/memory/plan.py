@@ -15,8 +15,7 @@ class Sizes:
     Attributes:
         activations: all activations of the block.
         attention: the outputs of attention, a part of the activations. 0 if they cannot be kept by themselves.
-        parameters: the full parameters. 0 if the plan need not decide whether the block stays unsharded until
-            backward, because this is fixed.
+        parameters: the full parameters. 0 if it is already fixed whether the block stays unsharded until backward.
         attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
             activations.
     """
@@ -45,7 +44,7 @@ class Plan:
     left: int = 0
 
     def table(self, sizes: Sizes, forward_room: int) -> str:
-        """Return a table for the log: how many blocks keep what until backward, and how many GiB that takes.
+        """Return a table for the log: how many blocks do what (such as keep their activations), and the GiB this takes.
 
         sizes, forward_room: the arguments of `make_plan`.
         """
@@ -65,35 +64,33 @@ class Plan:
 def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     """Choose which blocks keep activations instead of being recomputed, and which stay unsharded until backward.
 
-    Blocks stay unsharded only if no block is recomputed.
-
-    There are two loops over the blocks: one chooses the blocks that keep all activations, and the other those that keep
-    only the outputs of attention. The loop that saves more time per byte comes first. Each goes from the last block to
-    the first, and skips a block whose activations do not fit. It begins with the last block because of the peak in
-    backward: kept activations of the first blocks would still be in memory while the last blocks are recomputed. The
-    activations of the last block do not count against `backward_room`: if that block is recomputed instead, they are in
-    memory at that peak too.
+    Two loops over the blocks choose which keep all activations, and which keep only the outputs of attention. The loop
+    that saves more time per byte comes first. Each loop skips a block whose activations do not fit. Blocks stay
+    unsharded only if all keep their activations.
 
     Args:
         sizes: the bytes that each block can keep.
-        forward_room: the bytes that are free at the peak in the forward and the loss if every block is recomputed. May
-            be negative.
-        backward_room: the bytes that are free at the peak while recomputed activations of a block are alive, if every
-            block is recomputed. May be negative.
+        forward_room: the free bytes at the peak in the forward and the loss, if every block is recomputed. May be
+            negative.
+        backward_room: the free bytes at the peak in backward, while the recomputed activations of a block are alive, if
+            every block is recomputed. May be negative.
     """
     count = len(sizes.activations)
     taken = [0] * count
     kept, attention = [False] * count, [False] * count
 
     def fits(index: int, size: int) -> bool:
-        """Return whether block `index` can keep `size` bytes in the free memory. If so, reserve them in `taken`."""
+        """Return whether block `index` can keep `size` more bytes until backward. If so, record them in `taken`."""
         before, taken[index] = taken[index], size
+        # The last block's activations do not count at the backward's peak: if it is recomputed, they are there too.
         if sum(taken) <= forward_room and sum(taken[:-1]) <= backward_room:
             return True
         taken[index] = before
         return False
 
     for all_of_it in (False, True) if sizes.attention_first else (True, False):
+        # The last block comes first: activations that the first blocks keep are still in memory while the last blocks
+        # are recomputed in backward.
         for index in reversed(range(count)):
             if all_of_it:
                 kept[index] = fits(index, sizes.activations[index])

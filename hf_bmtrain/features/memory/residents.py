@@ -30,9 +30,9 @@ _LEAST_SHARE = 4
 """With keep_frozen="auto", frozen parameters can be kept unsharded only if they are at least 1 / _LEAST_SHARE of a
 model's parameters."""
 _TOLERANCE = 64
-"""When free memory decreases, the ranks choose again which parameters stay unsharded only if it decreases by more than
-the last choice left free, plus 1 / _TOLERANCE of the usable memory. This fraction is smaller than the reserve that
-`DeviceMemory.usable` leaves."""
+"""The ranks choose again which parameters stay unsharded if free memory has decreased by more than the last choice left
+free, plus 1 / _TOLERANCE of the usable memory. This fraction is smaller than the reserve that `DeviceMemory.usable`
+leaves."""
 _GIB = 2**30
 
 
@@ -60,22 +60,19 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
 class Residents:
     """keep_frozen="auto" for one model: keeps as many frozen parameters unsharded between steps as memory allows.
 
-    A flat buffer that stays unsharded between steps is called resident. A pass begins with the first training forward
-    after a backward, and ends where the next pass begins. The first passes are measured: no buffer is resident in them,
-    and the allocator's peak statistics are reset. After an optimizer's first step the ranks agree which buffers
-    become resident: as many as fit on the rank with the least available memory, first those of parameters outside
-    blocks (root buffers), then those of the blocks. The available memory is what a measured
-    step leaves free or, if blocks have use_checkpoint="auto", what the plan for their activations leaves
-    (`Activations.left`).
+    A flat buffer that stays unsharded between steps is called resident. In the first passes no buffer is resident, and
+    memory is measured; a pass begins with the first training forward after a backward. After an optimizer's first step
+    the ranks agree which buffers become resident: as many as fit on the rank with the least available memory, first
+    those of parameters outside blocks, then those of the blocks in execution order. The available memory is what a
+    measured step leaves free or, if blocks have use_checkpoint="auto", what the plan for their activations leaves.
 
     Before each training forward the ranks exchange one message. If on any rank the inputs are larger than all measured
-    ones, or less memory is free than the plan assumed, all ranks reshard the resident buffers, measure, and plan again.
-    Forwards without gradients (evaluation, generation) may need any amount of memory, so the buffers are resharded
-    before them, without a message, and become resident again with the next training forward. A step that fits in memory
-    without resident buffers therefore also fits with them.
+    ones, or less memory is free than was assumed, all ranks reshard the resident buffers, measure, and choose again.
+    Forwards without gradients (evaluation, generation) may need any amount of memory. So the buffers are resharded
+    before them, and become resident again in the next training forward.
 
-    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or once a plan has
-    found no memory for any resident buffer.
+    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or once a
+    measurement has left no memory for any resident buffer.
     """
 
     def __init__(self, model: torch.nn.Module, planner: MemoryPlanner) -> None:
@@ -93,22 +90,25 @@ class Residents:
         self._seen: list[tuple[int, Shapes]] = []  # (number in the pass, input shapes) of measured forwards
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # peak of allocated bytes since the measurement began; None without a measurement
-        self._free = 0  # the least bytes free at the start of a pass, since the measurement began
+        self._free = 0  # the fewest bytes free at the start of a pass, since the measurement began
         self._spare = 0  # bytes by which free memory may fall below `_free` before a new plan is made
         self._policies: list[Any] = []  # the blocks' recompute policies when the measurement began
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers that this plan keeps unsharded between steps, including those not yet gathered."""
+        """The bytes of all buffers chosen to stay unsharded between steps, including those not yet all-gathered."""
         return sum(buffer.full_nbytes for buffer in self._kept())
 
     @property
     def gathered(self) -> int:
-        """The bytes that are allocated now for the buffers that this plan keeps unsharded between steps."""
+        """The bytes allocated now for the buffers chosen to stay unsharded between steps."""
         return sum(buffer.full_nbytes for buffer in self._kept() if buffer.is_unsharded)
 
     def _kept(self) -> list[ShardedBuffer]:
-        """Return the buffers that the plan keeps unsharded; none from `reshard` to the next training forward."""
+        """Return the buffers that are chosen to stay unsharded between steps.
+
+        The list is empty from a call of `reshard` until the next training forward.
+        """
         if not self._keeping:
             return []
         return [buffer for buffer in (reference() for reference in self._chosen) if buffer is not None]
@@ -128,18 +128,18 @@ class Residents:
     # -- a forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self, shapes: Shapes) -> None:
-        """Prepare a training forward: keep the planned buffers unsharded, or measure the memory that steps take.
+        """Prepare a training forward: keep the chosen buffers unsharded, or measure the memory that steps take.
 
         Collective: every rank must call it.
 
-        * With a plan, its buffers become resident (unsharded between steps).
-        * Without a plan, the first forward of a pass (the forwards between two backwards) makes one from the
-          measurements so far. While this is not possible, the forward is measured.
-        * The plan is dropped, and the forward is measured, if on any rank the inputs are larger than all measured ones.
-          At the start of a pass, it is also dropped if on any rank less memory is free than the plan assumed, or the
+        * If buffers have been chosen, they become resident (unsharded between steps).
+        * Otherwise the ranks choose at the first forward of a pass (the forwards between two backwards), from the
+          measurements so far. While it is too early to choose, the forward is measured.
+        * The choice is dropped, and the forward is measured, if on any rank the inputs are larger than all measured
+          ones. At the start of a pass, it is also dropped if on any rank less memory is free than was assumed, or the
           recomputation policy of a block (use_checkpoint) has changed.
 
-        Nothing is done while too few parameters are frozen, or if the plan has no buffers.
+        Nothing is done while too few parameters are frozen, or if no buffer was chosen for lack of memory.
 
         shapes: the shapes of the forward's inputs.
         """
@@ -166,7 +166,8 @@ class Residents:
         """Begin a pass. Called at the first training forward after a backward.
 
         Stores the input shapes that were measured in the last pass. Sets `_idle` to whether nothing is to be done in
-        this pass, because the plan has no buffers or, without a plan, because too few parameters are frozen.
+        this pass, because no buffer was chosen to stay unsharded or, before the choice, because too few parameters are
+        frozen.
         """
         self._forwards = 0
         for number, shapes in self._seen:  # added only now, because a measurement is complete only when its pass ends
@@ -194,7 +195,7 @@ class Residents:
     def _read_free(self) -> int:
         """Return how many bytes are free now. Buffers that this model keeps unsharded between steps count as free.
 
-        Those that other models keep do not count.
+        Buffers that other models keep unsharded do not count as free.
         """
         others = self._planner.gathered_bytes - self.gathered
         return self._meter.read_free(self._buffers()) - others
@@ -220,11 +221,14 @@ class Residents:
 
     @property
     def _is_planned(self) -> bool:
-        """True if blocks have use_checkpoint="auto", so that another plan decides which of them are recomputed."""
+        """Whether blocks have use_checkpoint="auto". The plan for their activations then sets the available memory."""
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
-        """If memory is being measured, record the allocator's peak now, because the user may reset it between steps."""
+        """If memory is being measured, record the allocator's peak now.
+
+        A later reading could miss it, because the user may reset the allocator's peak statistics between steps.
+        """
         if self._peak is not None:
             self._peak = max(self._peak, self._meter.taken())
 
@@ -294,8 +298,8 @@ class Residents:
     def reshard(self) -> None:
         """Reshard the buffers that were kept unsharded between steps.
 
-        This is done now or, inside another model's forward, at the end of that forward. They can become resident again
-        in the next training forward.
+        Inside another model's forward, they are resharded when that forward ends. They can become resident again in the
+        next training forward.
         """
         for buffer in self._kept():
             buffer.resident = False

@@ -88,7 +88,7 @@ class _AcceleratorStates:
             with self._left_to_accelerate():
                 self._save_state(str(folder), safe_serialization, **options)
 
-        with ExitStack() as stack:  # `stack.close` renames the temporary folder that `_fresh` created to `root`
+        with ExitStack() as stack:  # when it is closed, the temporary folder that `_fresh` creates is renamed to `root`
             fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
             try:
                 saved = save_state(
@@ -173,10 +173,10 @@ class _AcceleratorStates:
 
     @contextmanager
     def _left_to_accelerate(self) -> Iterator[None]:
-        """Under `with`, let Accelerate's own `save_state` or `load_state` leave out models and optimizers.
+        """Under `with`, make Accelerate's own `save_state` and `load_state` leave out models and optimizers.
 
-        Hooks that the user has registered for saving or loading still get the models. Hooks for saving also get the
-        full weights.
+        These are saved and loaded by this class. Hooks that the user has registered for saving or loading still get
+        the models. Hooks for saving also get the full weights.
         """
         accelerator, configuration = self._accelerator, self._accelerator.project_configuration
         models, optimizers, automatic = (
@@ -185,7 +185,7 @@ class _AcceleratorStates:
         if not (accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook):
             accelerator._models = []  # no hook needs models; without them, Accelerate does not gather weights
         accelerator._optimizers, configuration.automatic_checkpoint_naming = [], False
-        # These hooks are registered last, so they run after the user's. They leave Accelerate no weights or models.
+        # These hooks leave no weights or models to Accelerate. They are registered last, so they run after the user's.
         handles = [
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
             accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()),

@@ -116,8 +116,8 @@ class BMTrainCallback(TrainerCallback):
         if trainer is None:
             return
         setattr(trainer, HAD_CALLBACK, True)
-        # Before the return below, so that it is called again when training begins: when this method is called first,
-        # in `on_init_end`, TRL's trainers are not completely constructed.
+        # Call this again when training begins, and not only in `on_init_end`, where TRL's trainers are not completely
+        # constructed. So it stands before the return below.
         count_rows_once(trainer)
         if not claim_hooks(model, trainer):
             return
@@ -157,7 +157,7 @@ class BMTrainCallback(TrainerCallback):
         self._close()
 
     def _close(self) -> None:
-        if self._checkpoints is not None:  # undo a save if training has failed in it
+        if self._checkpoints is not None:  # undo a save that is incomplete, because training has failed
             self._checkpoints.withdraw()
         for part in (self._speed, self._router, self._termination, self._numbers):
             if part is not None:

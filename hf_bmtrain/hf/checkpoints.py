@@ -56,7 +56,7 @@ class TrainerCheckpoints:
 
     @property
     def staged(self) -> Path | None:
-        """The folder that `save` has created, and that Trainer has not completed yet; None if there is none."""
+        """The folder of the checkpoint that `save` has begun and Trainer has not completed; None if there is none."""
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:
@@ -141,10 +141,9 @@ class TrainerCheckpoints:
         self._reference = reference
 
     def _forget(self) -> Path | None:
-        """Restore what was replaced since `save`: the optimizer's own state_dict() and Trainer's `save_total_limit`.
+        """End a save: restore the optimizer's own state_dict() and Trainer's `save_total_limit`, which were replaced.
 
-        Returns the folder that `save` has created, or None if there is none. Afterwards `staged`, the property with
-        this folder, is None.
+        Returns the folder of the checkpoint that `save` has begun, or None if there is no such checkpoint.
         """
         reference, self._reference = self._reference, None
         if self._limit is not None:
@@ -161,8 +160,8 @@ class TrainerCheckpoints:
         not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
 
         Args:
-            folder: the checkpoint from which Trainer has resumed; None if it has not. Then, if the user's program has
-                loaded an `optimizer.pt` itself, the folder to which that file refers is used.
+            folder: the checkpoint from which Trainer resumes. None if it does not resume. In this case, a checkpoint is
+                loaded only if the user's program has loaded its `optimizer.pt`.
 
         Raises:
             RuntimeError: the checkpoint is incomplete or damaged.
@@ -204,10 +203,11 @@ class TrainerCheckpoints:
         return self._args.train_batch_size * self._args.gradient_accumulation_steps * batches
 
     def _verify_without_reference(self, place: Path) -> None:
-        """Verify a checkpoint from which Trainer has resumed without loading optimizer state written by `save`.
+        """Verify a checkpoint whose optimizer state Trainer has not loaded.
 
-        Collective: every rank must call it. A checkpoint that Trainer alone has saved is not verified. Raises
-        RuntimeError if the checkpoint is damaged, or if it contains such state, which Trainer should have loaded.
+        Collective: every rank must call it. Raises RuntimeError if the checkpoint is damaged, or if `save` has written
+        optimizer state to it, which Trainer should have loaded. Checkpoints without checksums, which Trainer alone has
+        saved, are not verified.
 
         place: the folder of the checkpoint.
         """
@@ -276,11 +276,14 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | None:
-    """Call `look` on every rank. Return the damage found by the lowest rank that found any, or None.
+    """Search a checkpoint for damage on every rank. Return a description of the damage, or None if no rank finds any.
 
-    Collective: every rank must call it.
+    The result is the same on every rank: the description by the lowest rank that finds damage. Collective: every rank
+    must call it.
 
-    look: called with the folder, this rank and the number of ranks. It returns a description of damage, or None.
+    folder: the checkpoint.
+    look: searches for damage. It gets the folder, this rank and the number of ranks, and returns a description of the
+        damage, or None if there is none.
     """
     world = current_world()
     try:
@@ -294,8 +297,8 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` finds an earlier one.
 
-    Their new names are incomplete-checkpoint-N. If there are any, also delete the checkpoints that earlier calls
-    renamed. Not collective: only rank 0 calls it.
+    Their new names are incomplete-checkpoint-N. If any is renamed, those that earlier calls renamed are deleted. Not
+    collective: only rank 0 calls this.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}
@@ -324,9 +327,9 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Return why Trainer cannot resume from a checkpoint: the error from reading its files. None if they are complete.
+    """Read the files that Trainer itself has written to a checkpoint, to check whether it can resume from them.
 
-    The files are those that Trainer itself has written.
+    Returns the error from reading them, or None if they are complete.
     """
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
@@ -351,10 +354,10 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _weights_were_replaced(checkpoint: Path) -> bool:
-    """Return whether the user has replaced the weight files of a checkpoint by other files with an index.
+    """Return whether the user has replaced the weights of a checkpoint by a model.safetensors.index.json and its files.
 
-    Collective: every rank must call it. If the files were replaced, log a warning, because Trainer has loaded the new
-    files, which cannot be verified.
+    Collective: every rank must call it. If so, log a warning that Trainer has loaded these files, which have no
+    checksums and cannot be verified.
     """
     saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
     index = checkpoint / "model.safetensors.index.json"
@@ -374,11 +377,13 @@ def _damage_of_added(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]) -> None:
-    """Call `look` on every rank, and raise RuntimeError on every rank if any rank finds damage.
+    """Search a checkpoint for damage on every rank, and raise RuntimeError on every rank if any rank finds some.
 
     Collective: every rank must call it.
 
-    look: called with the folder, this rank and the number of ranks. It returns a description of damage, or None.
+    folder: the checkpoint.
+    look: searches for damage. It gets the folder, this rank and the number of ranks, and returns a description of the
+        damage, or None if there is none.
     """
     problem = _ask(folder, look)
     if problem is not None:

@@ -202,8 +202,8 @@ def _scattering(world: World) -> Iterator[None]:
     """Under `with`, keep only this rank's elements of each parameter that transformers reads from a file.
 
     A hook on the registration of parameters replaces each of these parameters by a SourcedParameter, which has only
-    this rank's elements. They are recognized by the attribute `_is_hf_initialized`, with which transformers marks the
-    parameters that it has read.
+    this rank's elements. The hook recognizes them by the attribute `_is_hf_initialized`, with which transformers marks
+    the parameters that it has read.
     """
     thread = threading.get_ident()
 
@@ -292,8 +292,8 @@ def _tie_equal(model: Any, world: World) -> None:
 def _report(model: torch.nn.Module, world: World) -> None:
     """Log how many parameters were divided among the ranks while loading, and how many every rank has in full.
 
-    The former are read from memory-mapped files, or were converted by transformers. The latter are not in the files, so
-    every rank has initialized them.
+    Parameters that are not in the files are in full, because every rank has initialized them. All others were divided
+    when they were read or converted.
     """
     scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]

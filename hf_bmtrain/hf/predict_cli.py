@@ -33,7 +33,7 @@ _MOST_ROWS = 1 << 20
 
 
 def main(given: argparse.Namespace) -> None:
-    """Print the predicted memory, or exit with an error. `given` is a result of `command_line.parse`."""
+    """Print the predicted memory of a step, or exit with an error. `given` contains the options of the command line."""
     try:
         config = read_config(given.config)
         prediction = predicted(given, config, given.rows)

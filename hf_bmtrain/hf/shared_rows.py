@@ -1,4 +1,4 @@
-"""Let Trainer train with `sequence_parallel` or `tp_size`: ranks that share rows get one batch, and count it once."""
+"""Let Trainer train with `sequence_parallel` or `tp_size`: ranks that share rows get one batch, which counts once."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def follow_shared_rows(model: Any, args: Any) -> None:
 def count_rows_once(trainer: Trainer) -> None:
     """Make `trainer` gather and count each row once, although several ranks share it.
 
-    In evaluations, each row is taken from the first of the ranks that share it. After gathering, Accelerate removes the
-    rows with which it has filled up the last batch. It would remove the wrong rows if there were several copies of
-    each. In training, this concerns `num_input_tokens_seen` and `total_flos`, which Trainer adds up over all ranks.
+    In evaluations, the outputs for each row are taken from the first of the ranks that share it. In training,
+    `num_input_tokens_seen` and `total_flos`, which Trainer adds up over all ranks, are divided by the number of ranks
+    that share a row.
     """
     size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
     if size > 1 and hasattr(trainer, "_tp_size"):  # TRL's SFTTrainer would divide the numbers of gathered tokens by it
@@ -94,6 +94,8 @@ def count_rows_once(trainer: Trainer) -> None:
         return
     gather, cut = accelerator.gather, accelerator.gather_for_metrics
 
+    # Accelerate removes the rows with which it has filled up the last batch from the end of the gathered rows. With
+    # several copies of each row, it would remove the wrong ones.
     def first_of_groups(gathered: torch.Tensor) -> torch.Tensor:
         return gathered.unflatten(0, (ranks // size, size, len(gathered) // ranks))[:, 0].flatten(0, 1)
 

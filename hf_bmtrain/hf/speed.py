@@ -127,7 +127,7 @@ class ParameterCount:
         self._model = weakref.ref(model)
         self._held: list[Any] = []  # `values()` of the modules' non-empty `_modules` and `_parameters`
         self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
-        self._seen: list[Any] = [None]  # the items of `_held` at the last search, then _END
+        self._seen: list[Any] = [None]  # the modules and parameters in `_held` at the last search, and then _END
         # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
         self._totals = (0, 0)  # elements of all parameters, and without those that only embedding modules contain
@@ -148,7 +148,10 @@ class ParameterCount:
         return self._answer
 
     def renew(self) -> None:
-        """Recount at Trainer's next request instead of repeating the last answer. Called when training begins."""
+        """Forget the cached number of elements, so that Trainer's next call counts the parameters again.
+
+        Called when training begins.
+        """
         self._left = 0
 
     def _count(self, only_trainable: bool, exclude_embeddings: bool) -> int:
@@ -190,8 +193,8 @@ def _numel(parameter: torch.nn.Parameter) -> int:
 
 
 _END = (object(),)
-"""Last item of each list of values that `map` compares. As `map` stops at the shorter list, a list would otherwise seem
-equal to a longer one that begins with it."""
+"""The last item of both lists that `map` compares. `map` stops at the end of the shorter list, so without this item, a
+list would seem equal to a longer one that begins with it."""
 
 
 def _peak_memory(device: torch.device) -> float:

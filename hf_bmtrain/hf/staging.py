@@ -106,7 +106,8 @@ class StagedWeights:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the gathered weights if they are up to date, and otherwise the result of the model's own `state_dict`.
 
-        This replaces the `state_dict` of a model without `save_pretrained`, because Trainer calls it only on rank 0.
+        This replaces the `state_dict` of a model without `save_pretrained`. The model's own method is collective, but
+        Trainer calls it only on rank 0.
         """
         if args or kwargs or not self.fresh:
             return type(self.model).state_dict(self.model, *args, **kwargs)

@@ -35,7 +35,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class AdamOptimizer(torch.optim.Optimizer):
-    """AdamW over the shards of sharded parameters, and over ordinary parameters (Loshchilov & Hutter, 2019).
+    """AdamW (Loshchilov & Hutter, 2019) over this rank's shards of parameters, and over unsharded parameters.
 
         m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
 
@@ -43,15 +43,14 @@ class AdamOptimizer(torch.optim.Optimizer):
     updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are read,
     never written. In `step`, the host does not wait for the device.
 
-    The state consists of m, v and, for half-precision weights, a master copy of w. All of them are float32 by default.
-    The weights are the masters, rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which
-    needs no master, and 12 per element of a float16 weight. On CUDA, the master of a bfloat16 weight is stored as its
-    16-bit difference from the weight (the residual), without loss (see ops/residual.py). The state then takes 10 bytes
-    per element, and `optimizer.state[p]` has "residual" instead of "master". `state_dict()` always has float32 masters,
-    which it computes from the residuals in host memory.
+    The state consists of m, v and, for half-precision weights, a master copy of w, all in float32 by default. The
+    weights are the masters, rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which
+    needs no master, and 12 per element of a half-precision weight. Exception: on CUDA, the master of a bfloat16 weight
+    is stored without loss as its 16-bit difference from the weight. The state then takes 10 bytes per element, and
+    `optimizer.state[p]` has this "residual" instead of "master". `state_dict()` always has float32 masters.
 
     If half-precision weights are written between steps (by loading, averaging or masking), the masters of the changed
-    weights are set to values that round to the new weights (see `Master.follow_weight`).
+    weights are set to values that round to the new weights.
 
     OptimManager or torch.amp.GradScaler may set two attributes before `step`, both float32 scalars on the device: the
     gradients are divided by `grad_scale`, and the update is skipped if `found_inf` is not 0.
@@ -64,21 +63,18 @@ class AdamOptimizer(torch.optim.Optimizer):
         betas: β₁ and β₂.
         eps: added to √v, outside the square root.
         weight_decay: wd.
-        hold_steps: in the first `hold_steps` steps of a parameter, m, v and t are updated but w is not, so that the
-            moments warm up first. t counts these steps because m and v contain their gradients. The next step thus has
-            the bias correction of step `hold_steps` + 1, as in BMTrain. Skipped steps do not count. Parameter groups
-            may have different values.
+        hold_steps: the number of first steps of a parameter in which m, v and t are updated but w is not, so that the
+            moments warm up first. Skipped steps do not count. Parameter groups may have different values.
         decoupled: whether weight decay is decoupled from the gradient, as in the formula. False adds weight_decay·w to
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
             random bits depend on the element and the step, but not on the number of ranks. (Exception: parameters that
             are laid out differently in memory if there is only one rank.)
-        state_bits: 32, or 8 to store m and v in 8 bits, with an exponent for every 32 elements. They are rounded
-            stochastically, as a bfloat16 m is. Masters that are stored as residuals may be off by their last bit. The
-            state takes 2.06 bytes per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other
-            half-precision weights. `state_dict()` and checkpoints have float32 moments, so `state_bits` may change
-            between saving and loading.
+        state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
+            With 8, residuals may be off by their last bit, and the state takes 2.06 bytes per element of a float32
+            weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision weights. Checkpoints have
+            float32 moments, so `state_bits` may change between saving and loading.
 
     Raises:
         TypeError: `params` is a single tensor.
@@ -129,7 +125,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         # Hashes of the state that was loaded last. The next step compares them between the ranks, then sets this to
         # None.
         self.loaded_facts: dict[str, str] | None = None
-        self._active: list[list[torch.nn.Parameter]] = []  # the parameters that the last step updated, by group
+        self._active: list[list[torch.nn.Parameter]] = []  # for each group, the parameters that the last step updated
         self._states: list[RunState] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
 
@@ -222,8 +218,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._steps.advance(numbers)
         # 3. Update the weights and the state.
         self._update(numbers)
-        # 4. Increment torch's version counters of the weights, so that the next all-gather sends the new weights. Also
-        # do so for runs without elements on this rank, because all ranks must decide alike.
+        # 4. Increment torch's version counters of the weights, by which the next forward decides whether to all-gather
+        # them again. Also do so for runs without elements on this rank, because all ranks must decide alike.
         torch.autograd.graph.increment_version([state.run.weights for state in states])
         for state in states:
             state.version = state.run.weights._version
@@ -380,8 +376,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Args:
             gather: whether to return the full state instead, copied to host memory on rank 0. Other ranks get no
-                tensors. Any number of ranks can load rank 0's result, if each rank passes it to `load_state_dict`. With
-                True, the call is collective: every rank must make it.
+                tensors. Any number of ranks can load rank 0's result, if each rank passes it to `load_state_dict`. If
+                True, every rank must call this.
         """
         expect_flag("gather", gather)
         if gather:

@@ -39,7 +39,7 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
         The optimizer's FullState, which gathers and shards its state dicts; None if it has no sharded parameter.
 
     Raises:
-        RuntimeError: the optimizer has parameters from before the model was sharded, or ordinary parameters whose
+        RuntimeError: the optimizer has parameters from before the model was sharded, or unsharded parameters whose
             gradients are not averaged; or the ranks' optimizers differ.
         TypeError: the optimizer updates sharded parameters differently from full ones, or does not support them.
     """
@@ -218,20 +218,19 @@ class _NotedOptions:
 def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raise TypeError if `optimizer` would compute other updates for sharded parameters than for full ones.
 
-    Collective: every rank must call it. For each parameter group, new optimizers of the same class, with the options of
-    the group, make three steps on a small matrix. Their updates are compared with those of the full matrix:
+    Collective: every rank must call it. For each parameter group, there are two trials, in which new optimizers of the
+    same class make a few steps on a small matrix. Their updates must equal those of one optimizer for the full matrix.
 
-    1. Two optimizers update one 1-D part of the matrix each, as they would with local parameters. Element-wise
-       optimizers pass. If they are classes of torch.optim, they are accepted without the second trial.
-    2. An optimizer updates a sharded matrix. Optimizers that are not element-wise, such as Adafactor and LAMB, pass if
-       they call only functions of torch that compute with the full matrix. Element-wise optimizers from outside torch
-       fail if they call functions that sharded parameters do not support.
+    1. Two optimizers each update a 1-D part of the matrix. Element-wise optimizers pass this trial. Those of
+       torch.optim are then accepted without the second trial.
+    2. One optimizer updates a sharded matrix. Optimizers that are not element-wise, such as Adafactor, pass if they
+       call only functions of torch that compute with the full matrix.
 
-    If not even the full matrix can be updated, a warning is logged instead. With tensor parallelism, split matrices
-    must pass the first trial. All ranks come to the same decision, because they try the same values.
+    If an optimizer cannot update the full matrix either, a warning is logged instead.
 
     device: the device of the matrix.
     """
+    # Every rank tries the same random values, so all ranks come to the same decision.
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
     weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device)
@@ -330,12 +329,14 @@ def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 
 
 def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the change of `start` after one step for each gradient, by a new optimizer with the options of `group`.
+    """Return by how much a new optimizer changes the weights `start`, in one step for each gradient.
 
     Such changes are compared to find out whether an optimizer can update sharded parameters.
 
     optimizer: the optimizer whose class the new one has.
-    gradients: for each step, a gradient of the shape of `start`. They are copied.
+    group: the parameter group whose options the new optimizer gets.
+    start: the weights, which are copied.
+    gradients: for each step, a gradient of the shape of `start`; copied.
     """
     parameter = torch.nn.Parameter(start.clone())
     _train(optimizer, group, parameter, [gradient.clone() for gradient in gradients])

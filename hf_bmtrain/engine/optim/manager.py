@@ -223,8 +223,9 @@ class OptimManager:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale. Call `backward()` on the result instead of `OptimManager.backward`.
 
-        With `grad_scale`, the loss is also multiplied by world_size / grad_scale. `step` divides the gradients by the
-        loss scale again, but not by this factor.
+        The loss is also multiplied by the number of ranks divided by `grad_scale`, an argument of the class. The mean
+        of the gradients over the ranks thus becomes their sum divided by `grad_scale`. `step` divides the gradients by
+        the loss scale only.
 
         Args:
             loss: a scalar, or a tensor of one element.
@@ -343,7 +344,7 @@ class OptimManager:
             self._end_last_step()
 
     def _compare(self) -> None:
-        """Raise RuntimeError unless the managers of all ranks have the same settings and optimizers.
+        """Raise RuntimeError unless the OptimManagers of all ranks have the same settings and optimizers.
 
         Collective: every rank must call it.
         """
@@ -374,10 +375,10 @@ class OptimManager:
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """Return the norm of the parameters' gradients over all ranks. If it is inf or nan, let the step be skipped.
+        """Return the norm of the parameters' gradients over all ranks. If it is inf or nan, set the skip flag.
 
-        For this, it sets a flag on the device. Collective: every rank must call it. The norm still contains the loss
-        scale.
+        With this flag, which is on the device, `step` updates nothing. The norm is that of the gradients as they are,
+        multiplied by the loss scale. Collective: every rank must call it.
 
         order: the order p of the p-norm; inf for the largest absolute value.
         """
@@ -467,15 +468,12 @@ class OptimManager:
     def check_own_state(self, state: dict[str, Any]) -> None:
         """Check that a saved state fits this manager, without loading it.
 
-        The saved manager must have had the same number of optimizers, schedulers for the same ones, and a loss scale if
-        this manager has one.
-
         Args:
-            state: the result of `own_state`.
+            state: the result of `own_state` of the manager that was saved.
 
         Raises:
-            ValueError: the state is from a manager with other optimizers or schedulers, or only one of the two managers
-                has a loss scale.
+            ValueError: the saved manager had another number of optimizers, or schedulers for other optimizers, or only
+                one of the two managers has a loss scale.
         """
         schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
@@ -500,7 +498,7 @@ class OptimManager:
 
         Raises:
             ValueError: the state is from a manager with other optimizers or schedulers, or only one of the two managers
-                has a loss scale. Nothing has changed.
+                has a loss scale. Nothing is loaded then.
         """
         self.check_own_state(state)
         self._end_last_step()
@@ -516,10 +514,9 @@ class OptimManager:
     def _end_last_step(self) -> None:
         """Advance the schedulers or, if the last step was skipped, drop its gradients and log why it was skipped.
 
-        A step is skipped if a gradient is inf or nan, which is known only on the device at first, so the host may wait
-        for it here. Does nothing after the first call for a step. Collective if the step was skipped. Raises
-        RuntimeError if the limit of skipped steps has been reached, or if an optimizer has already used the inf or nan
-        during the backward.
+        A step is skipped if a gradient is inf or nan. The host may have to wait here until the device has found out.
+        Only the first call after a step has an effect. Collective if the step was skipped. Raises RuntimeError if the
+        limit of skipped steps has been reached, or if an optimizer has already used the inf or nan during the backward.
         """
         if self._skipped is None:
             return
@@ -640,11 +637,11 @@ class HostFlag:
 
     @property
     def arrived(self) -> bool:
-        """True if the copy of the flag to host memory is complete, so that `read` would not wait."""
+        """True if the skip flag has been copied to host memory, so that `read` would not wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> float:
-        """Return the value of the flag. The host waits until its copy to host memory is complete."""
+        """Return the value of the skip flag. The host waits until the flag has been copied to host memory."""
         if self._event is not None:
             self._event.synchronize()
         return self._value.item()
@@ -705,7 +702,10 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
 
 
 def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of |g|^order over this rank's gradients, or the maximum of |g| if order is inf; (1,) float32."""
+    """Return the sum of |g|^order over this rank's elements g of all gradients, from which a norm is computed.
+
+    If `order` is inf, return the maximum of |g|. The result is a (1,) float32 tensor.
+    """
     filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]
     filled = [flat.abs() if flat.is_complex() else flat for flat in filled]
     if not filled:

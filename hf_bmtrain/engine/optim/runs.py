@@ -1,4 +1,4 @@
-"""Run: parameters that are adjacent in memory, so that one kernel launch updates them. Also their AdamW state."""
+"""Group adjacent parameters into a Run, which one kernel launch updates, and keep the AdamW state of the Run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from ..sharding.parameter import DistributedParameter
 
 @dataclass(eq=False)
 class Run:
-    """Parameters that one kernel launch updates: local ones that are adjacent in a shard, or one ordinary parameter.
+    """Parameters that one kernel launch updates: sharded ones that are adjacent in memory, or one unsharded parameter.
 
     Attributes:
         parameters: the parameters, in the order of their flat buffer.
-        weights: (n,) a view of all elements of the parameters, and of the padding between them, which is zero.
-        buffer: the parameters' flat buffer; None for an ordinary parameter.
-        start: the index of the first element of `weights` in this rank's shard; 0 for an ordinary parameter.
+        weights: (n,) a view of this rank's elements of the parameters, and of the padding between them, which is zero.
+        buffer: the flat buffer that contains the parameters; None for an unsharded parameter.
+        start: the index of the first element of `weights` in this rank's shard of the flat buffer; 0 for an unsharded
+            parameter.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -35,11 +36,11 @@ class Run:
 
     @classmethod
     def over(cls, parameters: list[torch.nn.Parameter]) -> Run:
-        """Create a run of these parameters, whose `weights` is a view of their memory.
+        """Create a Run of these parameters, which one kernel launch updates. Its `weights` is a view of their memory.
 
-        Raises ValueError if the parameter is an ordinary one that is not contiguous.
+        Raises ValueError for an unsharded parameter that is not contiguous.
 
-        parameters: DistributedParameters that are adjacent in one flat buffer, in its order; or one ordinary parameter.
+        parameters: sharded parameters that are adjacent in one flat buffer, in its order; or one unsharded parameter.
         """
         first, last = parameters[0], parameters[-1]
         if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
@@ -55,20 +56,20 @@ class Run:
 
     @property
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
-        """The flat buffer that contains the parameters of this run; or the run's parameter, if it is an ordinary one.
-
-        An ordinary parameter is not sharded.
-        """
+        """The flat buffer that contains the parameters of this run; or the run's only parameter, if it is unsharded."""
         return self.parameters[0] if self.buffer is None else self.buffer
 
     def begin(self, parameter: torch.nn.Parameter) -> int:
-        """Return the index of the first element of `parameter` in `weights`, the flat tensor of the run's elements."""
+        """Return the index of the first element of `parameter` in `self.weights`.
+
+        `weights` is the flat tensor of all parameters that are updated together in this Run.
+        """
         if not isinstance(parameter, DistributedParameter):
             return 0
         return parameter.buffer.local_ranges[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return the `.grad` of all parameters as one tensor (n,), without copying, laid out like the flat `weights`.
+        """Return the `.grad` of this run's parameters as one tensor (n,), a view with the same order as `weights`.
 
         Returns None if the user has replaced a `.grad`, so that the gradients are not adjacent in memory.
         """
@@ -82,7 +83,7 @@ class Run:
         return self.buffer.gradient.shard[self.start : self.start + self.weights.numel()]
 
     def gradient(self) -> torch.Tensor:
-        """Return the gradient (n,), laid out like `weights`. The caller must not write to it.
+        """Return the gradient of this run's parameters as one tensor (n,). The caller must not write to it.
 
         If half-precision gradients of several backwards were accumulated in float32, this float32 sum is returned.
         Otherwise, the values of `.grad` are returned.
@@ -112,7 +113,7 @@ def neighbours(
 ) -> list[list[torch.nn.Parameter]]:
     """Divide parameters into lists, each of which one kernel launch can update, and which are as long as possible.
 
-    The members of a list are adjacent in one flat buffer. Each ordinary parameter is in a list of its own.
+    The members of a list are adjacent in one flat buffer. Each unsharded parameter is in a list of its own.
 
     Args:
         parameters: the parameters, in any order.
@@ -162,10 +163,10 @@ def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) 
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Number all elements of an optimizer, and return {flat buffer or ordinary parameter: number of its first element}.
+    """Number all elements of an optimizer's parameters, from which stochastic rounding derives its random bits.
 
-    The random bits of stochastic rounding depend on these numbers. Elements are numbered consecutively through all flat
-    buffers and ordinary parameters, in the order in which these first occur in `groups`.
+    Returns {flat buffer or unsharded parameter: number of its first element}. Elements are numbered consecutively
+    through all flat buffers and unsharded parameters, in the order in which these first occur in `groups`.
 
     groups: the optimizer's `param_groups`.
     """
@@ -223,9 +224,9 @@ class RunState:
 
     Attributes:
         run: the parameters, and a view of their elements.
-        master: the weights' masters (the copies of full precision that the optimizer updates), or residuals from which
-            they are computed; and exp_avg_sq. All are (n,).
-        exp_avg: (n,) float32 or bfloat16; or both moments in 8 bits.
+        master: the masters (the float32 copies of the weights that the optimizer updates, or their differences from the
+            weights), together with the second moment exp_avg_sq. All are (n,).
+        exp_avg: the first moment, (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
         index_base: the number of the run's first element among all elements of the optimizer, from which stochastic
             rounding derives its random bits (see `index_bases`). It does not depend on the number of ranks, except for
@@ -251,7 +252,10 @@ class RunState:
         return apart and self.version not in (-1, self.run.weights._version)
 
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
-        """Return {name: view} of one parameter's state, with the names that torch's AdamW uses."""
+        """Return the state of one parameter, as views of the run's flat state tensors.
+
+        The result is {name of the state tensor in torch's AdamW: view}.
+        """
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + stored_numel(parameter)), self.master.stored
         if isinstance(self.exp_avg, Moments):
@@ -311,19 +315,17 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 
 
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
-    """Copy a parameter's earlier or loaded state into new state tensors.
+    """Copy a parameter's optimizer state into newly allocated state tensors, which may store it in another form.
 
-    A float32 master may have to be stored as a residual, its 16-bit difference from the weight. This also sets the
-    weight to the rounded master. The weight already has this value, unless a loaded master belongs to different
-    weights.
+    For example, they may store the moments in 8 bits, or the float32 master (the copy of the weight that the optimizer
+    updates) as its 16-bit difference from the weight.
 
     Args:
-        parameter: the parameter.
+        parameter: the parameter. If `earlier` contains a master, the parameter is set to the rounded master.
         views: the tensors to fill: this parameter's views of the flat state tensors of several parameters.
         earlier: the state to copy; empty for a new parameter.
-        loaded: True if `earlier` comes from a state dict, whose master then takes precedence over the weights. False if
-            the optimizer has used it before. Then, if the weights were changed since, its float32 master is updated
-            first.
+        loaded: whether `earlier` comes from a state dict. If not, and other code has written the weights since the last
+            step, the master is first updated to follow the weights.
     """
     earlier = {name: value if name == "step" else _values(value) for name, value in earlier.items()}
     if not ("residual" in earlier and "residual" in views and has_codes(earlier) == has_codes(views)):
@@ -345,5 +347,8 @@ def stored_numel(parameter: torch.Tensor) -> int:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a local or ordinary tensor as a plain 1-D tensor; a view if it is contiguous."""
+    """Return this rank's elements of a tensor, sharded or not, as a plain 1-D tensor.
+
+    The result is a view if `tensor` is contiguous.
+    """
     return tensor.detach().as_subclass(torch.Tensor).reshape(-1)

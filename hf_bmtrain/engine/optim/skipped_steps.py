@@ -59,7 +59,7 @@ class SkippedSteps:
     def look(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Count nan and inf in the gradients of a skipped step, before they are dropped. `report` uses the counts.
 
-        Only the first call for a step counts.
+        Further calls for the same step do nothing.
 
         step: the number of the step; the first is 1.
         """
@@ -84,11 +84,12 @@ class SkippedSteps:
             minimum: the minimum loss scale.
 
         Raises:
-            RuntimeError: `limit` steps in a row were skipped, and a lower scale could not have avoided it.
+            RuntimeError: too many steps in a row (`limit`, an argument of the class) were skipped although the loss
+                scale could not be lowered.
         """
         assert self._counts is not None and self._looked == step, "call look() first"
         world = current_world()
-        if step != self._last + 1:  # the step before was not skipped
+        if step != self._last + 1:  # the step before was not skipped, so a new series of skipped steps begins
             self._in_row = self._lost = 0
             self._at_minimum = False
         self._last = step

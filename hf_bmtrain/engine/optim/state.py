@@ -38,7 +38,7 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
         world: the ranks.
         gather: False returns this rank's state, which the same rank can load if it stores the same shard. True returns
             the full state on rank 0, which any number of ranks can load, and only parameter groups on the other ranks.
-            Its entry "sliced" then lists the names of the tensors that have the layout of the parameters.
+            The result then has an entry "sliced": the names of the state tensors that are sharded like the parameters.
     """
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
@@ -56,7 +56,7 @@ def _shard(world: World) -> tuple[int, int, int]:
     """Return (the index of this rank's shard, the number of shards, the number of ranks in a tensor-parallel group).
 
     A rank can load the state that it saved itself only if these numbers have not changed. Otherwise it stores other
-    elements of the parameters than when it saved the state, although perhaps equally many.
+    elements of the parameters than when it saved the state.
     """
     return world.shard_group.rank, world.shard_group.size, 1 if world.grid is None else world.grid.size
 
@@ -172,7 +172,10 @@ class FullState:
             self._local = False
 
     def shard_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace full tensors in the optimizer's loaded state by this rank's elements. Called before its next step."""
+        """Replace full tensors in the optimizer's loaded state by this rank's elements.
+
+        Called before the first step after a state was loaded.
+        """
         self._sharded = optimizer.state
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):
@@ -198,12 +201,10 @@ class FullState:
 
 
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
-    """Return {description of a tensor: hash} of the full tensors in a loaded state.
+    """Return a hash of each full tensor in a loaded state, as {description of the tensor: hash}.
 
-    The ranks compare these hashes to check that they loaded the same state.
-
-    Parameters that are stored on a single rank are left out, because that rank cannot distinguish a full tensor from
-    its own elements.
+    The ranks compare these hashes to check that they loaded the same state. Parameters that are stored on a single rank
+    are left out, because that rank cannot distinguish a full tensor from its own elements.
 
     entries: (parameter, name, value) of all state tensors.
     """
@@ -223,9 +224,9 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     """Return this rank's elements of a state tensor. If `value` is a full tensor, the result is a view of it.
 
-    Numbers, factors of a matrix (as in Adafactor), scales of 8-bit optimizers, stacks of full tensors, and the state of
-    ordinary parameters are returned unchanged. Raises ValueError if the shape fits none of these, and neither the full
-    parameter nor this rank's elements.
+    If `value` has only this rank's elements, it is returned as a sharded tensor. Numbers, factors of a matrix (as in
+    Adafactor), scales of 8-bit optimizers, stacks of full tensors, and the state of parameters that are not sharded are
+    returned unchanged. Any other shape raises ValueError.
 
     Args:
         parameter: the parameter to which the state belongs.
@@ -267,9 +268,12 @@ def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
 
 
 def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
-    """Return {key of a parameter in the state dict `state`: the optimizer's parameter}, matched by their order.
+    """Match the parameters of a state dict with those of the optimizer, by their order in the parameter groups.
 
-    Raises ValueError unless the sizes of the parameter groups are the same.
+    Returns {key of the parameter in `state`: the optimizer's parameter}. Raises ValueError if the parameter groups have
+    different sizes.
+
+    state: the state dict.
     """
     mine = [group["params"] for group in optimizer.param_groups]
     theirs = [group["params"] for group in state["param_groups"]]
@@ -295,7 +299,8 @@ def _gather(
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)
-    # Tensors of one name, buffer and dtype share an all-gather: {(name, buffer, dtype): {index in the buffer: key}}.
+    # Tensors with the same name, flat buffer and dtype are gathered together:
+    # {(name, buffer, dtype): {index of the parameter in the buffer: key of the parameter}}.
     places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}
     for name, key in sharded:
         place = name, parameters[key].buffer, state[key][name].dtype
@@ -329,8 +334,8 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     Raises:
         RuntimeError: the ranks have state for different parameters.
     """
-    # {(name, key): (whether the value has the local parameter's shape, the number of local elements, a copy of the
-    # value unless it is certainly sharded)}
+    # For each state tensor of each parameter, {(name, key): (whether the value has the local parameter's shape, the
+    # number of local elements of the parameter, a copy of the value unless it is certainly sharded)}.
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():
@@ -388,7 +393,7 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state without nesting: if it contains a dict of quantized tensors, merge that into it."""
+    """Flatten the optimizer state of a parameter: if it contains a dict of quantized tensors, merge the two dicts."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

@@ -1,6 +1,7 @@
 """Tables that classify torch's functions by what they do with elements, and so decide how they act on sharded tensors.
 
-For example, element-wise functions act on this rank's elements, and SHAPES return properties of the full tensor.
+For example, functions in ELEMENT_WISE act on this rank's elements, and functions in SHAPES return properties of the
+full tensor.
 """
 
 from __future__ import annotations

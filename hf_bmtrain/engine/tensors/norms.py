@@ -46,14 +46,14 @@ class SegmentNorms:
         self._squares, self._measured = squares, version
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the 2-norm over all ranks of the flat buffer's tensor `index`, as a new float32 scalar.
+        """Return the 2-norm, over all ranks, of the tensor with this index in the flat buffer; a new float32 scalar.
 
         Collective if the norms are not cached.
         """
         return self.all()[index]
 
     def all(self) -> Sequence[torch.Tensor]:
-        """Return the 2-norms over all ranks of all tensors of the flat buffer, as new float32 scalars.
+        """Return the 2-norm, over all ranks, of each tensor in the flat buffer; new float32 scalars.
 
         Collective if the norms are not cached.
         """
@@ -62,7 +62,10 @@ class SegmentNorms:
         return self._norms.clone().unbind()
 
     def local_squares(self) -> torch.Tensor:
-        """Return the squared 2-norms, (k,) float64, of this rank's part of each of the k tensors. Not collective."""
+        """Return the squared 2-norm of this rank's elements of each of the flat buffer's k tensors, (k,) float64.
+
+        Not collective.
+        """
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares
         return segmented_squared_norm(self._shard, self._segments)

@@ -190,8 +190,8 @@ class ShardTensor(ShardBase, torch.Tensor):
     stores only this rank's elements, as a plain tensor.
 
     Attributes:
-        segment: for a gradient that a backward has set: (a function that returns the SegmentNorms of its flat gradient,
-            the same object in each call; the index of the gradient in it). None for all other tensors.
+        segment: for a gradient that a backward has set, where to get its norm: a function that returns the norms of all
+            gradients in the same flat buffer, and the index of this gradient among them. None for all other tensors.
     """
 
     segment: tuple[Callable[[], SegmentNorms], int] | None = None
@@ -300,11 +300,10 @@ class CopySource:
     def pass_on(self, view: torch.Tensor | None) -> str | None:
         """Write this rank's elements of the full copy to the sharded tensor, after a view of the copy was written.
 
-        Fails if the sharded tensor has changed since the copy was made, unless `view` is given. Returns the reason for
-        the failure, or None if it succeeds.
+        If the sharded tensor has changed since the copy was made, only the elements of `view` are written to it; if
+        `view` is None, nothing is written, and the reason is returned. In all other cases, None is returned.
 
-        view: the view that was written, if all of its elements were overwritten without being read; otherwise None. If
-            the sharded tensor has changed, only the elements of this view are written to it.
+        view: the view that was written, if all of its elements were overwritten without being read; otherwise None.
         """
         sharded, part = self._sharded, self._sharded.placement.cut(self._copy)
         sharded.settle()
@@ -323,11 +322,11 @@ class CopySource:
 def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
     """Copy what was written to temporary full copies back to their sharded tensors.
 
-    Returns the first reason for a failure, or None if there was none.
+    Returns None, or the reason if this failed, for example because a sharded tensor has changed since it was copied.
 
     sources: the sharded tensors, each with its full copy.
-    view: the view that was written, if all of its elements were overwritten without being read; otherwise None. It is
-        passed to `CopySource.pass_on` of the source whose copy contains it; the other sources get None.
+    view: the view of one of these copies that was written, if all of its elements were overwritten without being read;
+        otherwise None.
     """
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)
@@ -343,7 +342,8 @@ def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[Cop
     or raises an error. A NumPy array becomes read-only. Any other value is returned unchanged.
 
     copies: the full copies of sharded tensors with which the function was called.
-    sources: the CopySources of these copies. Writes to a view of a copy without a source raise an error.
+    sources: the copies whose views may be written, each with its sharded tensor. Writes to a view of any other copy
+        raise an error.
     """
     if is_array(value):
         value.setflags(write=False)
@@ -385,7 +385,8 @@ class _Call:
     def run(self) -> Any:
         """Apply the function to this rank's elements if possible, otherwise to full tensors, and return its result.
 
-        The docstring of this module gives the rules.
+        For example, element-wise functions under `no_grad` act on this rank's elements, and a matrix product acts on
+        full tensors, which are gathered first. The docstring of this module gives all rules.
         """
         if getattr(self.func, "__module__", "").startswith("torch.distributed"):
             return self._communicate()
@@ -440,7 +441,10 @@ class _Call:
             return ShardTensor.of(first.detach(), first.placement.with_shape(shape))
 
     def _draw(self, first: Any) -> Any:
-        """Draw random elements for a full tensor like `first`, as a single process would, and keep this rank's part."""
+        """Apply a random function such as `normal_`, and keep this rank's elements of the result.
+
+        Each rank draws the elements of the full tensor `first`, so that the result is that of a single process.
+        """
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
                 return self.func(*self.args, **self.kwargs)  # torch raises its usual error: a leaf is written in place
@@ -454,9 +458,10 @@ class _Call:
             return first
 
     def _element_wise(self) -> Any:
-        """Apply an element-wise function to this rank's elements, or to full tensors if an operand does not fit.
+        """Apply an element-wise function to this rank's elements, and return a sharded tensor.
 
-        An operand fits if `_operand` can take from it the elements at the positions that this rank stores.
+        If the operands cannot be combined element by element on this rank (see `_operand`), the function is applied to
+        full tensors instead, which are gathered first.
         """
         with WithoutTorchFunction():
             like = self.slices[0]
@@ -495,9 +500,7 @@ class _Call:
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
         """Apply an in-place function that writes to a plain tensor and reads sharded ones, as `plain.add_(sharded)`.
 
-        The plain tensor has either the full shape or as many elements as this rank stores. If the sharded tensor is a
-        vector, and one rank stores all of its elements, these two shapes are equal on that rank and different on the
-        others. Vectors are therefore always gathered, so that all ranks issue the same collectives.
+        The plain tensor has either the full shape or as many elements as this rank stores.
 
         Args:
             target: the plain tensor, to which the function writes.
@@ -506,6 +509,8 @@ class _Call:
         """
         if target.shape != like.shape or target.shape == like.full_shape:
             return self._on_full()
+        # On a rank that stores all elements of a vector, both shapes are equal, so this rank has gathered the vector in
+        # `_on_full`. Gather it here, too, so that all ranks issue the same collectives.
         if len(like.full_shape) < 2:
             barrier_outside(f"{self.name} of a sharded tensor")
             for key, each in {id(each): each for each in self.slices}.items():
@@ -556,19 +561,20 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
-        """Return the tensors to pass at a position of the lists where a function of lists writes to a plain tensor.
+        """Return the tensors to pass instead of `members`, so that a function of lists acts on this rank's elements.
 
-        With them, the function acts on this rank's elements. Returns None if it must act on full tensors instead.
-        Sharded vectors are always gathered here: on a rank that stores all elements of a vector, its own elements have
-        the full shape, but all ranks must issue the same collectives.
+        `_aligned` calls this for functions that write to plain tensors, such as `_foreach_add_(plain, sharded)`.
+        Returns None if the function must act on full tensors instead.
 
-        members: the items at this position of all lists. The first is the plain tensor, and another one is sharded.
+        members: the items at one position of all lists. The first is the plain tensor, and another one is sharded.
         like: the first sharded tensor of `members`.
-        operands: the tensors that `_aligned` would pass instead of `members`; modified.
+        operands: for each of `members`, the tensor with this rank's elements, or None. This list is modified.
         """
         target = members[0]
         if target.shape not in (like.shape, like.full_shape):
             _refuse_plain_target(self.name, target, like)
+        # On a rank that stores all elements of a vector, these have the full shape, so `target` seems to have it, too.
+        # Gather vectors in any case, so that all ranks issue the same collectives.
         if len(like.full_shape) < 2 and current_world().size > 1:
             barrier_outside(f"{self.name} of a sharded tensor")
             for number, each in enumerate(members):
@@ -617,12 +623,12 @@ class _Call:
     def _on_full(self, counted: bool = True) -> Any:
         """Run the function on full copies of the sharded tensors on every rank, and copy modified ones back.
 
-        Collective: every rank must call it. The schema of an operator of torch.ops declares which arguments it
-        modifies. For other functions, `counted` determines how modified arguments are found.
+        Collective: every rank must call it.
 
         Args:
-            counted: whether the function increments the version counters of the tensors that it modifies. If not, the
-                values before and after the call are compared.
+            counted: how to find the arguments that the function has modified: by their version counters (True), or by
+                comparing their values before and after the call (False). Operators of torch.ops declare these arguments
+                in their schemas, so neither is needed.
         """
         unique = {id(each): each for each in self.slices}
         barrier_outside(f"{self.name} of a sharded tensor")
@@ -867,10 +873,9 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
 
 
 def _refuse_plain_target(name: str, target: torch.Tensor, like: Any) -> None:
-    """Raise RuntimeError: a function of lists (`torch._foreach_...`) cannot write to `target`, a plain tensor.
+    """Raise RuntimeError, because a function of lists (`torch._foreach_...`) cannot write to the plain tensor `target`.
 
-    Always raises. The caller has found that `target` has neither the shape of this rank's elements of `like` nor its
-    full shape, so that the values to write do not fit.
+    `target` has neither the shape of this rank's elements of `like` nor the full shape, so the values do not fit.
 
     name: the name of the function of lists, for the message.
     target: the plain tensor to which it would write.

@@ -1,4 +1,4 @@
-"""What a wrapped model does if this process has an Accelerator or a Trainer. Nothing here is called if there is none.
+"""Make wrapped models work with the Accelerator or Trainer of this process. Nothing here is called if there is none.
 
 The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator has another number of
 ranks or shards models itself, or if the Trainer lacks this package's callback (BMTrainCallback). Neither Accelerate nor
@@ -63,7 +63,7 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
     size: the number of ranks, at least 2.
     """
     transformers: Any = sys.modules["transformers.trainer"]
-    if not hasattr(transformers, "Trainer"):  # its import has not ended
+    if not hasattr(transformers, "Trainer"):  # transformers.trainer is still being imported
         return
     step, frame = transformers.Trainer.training_step.__code__, sys._getframe(1)
     while frame is not None and frame.f_code is not step:
@@ -153,7 +153,10 @@ class GroupMesh:
 
 
 def share_rows(model: torch.nn.Module, size: int) -> None:
-    """Note that each group of `size` consecutive ranks computes with the same rows (sequences) of a batch."""
+    """Record in `model` that each group of `size` consecutive ranks shares the same rows (sequences) of a batch.
+
+    `ranks_per_row` returns this number.
+    """
     setattr(model, _ROWS, size)
 
 

@@ -57,7 +57,10 @@ class Extension:
         return {}
 
     def choose(self, plan: WrapPlan) -> None:
-        """Decide what to do with `plan.model`, without changing it. Raise ValueError if the model is not supported."""
+        """Decide what to change in `plan.model`, for example which parameters to quantize, but do not change it yet.
+
+        Raise ValueError if the model is not supported.
+        """
 
     def prepare(self, plan: WrapPlan) -> None:
         """Change modules and parameters of `plan.model` before they are sharded."""
@@ -75,7 +78,7 @@ class Extension:
         """Return how to store a block's parameter (quantized, for example), or None to let other extensions decide."""
 
     def connect(self, plan: WrapPlan) -> None:
-        """Do what must follow the sharding of `plan.model`.
+        """Make changes that need the sharded model, after the parameters of `plan.model` were sharded.
 
         For example, replace the forwards of modules, or add observers (objects whose methods are called during each
         step).

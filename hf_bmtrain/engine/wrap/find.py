@@ -12,11 +12,12 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """Return the outermost ModuleLists whose items have parameters. For a list of ModuleLists, return the inner lists.
+    """Return the outermost ModuleLists of `model` whose items can become blocks (layers that are sharded one by one).
 
-    The items of these lists become blocks, which all-gather their weights when they are called. Lists with embeddings
-    are therefore skipped: some models, such as SAM and models with tied heads, read the weights of these embeddings
-    without calling them. Lists that contain None (an optional module between layers) are skipped, too.
+    At least one item must have parameters. If items of a ModuleList are ModuleLists, these inner lists are returned.
+    Lists with embeddings are skipped: blocks all-gather their weights when they are called, but some models, such as
+    SAM and models with tied heads, read the weights of these embeddings without calling them. Lists that contain None
+    (an optional module between layers) are skipped, too.
     """
     if isinstance(model, torch.nn.ModuleList) and all(_may_be_block(item) for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]

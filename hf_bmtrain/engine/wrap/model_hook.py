@@ -1,4 +1,4 @@
-"""What a wrapped model does in each forward.
+"""Checks and settings for each forward of a wrapped model.
 
 ModelHook checks the model first. `follow_accelerator` makes the forward run in an Accelerator's mixed precision, and
 `keep_cache_out` makes it run without a key-value cache.
@@ -52,14 +52,12 @@ class ModelHook:
     or has another number of ranks, if a Trainer on several ranks lacks BMTrainCallback, if a parameter is not sharded,
     or if a block's parameter was renamed.
 
-    Every training forward checks all parameters and modules, because they can be replaced without a call that the hook
-    could intercept (FSDP writes to the modules' dicts). To save time, `_walk` visits every module only in the first
-    forward, and when modules, names or classes of parameters have changed. Other forwards only look for such changes in
-    the dicts that the last walk found.
+    Every training forward checks all parameters and modules again, because they can be replaced at any time.
     """
 
     def __init__(self) -> None:
-        # What the last `_walk` found. `_check` compares it with the present state, to see whether to walk again.
+        # What the last `_walk` over all modules found. To save time, a forward walks again only if modules, names or
+        # classes of parameters have changed since. `_check` finds such changes by these lists and dicts.
         self._parameters: list[dict[str, Any]] = []  # the dict `_parameters` of every module
         self._modules: list[dict[str, Any]] = []  # the dict `_modules` of every module
         self._tree: list[torch.nn.Module | None] | None = None  # the children of all modules
@@ -129,13 +127,16 @@ class ModelHook:
 def _is_sharded(kind: type) -> bool:
     """Return whether `kind` is the class of a sharded parameter or of None.
 
-    In a wrapped model, all values in the modules' `_parameters` have such a class.
+    A parameter of another class was added after the model was sharded, or is full while the forward of its block runs.
     """
     return issubclass(kind, (DistributedParameter, type(None)))
 
 
 def _check_places(block: CheckpointBlock) -> None:
-    """Raise RuntimeError if a parameter of `block` was registered under another name after `block` was sharded."""
+    """Raise RuntimeError if a parameter of `block` was registered under another name after `block` was sharded.
+
+    The block's forward would read this rank's elements there, because the full parameter is set under the old name.
+    """
     known = {(id(slot.parameters), slot.name) for slot in block._slots()}
     for name, module in block.named_modules():
         for key, parameter in module._parameters.items():
@@ -171,7 +172,7 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
-    """Run training forwards of `modules` with use_cache=False while one of `blocks` is recomputed or compiled.
+    """Run training forwards of `modules` with use_cache=False if any of `blocks` is compiled or recomputes its forward.
 
     A recomputed forward would append to the key-value cache twice, and a compiled layer would need a second graph for
     forwards with a cache. Modules without a `use_cache` argument are not changed.

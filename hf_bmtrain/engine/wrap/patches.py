@@ -31,7 +31,7 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
         model: the model, whose methods are replaced.
         blocks: the model's CheckpointBlocks.
     """
-    # Use weak references, because a patched module may be part of a block, which would make a reference cycle.
+    # Use weak references: if a patched module is part of a block, strong ones would form a reference cycle.
     states = [weakref.ref(block._bmt) for block in blocks]
     for module in model.modules():
         for word in ("activation", "gradient"):  # the new and the old prefix of these methods in transformers
@@ -44,7 +44,10 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
 
 
 def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
-    """Call `disable`. Ignore the ValueError that transformers raises if nothing in `module` can use checkpointing."""
+    """Turn off the gradient checkpointing of `module` by calling its method `disable`.
+
+    Ignores the ValueError that transformers raises if nothing in `module` can use checkpointing.
+    """
     try:
         disable()
     except ValueError:
@@ -53,15 +56,15 @@ def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
 
 
 def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, **kwargs) -> None:
-    """Switch the recomputation of blocks on or off, when the model's gradient or activation checkpointing is switched.
+    """Switch the recomputation of all blocks on or off.
 
-    This replaces methods of transformers such as `gradient_checkpointing_enable`, whose arguments it takes after
-    `states` and `on`. Their option `offload` keeps the inputs of recomputed blocks in host memory. Options of
-    torch.utils.checkpoint are ignored. Raises ValueError if the option `every_n_layers` is not 1.
+    As a functools.partial with `states` and `on`, this replaces the model's methods `gradient_checkpointing_enable` and
+    `gradient_checkpointing_disable`, and the same methods with "activation" instead of "gradient".
 
-    states: weak references to the BlockStates of the blocks.
-    on: whether the blocks recompute their forwards from now on.
-    args, kwargs: the arguments of the replaced method.
+    states: weak references to the BlockStates of the blocks (sharded transformer layers).
+    on: whether the blocks recompute their forwards in backward from now on.
+    args, kwargs: the arguments of the replaced method. `offload` keeps the inputs of recomputed blocks in host memory.
+        Any `every_n_layers` but 1 raises ValueError. Options of torch.utils.checkpoint are ignored.
     """
     given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
     for value in (*args, *kwargs.values()):
@@ -97,7 +100,7 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
         model: the model, whose modules are patched.
         blocks: the model's blocks. They and the modules inside them do not get the attribute.
     """
-    # torch.compile would treat a module with this attribute as one of FSDP. Compiled modules, and modules in blocks,
+    # torch.compile would treat a module with this attribute as an FSDP module. Compiled modules, and modules in blocks,
     # which may be compiled, therefore do not get it.
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     unmarked = {module for each in (*blocks, *compiled) for module in each.modules()}
@@ -134,7 +137,7 @@ def drops_layers(module: torch.nn.Module) -> bool:
 
 
 def refuse_resizing(model: torch.nn.Module) -> None:
-    """Make the methods of `model` that resize embeddings raise RuntimeError."""
+    """Make the methods of `model` that resize embeddings raise RuntimeError. Sharded weights cannot be resized."""
     for module in model.modules():
         for name in ("resize_token_embeddings", "resize_position_embeddings"):
             if hasattr(module, name):

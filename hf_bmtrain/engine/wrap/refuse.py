@@ -46,7 +46,8 @@ def admit(model: torch.nn.Module) -> None:
 def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
     """Raise ValueError if one of `blocks`, or a module that contains one, was compiled by `module.compile()`.
 
-    The all-gathers of the block would be compiled, too. Modules inside a block, or that contain none, may be compiled.
+    Such a compilation would include the all-gathers of the block. Modules inside a block, and modules that contain no
+    block, may be compiled.
 
     Args:
         model: the model, all of whose modules are checked.
@@ -127,6 +128,9 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
 
 
 def holds_additions(model: torch.nn.Module) -> bool:
-    """Return whether `model` was wrapped before (entirely or in part) and has parameters that are not sharded."""
+    """Return whether `model` was wrapped before (entirely or in part) and has parameters that are not sharded.
+
+    These were added since, such as adapters.
+    """
     wrapped = isinstance(model, DistributedModule) or any(isinstance(m, CheckpointBlock) for m in model.modules())
     return wrapped and any(not isinstance(parameter, DistributedParameter) for parameter in model.parameters())

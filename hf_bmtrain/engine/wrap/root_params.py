@@ -39,25 +39,27 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
 def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]) -> list[Place]:
     """Return (module, name, parameter) for every place at which a root parameter is registered.
 
-    A root parameter is one that belongs to no block. The places are those of all parameters of the modules in
-    `outside`, followed by those inside `blocks` whose id is in `shared`.
+    Root parameters are those that are not sharded with a block: all parameters of the modules in `outside`, and those
+    inside `blocks` that several modules share. The places in `outside` come first.
 
     blocks: the modules that are or become blocks (layers that are sharded one by one).
     outside: the modules that are neither blocks nor inside one.
-    shared: the result of `shared_parameters`.
+    shared: the ids of the shared parameters, from `shared_parameters`.
     """
     inside = find_places(module for block in blocks for module in block.modules())
     return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
 
 
 def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
-    """Shard the root parameters. Collective: every rank must call it.
+    """Shard the root parameters, which are outside blocks or shared by several modules.
+
+    Collective: every rank must call it. The modules in `outside` and `places` become DistributedModules, which
+    all-gather a parameter when their forward reads it.
 
     Args:
         world: the ranks that share the parameters.
         places: (module, name, parameter) of each root parameter, as `root_places` returns them.
-        outside: the modules outside blocks. They and the modules of `places` become DistributedModules, except
-            ModuleLists without parameters of their own.
+        outside: the modules outside blocks. ModuleLists without parameters of their own are not changed.
     """
     groups: dict[int, list[Place]] = {0: []}  # key 0: all small parameters, which share buffers
     for place in places:

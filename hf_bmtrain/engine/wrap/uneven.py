@@ -41,9 +41,10 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 
 
 def follow_additions(plan: WrapPlan) -> None:
-    """If ranks may run different parts of this model, let them agree on the collectives of added parameters, too.
+    """Make parameters that were added to an uneven model take part in the ranks' agreement on collectives.
 
-    Such ranks agree on each collective before it starts.
+    Ranks may run different parts of an uneven model, so they agree on each collective before it starts. If the model is
+    not uneven, nothing is done.
 
     plan: the model, which was wrapped before, and its division into blocks and other modules.
     """

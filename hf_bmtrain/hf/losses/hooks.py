@@ -24,7 +24,7 @@ def claim_hooks(model: Any, trainer: object) -> bool:
 
     Returns whether `trainer` must now add its hooks. If it already has, nothing is changed and the result is False.
     """
-    record = vars(base_of(model))  # the base model, so that it is found with and without PEFT's wrapper
+    record = vars(base_of(model))  # of the base model, so that `_HOOKS` is found with and without PEFT's wrapper
     owner, handles = record.get(_HOOKS, (None, []))
     if owner is not None and owner() is trainer:
         return False
@@ -47,7 +47,7 @@ def hook_loss(
         around: two functions. The first is called before each such forward, the second after it, even if it raises.
     """
 
-    # Whether Trainer passed num_items_in_batch. It is recorded first, because a later hook may add this argument.
+    # Whether Trainer passed num_items_in_batch. This is recorded before other hooks run, which may add the argument.
     asked = False
 
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:

@@ -95,7 +95,10 @@ class _Calls:
         self.ignored, self.name = False, ""
 
     def begin(self) -> None:
-        """Replace the model's `loss_function` by one that also records the call. Called before each forward."""
+        """Replace the model's `loss_function` by one that also records whether it ignores `num_items_in_batch`.
+
+        Called before each forward.
+        """
         function = self._base.loss_function
         self._own = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
         self.ignored, self.name = False, ""
@@ -137,8 +140,8 @@ def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Ten
     counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
     mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
     everyone = mine.clone()
-    # If ranks may run different blocks, other ranks may still be in their forward and need this rank for collectives.
-    # Take part in these first.
+    # If ranks may run different blocks, other ranks may still be in their forward, whose collectives need this rank.
+    # Take part in these collectives before the all-reduce.
     if (entry := world.schedule.negotiated) is not None:
         world.schedule.negotiation.finish(entry)
     world.reduce.all_reduce(everyone).wait()

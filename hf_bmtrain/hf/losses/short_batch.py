@@ -41,11 +41,11 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         nonlocal told
         left, groups = _rows_left(trainer), world.size // ranks_per_row(trainer.model)
         group = world.rank // ranks_per_row(trainer.model)
-        # TRL's SFTTrainer: ignore the labels of repeated rows, and average the loss over the labels of all ranks.
+        # For TRL's SFTTrainer, ignore the labels of repeated rows, and average the loss over the labels of all ranks.
         of_labels = _is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
             inputs, left = _ignore_repeated(inputs, left - group * _rows_of_rank(trainer)), None
-        # Rows that a collator has concatenated: ignore the labels of repeated rows.
+        # If a collator has concatenated the rows, also ignore the labels of repeated rows.
         flattened = left is not None and left > 0 and _is_flattened(trainer, inputs)
         if flattened:
             own = _ignore_flattened(trainer, inputs, left or 0, of_labels)
@@ -56,8 +56,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         if loss is not None and (of_labels or generates):
             loss = _weigh(trainer, inputs, loss, world)
         elif loss is not None and flattened and left is None:
-            # Trainer drops the last of the gathered losses, one for each repeated row. So that no rank's loss is
-            # lost, return the mean over all ranks on every rank.
+            # Trainer gathers one copy of the loss per row, and drops as many copies as there are repeated rows, which
+            # may be all copies of a rank. Therefore return the mean over all ranks on every rank.
             mean = loss.detach().reshape(1).to(trainer.args.device, copy=True)
             world.reduce.all_reduce_mean(mean).wait()
             loss = mean[0]
@@ -90,14 +90,14 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         accelerator = trainer.accelerator
-        if trainer.gather_function == accelerator.gather:  # set by Seq2SeqTrainer; it keeps repeated rows
+        if trainer.gather_function == accelerator.gather:  # set by Seq2SeqTrainer; this function keeps repeated rows
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, accelerator.gather
             )
         elif accelerator.split_batches and not isinstance(trainer.gather_function, _GatherRows):
-            # With split_batches, the batch size counts the rows on all ranks. Trainer repeats each rank's loss that
-            # often, so after gathering, a full batch has more losses than rows, while those of a short last batch are
-            # cut to its rows, and would weigh too little. Keep as many copies as this rank has rows of a full batch.
+            # Trainer gathers one copy of the loss per row. With split_batches, it makes too many copies: each rank has
+            # one for each row on all ranks. Only those of the short last batch are then cut to the number of rows, so
+            # this batch would weigh too little. Therefore keep as many copies as a full batch has rows on this rank.
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
             )
@@ -110,17 +110,18 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
 
 class _GatherRows:
-    """Replaces `trainer.gather_function`: gathers the outputs of all ranks, without repeated rows.
+    """Replacement for `trainer.gather_function`, which gathers the loss of a batch in another way than other outputs.
 
-    Trainer gathers the loss of a batch first, then the other outputs.
+    Logits and labels are gathered from all ranks without repeated rows.
 
     Args:
-        accelerator: the trainer's Accelerator, which gathers the other outputs.
-        gather_loss: the function that gathers the loss. For Seq2SeqTrainer, it keeps the losses for repeated rows, so
-            that each batch of an evaluation has the same weight, as in one process.
+        accelerator: the trainer's Accelerator.
+        gather_loss: gathers the loss, of which Trainer passes one copy per row. For Seq2SeqTrainer, it keeps the copies
+            for repeated rows, so that each batch of an evaluation has the same weight, as in one process.
 
     Attributes:
-        loss_comes: whether the next call gets a loss. Set by the `prediction_step` of `follow_short_batch`.
+        loss_comes: whether the next call gets a loss. It must be set after each forward, because Trainer gathers the
+            loss of a batch, if there is one, before the other outputs.
     """
 
     def __init__(self, accelerator: Any, gather_loss: Callable[[Any], Any]) -> None:
@@ -148,7 +149,10 @@ def _rows_of_rank(trainer: transformers.Trainer) -> int:
 
 
 def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
-    """Return `inputs` in which the labels of all rows after the first `kept` are ignored (-100)."""
+    """Return `inputs` with the labels of all rows after the first `kept` set to -100, which losses ignore.
+
+    These rows are copies, by which Accelerate has filled up the last batch.
+    """
     labels = inputs["labels"].clone()
     labels[max(kept, 0) :] = IGNORED
     return {**inputs, "labels": labels}
@@ -165,7 +169,9 @@ def starts_of_rows(inputs: Any) -> torch.Tensor | None:
 
 
 def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]:
-    """Return `inputs`, whose rows are concatenated, with the labels after the first `kept` rows ignored (-100).
+    """Return `inputs`, in which all rows are concatenated, with the labels after the first `kept` rows set to -100.
+
+    Losses ignore these labels.
 
     starts: the index of the first token of each row.
     """
@@ -182,16 +188,17 @@ def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:
 
 
 def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> dict[str, Any] | None:
-    """Return `inputs`, one row of concatenated rows, with the labels of repeated rows ignored (-100).
+    """Return the last batch with the labels of repeated rows set to -100, which losses ignore.
 
-    Return None if `inputs` do not have as many rows as a full batch (rows that were already packed in the dataset), or
-    if the loss is not averaged over the labels of all ranks.
+    Returns None if the number of concatenated rows is not that of a full batch, because the dataset already contains
+    packed rows, or if the loss is not averaged over the labels of all ranks.
 
     Args:
         trainer: the Trainer that evaluates.
-        inputs: this rank's batch.
-        left: the number of rows of all ranks that are not repeated. They come first.
-        of_labels: whether the caller averages the loss over the labels of all ranks, whatever Trainer's arguments are.
+        inputs: this rank's batch, in which a collator has concatenated all rows.
+        left: the number of rows on all ranks without repeated rows. These rows come first, in rank order.
+        of_labels: whether the caller averages the loss over the labels of all ranks. If not, Trainer's arguments
+            determine whether Trainer does.
     """
     starts, rows = starts_of_rows(inputs), _rows_of_rank(trainer)
     counted = computes_loss(trainer) and trainer.model_accepts_loss_kwargs
@@ -219,10 +226,10 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world
 
 
 def _rows_left(trainer: transformers.Trainer) -> int | None:
-    """Return how many rows the last evaluation batch has on all ranks, without repeated rows; -1 if that is unknown.
+    """Return the number of rows of the last evaluation batch on all ranks, without those that Accelerate repeated.
 
-    Return None if the current batch is not the last, if the last batch is full, or if Accelerate has not divided the
-    rows among the ranks.
+    Accelerate repeats rows to fill up this batch. Returns -1 if the number is unknown. Returns None if the current
+    batch is not the last, if the last batch is full, or if Accelerate has not divided the rows among the ranks.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or loader is not trainer.callback_handler.eval_dataloader or loader._drop_last:
@@ -233,12 +240,12 @@ def _rows_left(trainer: transformers.Trainer) -> int | None:
 def _loss_of_rows(
     trainer: transformers.Trainer, model: Any, inputs: Any, left: int, world: World
 ) -> torch.Tensor | None:
-    """Compute the loss of the last evaluation batch without repeated rows. Return None if it cannot be computed.
+    """Compute the loss of the last evaluation batch without the rows that Accelerate repeated to fill up the batch.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. Returns None if this loss cannot be computed.
 
-    inputs: this rank's part of the batch.
-    left: the number of rows of all ranks that are not repeated. They come first, in rank order.
+    inputs: this rank's rows of the batch.
+    left: the number of rows on all ranks without repeated rows. These rows come first, in rank order.
     """
     rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # `shared` ranks share each row
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)
@@ -274,13 +281,14 @@ def _is_mean_over_pairs(trainer: Any) -> bool:
 
 
 def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: World) -> torch.Tensor | None:
-    """Return the mean loss of the last evaluation batch without repeated pairs, or None if `inputs` are not pairs.
+    """Return the mean loss of the last evaluation batch without the pairs that Accelerate repeated to fill it up.
 
-    Collective: every rank must call it. All ranks compute the loss of their first pair, then of the second, and so on,
-    because the trainer gathers tensors that must have the same shape on all ranks.
+    A pair is, for example, a chosen and a rejected answer. Returns None if `inputs` are not pairs. Collective: every
+    rank must call it. Each rank computes the loss of one pair at a time, because the trainer gathers tensors that must
+    have the same shape on all ranks.
 
     inputs: this rank's part of the batch.
-    left: the number of pairs of all ranks that are not repeated. They come first, in rank order.
+    left: the number of pairs on all ranks without repeated pairs. These pairs come first, in rank order.
     """
     size = _rows_of_rank(trainer)
     pairs = [_pair(inputs, row, size) for row in range(min(size, left))]

@@ -24,8 +24,8 @@ class _Short:
     """This rank's part of an epoch's short last batch, without the rows that Accelerate has repeated to fill it up.
 
     Attributes:
-        inputs: the inputs for Trainer. If this rank has only repeated rows, it keeps one of them.
-        rows: the inputs with only the rows that are not repeated, possibly none. Their tokens are counted.
+        inputs: the inputs for the forward. If this rank has only repeated rows, they contain one of these.
+        rows: the inputs without any repeated row, possibly without rows. Trainer counts the tokens in them.
         weight: the factor of the loss if the loss is a mean over this rank's rows. It is 0 if `rows` has no rows.
     """
 
@@ -37,7 +37,7 @@ class _Short:
 def follow_short_training_batch(trainer: transformers.Trainer) -> None:
     """Make a short last batch of an epoch count in training on several ranks as it does in one process.
 
-    Accelerate fills up that batch with rows of the first one, so that all ranks take the same number of steps. These
+    Accelerate fills up that batch with rows of the first batch, so that all ranks take the same number of steps. These
     rows would count twice in this epoch, so they are removed. A rank that has only repeated rows keeps one of
     them, with weight 0, because every rank must run the model. This function replaces three methods of `trainer`:
     `get_batch_samples`, `training_step`, and the method that counts tokens.
@@ -94,10 +94,11 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
 
 def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
-    """Return (rows of the current batch on all ranks, without repeated rows; rows per rank of a full batch).
+    """Count the rows of the current batch, without those that Accelerate repeated to fill up an epoch's last batch.
 
-    The first number is None if the batch is not the last of an epoch, or is known to have no repeated rows; -1 if the
-    number is unknown. The second is None if it is not fixed, because rank 0 reads the batch and Accelerate divides it.
+    Returns two numbers. The first is the number of rows on all ranks. It is None if the batch is not the last of an
+    epoch or has no repeated rows, and -1 if it is unknown. The second is the number of rows per rank of a full batch;
+    None if it is not fixed, because rank 0 reads the batch and Accelerate divides it.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or not loader.end_of_dataloader or loader._drop_last:
@@ -133,7 +134,8 @@ def _shorten(
         world: all ranks.
 
     Returns:
-        (the batch, ""); (None, the reason) if repeated rows cannot be removed; (None, "") if there are no such rows.
+        The shortened batch and ""; or None and the reason why repeated rows cannot be removed, which is "" if there are
+        no repeated rows.
     """
     found, shared = find_batch_size(inputs), ranks_per_row(trainer.model)
     groups, group = world.size // shared, world.rank // shared

@@ -78,7 +78,10 @@ class _Call:
 
 
 def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[Tensor], tokens: Tensor) -> Tensor:
-    """Compute `forward(tokens)` and its gradients in `count` chunks.
+    """Compute `forward(tokens)` in `count` chunks of tokens, one after another, to save memory in forward and backward.
+
+    The backward recomputes each chunk, and computes its gradients before the next chunk. If no gradient is needed,
+    `forward` is called once for all tokens.
 
     Args:
         count: the number of chunks. If there are fewer tokens, there is one chunk per token.
@@ -148,7 +151,7 @@ def _pieces(count: int, *tensors: Any) -> Any:
     """Split `tensors` into `count` chunks of tokens. For each chunk, yield (index of its first token, *its tensors)."""
     at = 0
     for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
-        yield at, *(view.contiguous() for view in views)  # contiguous, as the whole input would be
+        yield at, *(view.contiguous() for view in views)  # the forward may expect a contiguous input
         at += views[0].shape[-2]
 
 

@@ -55,7 +55,7 @@ class Round:
                 of the same shape and dtype.
         """
         self._ticket.wait()
-        # The received elements are sorted by the rank that sent them, and those of one rank by matrix.
+        # The received elements are sorted by the rank that sent them, and then by matrix.
         pieces = [*self._received.split([count for counts in self._by_rank for count in counts])]
         count = len(self._mine)
         full = [torch.cat(pieces[number::count]) for number in range(count)]

@@ -72,7 +72,7 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """The cost of orthogonalizing the matrix by the Newton–Schulz iteration, in units of a constant."""
+        """The cost of orthogonalizing the matrix by the Newton–Schulz iteration, in arbitrary units."""
         return math.prod(self.shape) * min(self.shape[-2:])
 
     @cached_property
@@ -81,7 +81,7 @@ class Matrix:
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the matrix's elements on `rank`, as indices into that rank's part of the parameter.
+        """Return (start, stop), the indices of the matrix's elements among the elements of the parameter on `rank`.
 
         Returns (0, 0) if `rank` stores no element of the matrix.
         """
@@ -98,7 +98,7 @@ class Matrix:
         return self.parameter.buffer.layout.range_of(self.parameter.index, rank)
 
     def _range(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the matrix's elements on `rank`, as indices into the flattened parameter."""
+        """Return (start, stop) of the matrix's elements that `rank` stores, as indices into the flat full parameter."""
         stop = self.start + math.prod(self.shape)
         if not isinstance(self.parameter, DistributedParameter):
             return self.start, stop
@@ -148,8 +148,8 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
 def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
     """Divide matrices into rounds, for `size` ranks. The matrices of a round are sent to their owners together.
 
-    Each owner (the rank that orthogonalizes a matrix) has about the same share of its total cost in every round, so
-    that a round takes all ranks about the same time. In a round, an owner gets at most about ROUND_ELEMENTS elements.
+    An owner is the rank that orthogonalizes a matrix. The work of each owner is divided evenly over the rounds, so that
+    a round takes all ranks about the same time. In a round, an owner gets at most about ROUND_ELEMENTS elements.
 
     Args:
         matrices: the matrices, whose `owner` is set (see `assign`).

@@ -175,13 +175,12 @@ class MuonOptimizer(AdamOptimizer):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update all parameters, the matrices in rounds (groups whose elements are exchanged together).
+        """Update all parameters with gradients, the matrices in rounds (groups whose elements are exchanged together).
 
         While the matrices of one round are orthogonalized, those of the next are sent to their owners (the ranks that
         orthogonalize them), and the results of the previous one are sent back.
 
-        numbers: the indices of the runs (contiguous ranges of parameters) to update. AdamW updates those that contain
-            no matrices.
+        numbers: the indices of all runs (contiguous ranges of parameters). AdamW updates the runs without matrices.
         """
         for first in self._rounds[:1]:
             self._send(first)

@@ -56,7 +56,8 @@ def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
     state: the run and its Adam state.
     settings: the settings of the run's parameter group.
     """
-    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last one, the L2 decay, is part of m already
+    # The last setting, the weight decay that is added to the gradient (L2), is part of m already.
+    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)
     for start in range(0, state.run.weights.numel(), PIECE):

@@ -52,7 +52,7 @@ class DeviceUpdate:
             for _ in range(_BUFFERS)
         ]
         self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
-        self._upload.follow()  # wait for queued work of the current stream, which may still use this memory
+        self._upload.follow()  # wait for queued work, which may still use the memory of these buffers
         self._emptied: list[Event] = [DONE] * _BUFFERS
         self._returned: dict[Chunk, Event] = {}
         self._turns = itertools.cycle(range(_BUFFERS))
@@ -69,8 +69,8 @@ class DeviceUpdate:
                 buffer. The function must update, in place, the part's weights and the part's elements of `state`.
 
         Returns:
-            An iterator over one event per chunk, which completes when the chunk's weights are updated. The gradients of
-            the chunk must not be freed or written before.
+            An iterator over one event per chunk. The event completes when the chunk's weights are updated. Until then,
+            do not free or write the chunk's gradients.
         """
         self._update.follow()
         for chunk in chunks:

@@ -30,8 +30,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state in page-locked host memory. Results are bitwise those of AdamOptimizer.
 
     The state takes as many bytes of host memory as AdamOptimizer takes on the device, and every step copies all of it
-    to the device and back. A state dict of bfloat16 weights takes 8 more bytes of host memory per element. On the CPU
-    nothing is copied, and the optimizer works like AdamOptimizer.
+    to the device and back. For bfloat16 weights, `state_dict` takes 8 bytes of additional host memory per element. On
+    the CPU nothing is copied, and the optimizer works like AdamOptimizer.
 
     `step` copies and updates the state in chunks, on separate streams, and returns before the last chunks are updated.
     The next forward can begin before the step is complete: `step` starts with the parameters that the model uses first,
@@ -136,9 +136,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. A run (adjacent parameters that are updated together) must not mix parameters that were updated during the
-        # backward with others (`_kind`), so step 1 may have split runs. Forget which parameters are active: the next
-        # backward then updates none early, and the next step forms the runs anew and merges adjacent parameters.
+        # 4. Step 1 may have split runs, because parameters that were updated during the backward and others cannot be
+        # in the same run. Forget which parameters are active: the next backward then updates none early, and the next
+        # step forms the runs anew and merges adjacent parameters.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
@@ -169,7 +169,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        # An owner of which this rank stores no element has no chunks, and keeps DONE (an event that is complete).
+        # A flat buffer without elements on this rank has no chunks. Its ticket stays DONE, an event that is complete.
         tickets = dict.fromkeys(used, DONE)
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
@@ -194,17 +194,17 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def update_in_backward(self) -> Iterator[None]:
         """Return a context in which a backward updates each block's parameters as soon as their gradient is reduced.
 
-        `step` then updates all other parameters. After `step` the weights are bitwise the same as without this context.
-        Do not use the weights between the backward and `step`, when only some of them are updated. Blocks are updated
-        from the last to the first. The next forward needs the first block, so it waits for the whole update.
+        `step` then updates the other parameters. After `step` the weights are bitwise the same as without this context.
+        Do not use the weights between the backward and `step`, when only some of them are updated. The next forward
+        waits for the whole update, because it begins with the first block, which is updated last.
 
         Do not combine this context with gradient clipping, loss scaling or skipped steps, which need all gradients
         before the first update: `clip_grad_norm` and `step` then raise an error. If a gradient is inf or nan, the
         weights become inf or nan too, and OptimManager raises an error. Some parameters are updated only by `step`:
 
         * ordinary parameters (those that are not sharded),
-        * the parameters of a flat buffer (those that are sharded together) in the first step, in the first step after
-          a load, and in each step in which a different set of them has gradients than in the step before,
+        * the parameters of a flat buffer (those that are sharded together) in the first step, in the first step after a
+          load, and when the set of them that have gradients has changed since the step before,
         * all parameters of a model whose ranks may enter different blocks, because a rank may still need a block when
           others have reduced its gradient.
 
@@ -262,9 +262,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return bool(self._early.parameters)
 
     def _update_early(self, local_params: list[Any]) -> None:
-        """Update `local_params` during the backward. A hook calls this when their gradients have just been reduced.
+        """Update parameters during the backward instead of in `step`. A hook calls it when their gradients are reduced.
 
-        If a different set of them has gradients than in the step before, nothing is done here, and `step` updates them.
+        If a different set of them had gradients in the last step, this does nothing, and `step` updates them.
 
         local_params: this rank's elements of the parameters of one flat buffer (those that are sharded together).
         """
@@ -346,9 +346,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
 @dataclass
 class _EarlyUpdates:
-    """The parameters that were updated during the backward, and the gradients and settings that were used.
+    """The parameters that were updated during the backward, and the gradients and settings of these updates.
 
-    `_check_early` compares these with the present gradients and settings: a change after the update has no effect.
+    `_check_early` raises an error if a gradient or setting has changed since, because the change would have no effect.
 
     Attributes:
         parameters: the updated parameters, each with the gradient tensor that was used and its version.
@@ -360,7 +360,7 @@ class _EarlyUpdates:
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """Return a copy of `settings` that shows later, by comparison with another copy, whether a setting has changed.
+    """Return the optimizer settings in a form that can be compared later, to find out whether a setting has changed.
 
     A tensor is represented by (id, version), where the version is torch's counter of writes.
     """

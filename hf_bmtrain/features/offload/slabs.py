@@ -118,12 +118,12 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
     Args:
         runs: the runs (parameters that are updated together).
         places: the place of each run's state.
-        order: the indices of the runs whose state is cut, in the order in which their chunks are returned.
+        order: the indices of the runs whose state is cut. The chunks are returned in this order.
 
     Returns:
-        The chunks. Each has at most CHUNK_ELEMENTS elements of one slab (a large piece of page-locked host memory). A
-        chunk contains several runs if they are adjacent, in `order` and in the slab, and belong to the same flat
-        buffer (parameters that are sharded together).
+        The chunks. Each is a range of at most CHUNK_ELEMENTS elements of one slab (a large piece of page-locked host
+        memory). Runs of the same flat buffer (parameters that are sharded together) that are adjacent in `order` and
+        in the slab may share a chunk.
     """
     chunks: list[Chunk] = []
     chunk = None

@@ -7,8 +7,8 @@ A tensor is packed in independent cells of CELL (16,384) elements. A cell of `nf
     4 + 4 + 8        float32 factor of this cell's scales; float32 mean of the tensor's scales; padding
 
 An unpacked element is the value of its code times its scale, computed in float32 and rounded once. A scale is its
-dynamic value times the factor, rounded, plus the mean, rounded. The bits equal those of bitsandbytes with
-`quant_type="nf4"`, `blocksize=64` and compressed statistics.
+dynamic value times the factor, plus the mean; the product and the sum are rounded to float32. The bits equal those of
+bitsandbytes with `quant_type="nf4"`, `blocksize=64` and compressed statistics.
 
 A cell of `nf4_float32` has the same codes, followed by 256 scales in float32, as in bitsandbytes without compressed
 statistics.
@@ -256,7 +256,7 @@ def dynamic_values(device: torch.device) -> Tensor:
 
 @cache
 def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return the tables that the kernel reads in one tensor: (272,) float32 on `device`.
+    """Return the two lookup tables of the kernel that unpacks weights, in one tensor: (272,) float32 on `device`.
 
     The tables are `values` and the 256 values of compressed scales (see `dynamic_values`).
 

@@ -77,11 +77,12 @@ def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
 def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
     """Replace the weights that bitsandbytes has quantized by packed or ordinary parameters.
 
-    A weight in one block becomes a PackedParameter, which is later sharded without unpacking it. A weight outside
-    blocks, or shared by several blocks, is unpacked into an ordinary parameter. The layers of both become the
-    Linear4bit of this file, which computes with unpacked weights. The marks by which transformers recognizes a
-    quantized model are removed, so that Trainer and saved configurations treat it as an ordinary model. First
-    call `admit_quantized`, which refuses unsupported weights.
+    A weight of only one block becomes a PackedParameter, which is later sharded without being unpacked. A weight that
+    is outside blocks, or shared by several, is unpacked into an ordinary parameter. The layers of all these weights
+    become the Linear4bit of this file, which computes with unpacked weights. The attributes by which transformers
+    recognizes a quantized model are removed, so that Trainer and saved configurations treat it as an ordinary model.
+
+    Call `admit_quantized` first, which refuses unsupported weights.
 
     Args:
         model: the model that is about to be sharded.
@@ -221,7 +222,7 @@ def _unpack(packed: PackedParameter, device: torch.device) -> torch.nn.Parameter
 
 
 def _forget(model: torch.nn.Module) -> None:
-    """Remove the marks of a quantized model, which transformers sets, from its modules and configuration."""
+    """Remove the attributes by which transformers recognizes a quantized model, from its modules and configuration."""
     for module in model.modules():
         noted = vars(module)
         if noted.pop("hf_quantizer", None) is not None:

@@ -19,11 +19,11 @@ _NO_MATRICES = (
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
     """Choose the parameters in `blocks` to pack (quantize). Return a PackedKind, which contains their ids and names.
 
-    Only frozen parameters of 16 or 32 bits with at least CELL elements are chosen, because a smaller one would take as
-    much packed memory as CELL elements. Of these, 2-D parameters named `weight` are chosen, and 3-D parameters that
-    stack two or more matrices with at least BLOCK rows and columns (fused experts). Stacks of narrower matrices are
-    left out, because they are not weights of matrix products but convolution kernels, tables, or decays of state-space
-    layers. Embeddings, convolutions and parametrizations are left out too.
+    All of them are frozen, have 16 or 32 bits, and at least CELL elements (a smaller one would take as much packed
+    memory as CELL elements). They are 2-D parameters named `weight`, and 3-D parameters that stack two or more matrices
+    with at least BLOCK rows and columns (fused experts). Stacks of narrower matrices are left out, because they are
+    convolution kernels, tables, or decays of state-space layers. Embeddings, convolutions and parametrizations are left
+    out too.
 
     Args:
         model: the model that is about to be sharded.

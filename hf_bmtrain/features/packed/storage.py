@@ -143,7 +143,7 @@ class PackedStorage(Storage):
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
 
     def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return all packed cells (of CELL elements each) of rank 0's `parameter`, on this rank's device.
+        """Return all of rank 0's `parameter`, packed in cells of CELL elements, on this rank's device.
 
         Collective: every rank must call it.
         """

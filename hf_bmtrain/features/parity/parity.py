@@ -21,7 +21,7 @@ class Difference:
         name: the name of the module or parameter.
         largest: the largest absolute difference of an element; inf if an element is finite in only one of the steps.
         allowed: the largest absolute difference that is allowed.
-        rank: in a `Parity`, the rank with the largest difference; 0 before the ranks are compared.
+        rank: the rank with the largest difference, relative to `allowed`; 0 until `merge` has compared the ranks.
     """
 
     kind: str
@@ -91,7 +91,7 @@ class Parity:
 
 
 def _cells(each: Difference) -> tuple[str, ...]:
-    """Return the row of Parity's table for the Difference `each`: the texts of the row's cells."""
+    """Return the texts in the row of Parity's table that describes the Difference `each`."""
     mark = "  <- differs" if each.differs else ""
     inside = each.name[len(each.block) :].lstrip(".") if each.name.startswith(each.block) else each.name
     numbers = f"{each.largest:.3g}", f"{each.allowed:.3g}", f"{each.rank}{mark}"

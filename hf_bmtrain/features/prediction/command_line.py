@@ -1,4 +1,7 @@
-"""The command line of `python -m hf_bmtrain.memory`. Parsing it does not import transformers, which takes seconds."""
+"""The options of `python -m hf_bmtrain.memory`, which predicts the memory of a training step.
+
+Parsing them does not import transformers, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _DESCRIPTION = "Predict the memory of a training step from a configuration, with
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Return the options in `words`, by default those of the command line. Exits if they are wrong, and for --help."""
+    """Parse the options of the command line. Exits with a message if they are wrong, and after printing the help.
+
+    words: the options, without the program's name. None takes those with which this process was started.
+    """
     parser = argparse.ArgumentParser(prog="python -m hf_bmtrain.memory", description=_DESCRIPTION)
     parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or its folder")
     parser.add_argument("--gpus", type=_positive, default=1, help="number of ranks, each with one GPU, on one host")

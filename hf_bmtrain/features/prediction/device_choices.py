@@ -20,8 +20,7 @@ def cuda_choices() -> Iterator[None]:
     """Return a context in which dropout, softmax and attention of meta tensors allocate the same tensors as on CUDA.
 
     In this context, `torch.autocast("meta")` does nothing. Otherwise it would raise an error, because torch has no
-    autocast for the meta device. PEFT disables autocast around adapters on fused experts, and a sharded model enables
-    it if the program has an Accelerator with mixed precision. In the latter case, a line is logged.
+    autocast for the meta device. If autocast would be enabled, a line is logged: the prediction does not include it.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")
@@ -30,6 +29,8 @@ def cuda_choices() -> Iterator[None]:
     library.impl("_softmax_backward_data", _softmax_backward, "AutogradMeta")
     make = torch.autocast.__init__
 
+    # PEFT disables autocast around adapters on fused experts. A sharded model enables it if the program has an
+    # Accelerator with mixed precision.
     def without_meta(self, device_type, dtype=None, enabled=True, cache_enabled=None) -> None:
         meta = device_type == "meta"
         if meta and enabled:
@@ -62,10 +63,11 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _attend(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """Emulate CUDA's scaled_dot_product_attention for meta tensors, as on compute capability 8.0 and above.
+    """Emulate scaled_dot_product_attention on a GPU of compute capability 8.0 or higher, for meta tensors.
 
-    The arguments are those of torch.nn.functional.scaled_dot_product_attention. As on CUDA, dtypes, shapes and the mask
-    select the kernel: flash attention, the memory-efficient kernel, or separate operations ("math").
+    The arguments are those of torch.nn.functional.scaled_dot_product_attention. As on the GPU, dtypes, shapes and the
+    mask select the kernel (flash attention, the memory-efficient kernel, or separate operations, "math"), and with it
+    the tensors that are saved for the backward.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]

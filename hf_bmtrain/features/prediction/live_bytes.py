@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         # {address of a storage: (weak reference to the storage, its bytes, its number)}
         self._known: dict[int, tuple[Any, int, int]] = {}
         self._hosted: dict[int, Any] = {}  # {address of a page-locked storage: weak reference to it}
-        # The numbers of storages that hold a result of torch.all. They have no values: the host reads True from them.
+        # The numbers of storages that hold a result of torch.all, from which the host must read True.
         self._all: set[int | None] = set()
         self._count = 0  # the last number given to a storage
 
@@ -75,7 +75,8 @@ class LiveBytes(TorchDispatchMode):
                 self._follow(storage)
             return result
 
-        # Resizing a storage, by which the engine frees and allocates full buffers, does not reach __torch_dispatch__.
+        # Full buffers are freed and allocated by resizing their storage. This does not reach __torch_dispatch__, so
+        # `resize` counts it.
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         return super().__enter__()
 
@@ -127,9 +128,9 @@ class LiveBytes(TorchDispatchMode):
             self._follow(storage, tuple(tensor.shape))
 
     def _follow(self, storage: torch.UntypedStorage, shape: tuple[int, ...] = ()) -> None:
-        """Record that a tensor storage was allocated or, if it is known, that its size has changed.
+        """Record that a tensor storage was allocated or, if it was counted before, that its size has changed.
 
-        shape: the shape of the first tensor in the storage; not needed for a known storage.
+        shape: the shape of the first tensor in the storage; needed only for a new storage.
         """
         key, nbytes = storage._cdata, -(-storage.nbytes() // _ROUND) * _ROUND
         known = self._known.get(key)

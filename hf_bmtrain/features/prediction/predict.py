@@ -108,7 +108,7 @@ class Comparison(Observer):
         memory = world.device_memory
         if rest or not 1 <= steps <= 2 or memory is None:
             return
-        if steps == 1:  # the second step begins, with the optimizer's state in memory
+        if steps == 1:  # measure the second step: the first one begins without optimizer state
             memory.reset_peak()
         else:
             self.report(memory.peak() + world.schedule.mapped_bytes)

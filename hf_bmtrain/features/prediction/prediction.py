@@ -15,7 +15,7 @@ CUBLAS_BYTES = 64 << 20
 CONTEXT_BYTES = 800 << 20
 """Device memory that the CUDA driver allocates for a process: context, kernels, stacks."""
 NCCL_BYTES = 400 << 20
-"""Device memory that NCCL allocates for the two communicators that each of several ranks has."""
+"""Device memory that NCCL allocates on a rank for its two communicators, if there are several ranks."""
 _SMALLEST_RESERVE = 2 << 30
 _PARTS = 10_000
 """A printed prediction leaves out purposes with less than 1 / _PARTS of the peak."""

@@ -54,11 +54,11 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Replaces `PeerMemory`, which allocates memory that other GPUs of the host can access, in a simulation.
+    """Replaces `PeerMemory` in a simulation: it allocates tensors on the meta device, and its copies do nothing.
 
-    It allocates tensors on the meta device, and its copies do nothing.
+    `PeerMemory` allocates memory that the other GPUs of the host can access, outside torch's allocator.
 
-    mapped: the meta tensors that were allocated, which stand for memory outside torch's allocator.
+    mapped: the meta tensors that were allocated.
     """
 
     def __init__(self) -> None:

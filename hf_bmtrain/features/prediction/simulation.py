@@ -1,4 +1,4 @@
-"""Simulate training steps on the meta device: real code runs on tensors without values, and memory is counted."""
+"""Simulate training steps on the meta device: real code runs on tensors without values, and their bytes are counted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Simulated:
         changes: every allocation, release and change in size of a storage since the start of the simulation.
         begin: the index in `changes` at which the last step begins.
         kinds: {number of a tensor storage: its purpose} for storages with parameters, gradients or optimizer state. A
-            purpose is the first item of an entry of `prediction.ROWS`, such as "gradient". That of other storages is
-            not known.
+            purpose is the first item of an entry of `prediction.ROWS`, such as "gradient". The purposes of other
+            storages are not known.
         host: the bytes of page-locked host memory.
         mapped: the bytes that are outside torch's allocator in real training. `changes` includes them.
         phases: the phases (forward, backward, optimizer) of the last step.
@@ -53,7 +53,7 @@ class Simulated:
 
 
 class _Memory:
-    """Replaces `DeviceMemory` in a simulation. Its methods return bytes of memory of the simulated device.
+    """Replaces `DeviceMemory`, which reports a device's memory in bytes, by the numbers of the simulated device.
 
     live: the counter of the bytes in use.
     usable: the bytes that are available for tensors.
@@ -133,16 +133,16 @@ def _checked_optimizers() -> Iterator[None]:
 
 
 def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str], phases: list[Phase], count) -> None:
-    """Run one training step with `count` forwards and backwards, and record its phases.
+    """Run one training step with `count` micro-batches, and record the memory of its phases.
 
     Args:
         model: the wrapped model.
         inputs: the keyword arguments of its forward.
         manager: the OptimManager of the optimizer.
         live: the counter of bytes.
-        stage: a list whose only item is set to the name of the running phase.
-        phases: a list to which each phase is appended when it ends.
-        count: the number of backwards.
+        stage: a list whose only item is set to the name of the running phase: "forward", "backward" or "optimizer".
+        phases: a list to which (name, live bytes at the end, peak) is appended when a phase ends.
+        count: the number of micro-batches, each with a forward and a backward.
     """
 
     @contextmanager
@@ -171,7 +171,7 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
 def _peak(live: LiveBytes, first: int) -> int:
     """Return the largest number of live bytes since `live.changes[first]`.
 
-    It is computed from the changes, because the plan for use_checkpoint="auto" may have reset `live.peak` meanwhile.
+    It is computed from the changes, because use_checkpoint="auto" may have reset `live.peak` since then.
     """
     now = live.live
     most = now

@@ -40,7 +40,7 @@ class Replay:
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        # A weak reference, because the layer refers to this object.
+        # A weak reference, because the layer refers to this object, and a strong one would make a cycle.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
         # For each mode (the key is `layer.training`): the indices in `_places` of the buffers that a forward changes,
@@ -52,7 +52,7 @@ class Replay:
     def changes_buffers(self) -> bool | None:
         """Return whether forwards in the present mode (training or evaluation) change the layer's buffers.
 
-        Returns None if the layer has buffers, but none of its forwards in this mode has run inside `record`.
+        Returns None if this is not known yet, because no forward in this mode has run inside `record`.
         """
         changing = self._changing.get(self._layer.training)
         return bool(changing) if changing is not None or not self._places else None
@@ -75,8 +75,8 @@ class Replay:
             A context manager that yields the snapshot for `restore`. It is complete when the context ends.
 
         Raises:
-            RuntimeError: at the end of the context, if the forward changed a buffer that was not copied because the
-                layer's first forward in the same mode did not change it.
+            RuntimeError: at the end of the context, if the forward changed a buffer that was not copied. After the
+                first forward in each mode (training, evaluation), only the buffers that it changed are copied.
         """
         keep_scripts()
         training = self._layer.training
@@ -125,9 +125,9 @@ class Replay:
             undo()
 
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
-        """Convert copies of the layer's buffers to the pairs (module._buffers, {name: copy}) that Snapshot takes.
+        """Convert copies of the layer's buffers to the form that Snapshot takes: pairs (module._buffers, {name: copy}).
 
-        copies: {index in `_places`, the list of all buffers of the layer: copy of this buffer}.
+        copies: {index of a buffer in `_places`, the list of all buffers of the layer: copy of this buffer}.
         """
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
@@ -165,12 +165,12 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: torch.nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> Snapshot:
-        """Return a snapshot of a whole model, for `restore`: every buffer, attribute and random generator.
+        """Return a snapshot of all buffers, attributes and random generators of a model, which `restore` can restore.
 
         Args:
             model: the model.
             device: the device whose default generator is saved, in addition to the CPU's.
-            arguments: values whose mutable containers are saved too.
+            arguments: values whose mutable containers (lists, dicts, caches) are saved too.
         """
         generators = [*generators_of(model), torch.default_generator]
         if device.type != "cpu":
@@ -186,7 +186,10 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the state of a snapshot made by `of`. The old values are written to the original buffer tensors."""
+        """Restore the state that `Snapshot.of` saved.
+
+        The model gets its original buffer tensors back, with their saved values.
+        """
         for (buffers, originals), (_, copies) in zip(self._originals, self.buffers):
             for name in buffers.keys() - originals.keys():
                 del buffers[name]
@@ -199,12 +202,10 @@ class Snapshot:
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
-        """Set the modules to the saved state, for a recomputation.
+        """Put the saved state into the modules, for a recomputation. Return a function that undoes this.
 
-        Their buffers are not written, but replaced by copies of the saved ones.
-
-        Returns a function that undoes this: it restores the state before the call, and puts the replaced buffers back
-        into the modules.
+        Saved buffers are not written into the present ones: the modules get copies of them. The returned function
+        restores the present buffers, attributes, containers and generators.
         """
         present = []
         for buffers, copies in self.buffers:
@@ -220,11 +221,9 @@ class Snapshot:
         return undo
 
     def _restore_others(self) -> Callable[[], None]:
-        """Restore attributes, containers and generators, but not buffers.
-
-        Returns a function that undoes this. If no attribute has changed since the snapshot, which is cheap to check,
-        the present attributes are not copied, because the saved ones are equal.
-        """
+        """Restore attributes, containers and generators, but not buffers. Return a function that undoes this."""
+        # Unchanged attributes, which are cheap to recognize, need not be copied for `undo`: it restores the saved ones,
+        # which are the same.
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
         arguments, generators = self.arguments.restore(), self.generators.restore()
@@ -272,7 +271,10 @@ class Contents:
         return [container for container, _ in self._copies.values()]
 
     def restore(self) -> Contents:
-        """Put the saved items back into the containers. Return their previous items, whose `restore` undoes this."""
+        """Put the saved items back into the containers.
+
+        Returns a copy of the items that they had before. Its `restore` undoes this.
+        """
         present = Contents(())
         for key, (container, copy) in self._copies.items():
             present._copies[key] = container, _copy(container)
@@ -325,7 +327,7 @@ class Attributes:
             hooked = module._forward_hooks or module._forward_pre_hooks
             if hooked or not type(module).__module__.startswith("torch.nn."):
                 own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
-                names = [*own, "training", "_modules"]  # itemgetter returns a tuple only for two or more names
+                names = [*own, "training", "_modules"]  # at least two, for which itemgetter returns a tuple
                 self._modules.append((attributes, own))
                 self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
         self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])
@@ -384,7 +386,11 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
-    """Replace the attributes that a forward may change, in `attributes` (a module's `__dict__`), by `own`."""
+    """Replace all attributes of a module that its forward may change by the saved ones.
+
+    attributes: the `__dict__` of the module. Changed in place.
+    own: the saved attributes, {name: value}, as `_own` returned them.
+    """
     for name in _own(attributes).keys() - own.keys():
         del attributes[name]
     attributes.update(own)
@@ -407,7 +413,10 @@ class Generators:
         return [generator for generator, state in self._states if not equal_states(state, read_state(generator))]
 
     def restore(self) -> Generators:
-        """Set the generators back to the saved states. Return their previous states, whose `restore` undoes this."""
+        """Set the generators back to the saved states.
+
+        Returns the states that they had before. Their `restore` undoes this.
+        """
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:
             write_state(generator, state)

@@ -55,13 +55,13 @@ class RouterLoad(Observer):
         Collective: every rank must call it.
 
         Returns:
-            busiest_share: the largest share of a layer's tokens that one expert got, in any layer; 1 / E if all E
-                experts of every layer got the same number. A token counts once for each of its experts.
-            unused_experts: the number of experts, over all layers, that got no token.
+            A dictionary, which is empty if a layer counted no token.
+
+            busiest_share: the largest share of its layer's tokens that any expert got; 1 / E if all E experts of every
+                layer got the same number. A token counts once for each of its experts.
+            unused_experts: the number of experts that got no token, in all layers together.
             aux_loss: the mean of the auxiliary loss in the model's outputs, before it is multiplied by its coefficient.
                 This entry is missing if the model returns no auxiliary loss.
-
-            The dictionary is empty if some layer counted no token.
         """
         if not self._counters:
             return {}

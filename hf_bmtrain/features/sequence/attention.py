@@ -1,9 +1,9 @@
 """The attention function of models whose rows (sequences) are shared by several ranks.
 
 The function exchanges queries, keys and values, so that each rank has all tokens of some heads. For these heads it
-calls the model's own attention function ("sdpa", "flash_attention_2", ...). It is registered with transformers under a
-new name for each of these functions, such as "sequence_of_sdpa"; no existing entry is replaced. transformers makes the
-same masks as for the model's own function.
+calls the model's own attention function ("sdpa", "flash_attention_2", ...). For each such function, the function of
+this file is registered with transformers under a new name, such as "sequence_of_sdpa", and transformers makes the same
+masks. No existing entry is replaced.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def register(inner: str) -> str:
     return name
 
 
-@disable_compiler  # torch.compile must not trace its collectives
+@disable_compiler  # torch.compile must not trace the collectives in this function
 def _attend(
     inner: str,
     module: torch.nn.Module,
@@ -94,7 +94,7 @@ def _attend(
     """
     function = _function(inner, module)
     row: Row | None = vars(module).get(ROW)
-    if row is None:  # the module of a model that is not wrapped, but shares this configuration
+    if row is None:  # a model that is not wrapped, but shares the configuration of a wrapped one
         return function(_Share(module, inner), query, key, value, attention_mask, **options)
     parts = row.parts
     _check(module, parts, query, key, options)
@@ -168,15 +168,14 @@ def _check(
 
 
 class _Share:
-    """A proxy of an attention module, which the model's own attention function gets as its `module` argument.
+    """A proxy of an attention module, through which transformers' attention function computes only this rank's heads.
 
-    Its `num_key_value_groups` and `sinks` are those of this rank's heads, and its `config._attn_implementation` is
-    `inner`. All other attributes are read from the module.
+    It replaces the module as the function's argument `module`. Its `num_key_value_groups` and `sinks` are those of
+    this rank's heads, and its `config._attn_implementation` is `inner`. All other attributes are those of the module.
 
     Args:
-        module: the attention module.
-        inner: the name of the attention function that is called, such as "sdpa". The module's own configuration may
-            name the function for shared rows instead.
+        module: the attention module. Its configuration names the function that exchanges heads, instead of `inner`.
+        inner: the name of the attention function that gets the proxy, such as "sdpa".
         heads: this rank's query heads. None means all.
         groups: the number of query heads for each key-value head. None means the module's `num_key_value_groups`.
     """

@@ -146,8 +146,8 @@ def _scores(model: Any) -> bool:
     Sequence parallelism does not support such models.
     """
     name = type(model).__name__
-    # A model without a head has one output for each token, unless it is like CLIP, which uses one token of a row. Such
-    # models have one of these attributes.
+    # A model without a head has one output for each token. Exceptions are models like CLIP, which have one output for a
+    # row. They have one of these attributes.
     if "For" not in name and "LMHead" not in name:
         return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

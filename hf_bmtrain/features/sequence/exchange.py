@@ -23,12 +23,12 @@ Division = Sequence[Sequence[range]]
 
 
 def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads, in one all-to-all.
 
     Collective: every rank of the group that shares the rows must call it.
 
     Args:
-        parts: the division of the tokens.
+        parts: the division of the tokens of a row (sequence).
         heads: for each tensor, the heads of each rank. Several ranks may have the same head.
         *tensors: (this rank's tokens, rows, all heads, d), of one dtype; d may differ between them.
 
@@ -39,12 +39,12 @@ def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Te
 
 
 def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Tensor:
-    """Exchange all tokens of this rank's heads for this rank's tokens of all heads.
+    """Exchange all tokens of this rank's heads for this rank's tokens of all heads, in one all-to-all.
 
     Collective: every rank of the group that shares the rows must call it.
 
     Args:
-        parts: the division of the tokens.
+        parts: the division of the tokens of a row (sequence).
         heads: the heads of each rank; no two ranks have the same head.
         tensor: (all tokens, rows, this rank's heads, d).
 
@@ -57,9 +57,10 @@ def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Ten
 def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
     """Gather the tokens of all ranks that share rows: (rows, this rank's tokens, ...) becomes (rows, all tokens, ...).
 
-    Collective: every rank of the group must call it. All ranks must compute the same loss from the result: backward
-    does not communicate, but takes this rank's tokens of the gradient, which must be equal on all ranks. It multiplies
-    them by the number of ranks in the group, because gradients of parameters are averaged over all ranks later.
+    Collective: every rank of the group must call it. All ranks must compute the same loss from the result, so that its
+    gradient is equal on all of them. Backward then needs no communication: it takes this rank's tokens of the gradient.
+    It multiplies them by the number of ranks in the group, because gradients of parameters are averaged over all ranks
+    later.
     """
     return _GatherTokens.apply(parts, tensor)
 
@@ -74,7 +75,7 @@ def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
 
 
 def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Exchange this rank's tokens of all heads for all tokens of this rank's heads, without autograd.
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads, in one all-to-all without autograd.
 
     Collective: every rank of the group must call it.
 
@@ -97,10 +98,9 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
 
 
 def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-    """Exchange all tokens of this rank's heads for this rank's tokens of all heads, without autograd.
+    """Exchange all tokens of this rank's heads for this rank's tokens of all heads, in one all-to-all without autograd.
 
-    Where several ranks have the same head, the result is the sum of their values. Collective: every rank of the group
-    must call it.
+    If several ranks have the same head, their values are summed. Collective: every rank of the group must call it.
 
     parts: the division of the tokens of a row (sequence).
     heads: for each tensor, the heads of each rank.
@@ -134,7 +134,7 @@ def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> 
     """Split `packed` (tokens, rows, width) into one view (tokens, rows, heads, d) for each of `tensors`.
 
     counts: the number of heads of each view.
-    tensors: tensors whose last dimensions are the sizes d of the views. Nothing else of them is used.
+    tensors: one tensor for each view, of which only the last dimension is used: its size is the d of the view.
     """
     sizes = [count * tensor.shape[3] for count, tensor in zip(counts, tensors)]
     starts = [0, *accumulate(sizes)]

@@ -40,7 +40,7 @@ class Parts:
 
     @cached_property
     def tokens(self) -> list[range]:
-        """For each rank of the group, the positions of its tokens in the row, which is one sequence."""
+        """The positions of the tokens in the row (sequence) that each rank of the group gets: one range per rank."""
         return divide(self.length, self.size)
 
     @property
@@ -91,11 +91,12 @@ class Heads:
                 for heads in self.of_queries]  # fmt: skip
 
     def repeated(self, rank: int) -> list[int] | None:
-        """Return which key-value head each query head of `rank` uses, unless it is as attention functions assume.
+        """Return the key-value head of each query head of `rank`, if attention functions could not infer it.
+
+        They assume that each key-value head belongs to the same number of consecutive query heads.
 
         Returns:
-            For each query head of the rank, an index into the key-value heads of the rank. None if each of these
-            key-value heads belongs to the same number of consecutive query heads, as attention functions assume.
+            For each query head of the rank, an index into the rank's key-value heads. None if the assumption is true.
         """
         share, queries, keys = self.queries // self.keys, self.of_queries[rank], self.of_keys[rank]
         places = [head // share - keys.start for head in queries]

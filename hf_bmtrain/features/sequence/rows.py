@@ -61,7 +61,7 @@ class SharedRows:
         current_world().open_group(size)
         self._parts: Parts | None = None  # the division of the tokens among the ranks in the last forward
         self._active: Parts | None = None  # the division in the forward that is running, or None
-        self._weight: Tensor | None = None  # the factor of the loss, if that is a mean over this rank's labels
+        self._weight: Tensor | None = None  # factor that corrects a loss which is a mean over this rank's labels
         self._as_tuple = self._in_training = False
         self._rows = 0
         self._handles: list[Any] = []
@@ -90,7 +90,7 @@ class SharedRows:
             layer.register_forward_pre_hook(hook, with_kwargs=True)
         if sets_shape(trunk):
             layers[-1].register_forward_hook(self._after_last_layer)
-        # If the trunk is the outermost module, this hook must run before `_after_forward`.
+        # If the trunk is the outermost module, it also has the hook `_after_forward`, which must run after this one.
         trunk.register_forward_hook(self._after_trunk, prepend=True)
 
     # -- before the forward ---------------------------------------------------------------------------------------
@@ -207,9 +207,9 @@ class SharedRows:
     ) -> tuple[tuple, dict]:
         """Select this rank's tokens in the arguments of the block `layer`, before its forward.
 
-        Also tell the attention modules in it how the tokens are divided, by setting their attribute named `ROW`.
+        Also tell the attention modules of `layer` how the tokens are divided, by setting their attribute named `ROW`.
 
-        attentions: the attention modules in `layer`.
+        attentions: the attention modules of `layer`.
         """
         parts = self._active
         if parts is None:
@@ -236,7 +236,8 @@ class SharedRows:
 
         layer: the block, for messages.
         parts: the division of the tokens of a row (sequence) among the ranks.
-        name, value: the argument.
+        name: the name of the argument, which tells what kind of value it is.
+        value: the argument.
         """
         if value is None or "mask" in name or name in _CACHES:
             return value
@@ -267,7 +268,8 @@ class SharedRows:
     def _after_last_layer(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
         """Pad the output of the last block, which has this rank's tokens, with zeros to the length of the sequence.
 
-        This hook exists only if the module that calls the blocks reshapes this output to the shape of its own input.
+        This hook exists only if the module that calls the blocks reshapes this output to the shape of its own input,
+        which has all tokens.
         """
         parts = self._active
         if parts is None:
@@ -277,9 +279,9 @@ class SharedRows:
 
     @disable_compiler
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
-        """Remove the padding that `_after_last_layer` has added from the output of `trunk`, which calls the blocks.
+        """Keep only this rank's tokens of the hidden states that `trunk`, the module that calls the blocks, returns.
 
-        The output then has only this rank's tokens. In a mixture of experts, also gather the routers' logits of all
+        This removes the padding of `_after_last_layer`. In a mixture of experts, also gather the routers' logits of all
         tokens, from which the model computes the auxiliary loss.
         """
         parts = self._active
@@ -317,11 +319,13 @@ class SharedRows:
         return self._whole(parts, "", output)
 
     def _whole(self, parts: Parts, name: str, value: Any) -> Any:
-        """Return `value`, the model's output `name`, with all tokens of the rows instead of this rank's.
+        """Return the model's output `name` with all tokens of the rows (sequences), not only those of this rank.
 
         Outputs that are not divided among the ranks are returned unchanged.
 
         Collective: every rank of the group that shares the rows must call it.
+
+        value: the output on this rank.
         """
         if name not in _DIVIDED:
             return value
@@ -365,10 +369,10 @@ def _by_name(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dic
 
 
 def _refuse_arguments(base: Any, given: dict[str, Any]) -> None:
-    """Raise NotImplementedError if an argument of the forward needs tokens of other ranks, as a cache does.
+    """Raise NotImplementedError if an argument, such as a cache, does not work with only this rank's tokens.
 
     base: the model, without PEFT's wrapper.
-    given: the arguments of the forward, {name: value}.
+    given: the arguments of its forward, {name: value}.
     """
     kept = given.get("logits_to_keep", 0)
     refused = {

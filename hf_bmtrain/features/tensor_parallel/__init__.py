@@ -5,8 +5,9 @@ Files: `groups` divides the ranks into groups, and defines which ranks shard a p
 has their collectives. `plan` splits models of transformers by their tensor-parallel plans. `same_rows` finds parameters
 with a wrong `tp_mode`. `refuse` refuses models without layers to split. The loss is in `features/loss/parallel.py`.
 
-Convention: the ranks of a group compute one loss together. A tensor in this computation is either equal on all ranks of
-the group, and so is its gradient; or each rank has a part of its rows or features, and the gradient of this part.
+Convention: the ranks of a group compute one loss together. Each tensor in this computation is of one of two kinds: it
+is equal on all ranks of the group, and so is its gradient; or each rank has a part of its rows or features, and the
+gradient of this part.
 
 There are three kinds of parameters:
 

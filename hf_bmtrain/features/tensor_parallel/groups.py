@@ -66,9 +66,9 @@ class Groups:
         return SameRows(self) if dim < 0 else Part(self, dim)
 
     def ranks_with_this_part(self, world: World) -> World:
-        """Return a World (ranks and communicators) of only the ranks that have the same parts as this rank.
+        """Return a World (ranks and communicators) of the ranks that have the same part of split tensors as this rank.
 
-        The parts are those of split tensors. There is one such rank in each tensor-parallel group.
+        There is one such rank in each tensor-parallel group.
 
         world: the World of all ranks.
         """
@@ -84,10 +84,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class SameRows(StorageKind):
-    """The StorageKind (how to shard) of unsplit parameters that a group's ranks use for the same rows of the batch.
+    """The StorageKind (how to shard) of unsplit parameters with `tp_mode=True`.
 
-    "Group" means tensor-parallel group. The parameters are sharded over all ranks, and their gradients are averaged
-    over all ranks.
+    All ranks of a tensor-parallel group use these parameters for the same rows of the batch. They are sharded over all
+    ranks, and their gradients are averaged over all ranks.
     """
 
     groups: Groups
@@ -101,10 +101,10 @@ class SameRows(StorageKind):
 
 @dataclass(frozen=True)
 class Part(StorageKind):
-    """The StorageKind (how to shard) of parts of tensors that are split on `dim` over a tensor-parallel group.
+    """The StorageKind (how to shard) of parts of tensors that are split over the ranks of a tensor-parallel group.
 
-    They are sharded over the ranks that have the same part, one in each group, and their gradients are averaged over
-    these ranks.
+    The tensors are split on dimension `dim`. Each part is sharded over the ranks that have the same part, one in each
+    group, and its gradient is averaged over these ranks.
     """
 
     groups: Groups
@@ -118,10 +118,10 @@ class Part(StorageKind):
 
 
 class _Posts(ObjectComm):
-    """Exchanges texts between the ranks that have the same parts of split tensors, one in each tensor-parallel group.
+    """Exchanges texts between the ranks that have the same part of split tensors: one rank per tensor-parallel group.
 
-    Without collectives: the texts go through the key-value store of all ranks, under keys that begin with the index of
-    this set of ranks.
+    The texts go through the key-value store of all ranks, without collectives. Their keys begin with the index of the
+    part, which keeps them apart from the texts of ranks with other parts.
     """
 
     def __init__(self, control: ObjectComm, size: int, group: int) -> None:

@@ -41,9 +41,9 @@ class OpParallelLinear:
         Collective: every rank must call it. "All ranks" here are those of this rank's tensor-parallel group.
 
         Args:
-            input: the input, (rows, ..., features). With `gather_input`, it has this rank's rows, otherwise the rows of
-                all ranks. With `reduce_output_type` and without `split_input`, it has this rank's features, otherwise
-                all features.
+            input: (rows, ..., features). The rows are this rank's if `gather_input` is True, otherwise those of all
+                ranks. The features are this rank's if `reduce_output_type` is given and `split_input` is False,
+                otherwise all.
             weight: this rank's part of the weight: with `reduce_output_type`, (out_features, in_features / tp_size),
                 otherwise (out_features / tp_size, in_features).
             bias: the bias for this rank's outputs, or None. It is added before the outputs are summed.
@@ -54,7 +54,8 @@ class OpParallelLinear:
             async_gather_chunks: for compatibility with BMTrain; ignored.
 
         Returns:
-            The output, (rows, ..., features).
+            The output, (rows, ..., features). The rows are this rank's with ReduceType.REDUCE_SCATTER, otherwise those
+            of all ranks. With `reduce_output_type` or `gather_output` it has all features, otherwise this rank's.
         """
         grid = current_world().grid
         if grid is None:
@@ -109,10 +110,10 @@ def _bias(size: int, dtype: torch.dtype | None, tp_mode: bool, dim: int) -> Dist
 class ColumnParallelLinear(DistributedModule):
     """Linear layer y = x Aᵀ + b whose outputs are split over the ranks of a tensor-parallel group.
 
-    Collective: every rank must call it. Each rank has out_features / tp_size rows of `weight` and `bias`; state dicts
-    contain all rows. Weight and bias are zero until they are loaded, or until `init_parameters` draws the weight from
-    the Glorot normal distribution. The output has the rows of all ranks. "All ranks" here are those of this rank's
-    tensor-parallel group.
+    Collective: every rank must call it. Each rank stores the elements of `weight` and `bias` for out_features / tp_size
+    outputs; state dicts contain those for all outputs. Weight and bias are zero until they are loaded, or until
+    `init_parameters` draws the weight from the Glorot normal distribution. "All ranks" here are those of this rank's
+    tensor-parallel group, and "rows" are dimension 0 of inputs and outputs. The output has the rows of all ranks.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -121,8 +122,8 @@ class ColumnParallelLinear(DistributedModule):
         dtype: a floating dtype. None uses torch's default dtype.
         gather_output: whether the output has the features of all ranks, and is equal on all of them. Otherwise it has
             this rank's features.
-        gather_input: whether the input has this rank's rows (dimension 0; the same number on all ranks). Otherwise it
-            has the rows of all ranks, and is equal on all of them.
+        gather_input: whether the input has only this rank's rows (the same number on all ranks). Otherwise it has the
+            rows of all ranks, and is equal on all of them.
         async_gather_chunks: for compatibility with BMTrain; ignored.
 
     Raises:
@@ -169,7 +170,7 @@ class RowParallelLinear(DistributedModule):
         out_features: the size of the last dimension of the output.
         bias: whether the layer has a bias.
         dtype: a floating dtype. None uses torch's default dtype.
-        split_input: True: the input has all in_features of this rank's rows (dimension 0; as many on every rank).
+        split_input: True: the input has all in_features of this rank's rows (dimension 0; equally many on all ranks).
             False: it has in_features / tp_size features of the rows of all ranks, as a ColumnParallelLinear returns.
         all_reduce_output: whether the output has the rows of all ranks, and is equal on all of them. Otherwise it has
             this rank's rows.

@@ -157,10 +157,10 @@ def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[
 
 
 def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]]) -> str | None:
-    """Return the name of a parameter that the plan does not name, although a layer beside it is split; None if none.
+    """Return the name of a parameter in a split MLP or attention that the model's tensor-parallel plan does not name.
 
-    "Beside" means in the same MLP or attention, that is, in a module of a block that contains split layers. The
-    gradient of such a parameter could be wrong, so the model is refused.
+    Returns None if there is no such parameter. Its gradient could be wrong, so the model is refused. An MLP or
+    attention is split if the plan splits one of its layers.
 
     plan: the model to wrap, and its blocks.
     found: the (name, module, style) of all modules that the model's tensor-parallel plan names.

@@ -1,7 +1,7 @@
 """Find parameters with a wrong `tp_mode`, whose gradient would be tp_size times too large or too small.
 
 With `tp_mode=True`, the user declares that the ranks of a tensor-parallel group use a parameter for the same rows of
-the batch; then their gradients are averaged. Without it, they use different rows, and their gradients are summed. The
+the batch; then their gradients are averaged. Without it, the ranks use different rows, and gradients are summed. The
 check compares these gradients: for the same rows they are equal, and for different rows they differ.
 """
 
@@ -29,11 +29,11 @@ class SameRowsCheck(Observer):
     """Finds parameters with a wrong `tp_mode`, by comparing gradient norms on the ranks of a tensor-parallel group.
 
     `tp_mode=True` declares that the ranks of a group use a parameter for the same rows of the batch, so that their
-    gradients are equal and are averaged. Without it they use different rows, and their gradients are summed.
+    gradients are equal and are averaged. Without it, the ranks use different rows, and their gradients are summed.
 
     Each parameter is checked once, in the first backward in which it has a gradient; parts of split weights are not
-    checked. `end_backward`, called after each backward, raises RuntimeError on every rank if `tp_mode` is wrong. It
-    logs a warning if `tp_mode` may be wrong for some parameters.
+    checked. `end_backward`, called after each backward, raises RuntimeError on every rank if `tp_mode` is wrong, and
+    logs a warning if it may be wrong for some parameters.
     """
 
     def __init__(self, world: World) -> None:
@@ -52,7 +52,8 @@ class SameRowsCheck(Observer):
         if (key := (same, f"{name}, of shape {tuple(local.full_shape)}")) in self._seen:
             return
         wide = torch.promote_types(values.dtype, torch.float32)
-        squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()  # `values` are not copied
+        # With dtype=, the elements are converted as they are read, so `values` need no copy in `wide`.
+        squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()
         self._squares[key] = self._squares[key] + squares if key in self._squares else squares
 
     def end_backward(self) -> None:

@@ -13,7 +13,7 @@ class WholeStorage(Storage):
 
     `tp_mode=True` means that all ranks of a tensor-parallel group use the parameter for the same rows of the batch.
 
-    kind: the StorageKind that has made this storage. A full copy of a parameter keeps it, to be sharded alike.
+    kind: the StorageKind that made this storage. A full copy of a parameter is sharded again by the same kind.
     """
 
     def __init__(self, kind: StorageKind) -> None:
@@ -26,7 +26,7 @@ class PartStorage(WholeStorage):
     It stores the elements of this rank's part unchanged, and converts parts to and from whole tensors for checkpoints.
 
     Args:
-        kind: the StorageKind that has made this storage. A full copy of a parameter keeps it, to be sharded alike.
+        kind: the StorageKind that made this storage. A full copy of a parameter is sharded again by the same kind.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """
@@ -50,7 +50,7 @@ class PartStorage(WholeStorage):
         return torch.cat(parts.unbind(), self.dim)
 
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
-        """Return the shape of a split parameter in checkpoints, and the flat index in it of this rank's first element.
+        """Return the shape of a split parameter in checkpoints, and the flat index at which this rank's elements begin.
 
         Checkpoints contain the parts one after another, so that the elements of each rank are contiguous. For a split
         on dimension 0, that is the whole tensor. Otherwise it is a stack of the parts, (grid.size, *shape of a part).

@@ -65,7 +65,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the subpackage `hf` when it is first used, so that `import hf_bmtrain` does not import transformers.
 
-    Python calls this for an attribute `name` that the package does not have yet. Raises AttributeError for other names.
+    Python calls this function for attributes that the package does not have yet. Raises AttributeError if `name` is not
+    "hf".
     """
     if name == "hf":
         return importlib.import_module(f"{__name__}.hf")

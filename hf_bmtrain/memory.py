@@ -3,7 +3,7 @@
 if __name__ == "__main__":
     from .features.prediction.command_line import parse
 
-    given = parse()  # before the next line imports transformers
+    given = parse()  # first, so that --help and wrong options need not wait for the import of transformers
     from .hf.predict_cli import main
 
     main(given)

@@ -116,7 +116,7 @@ def install_as_bmtrain() -> None:
             real.origin,
         )
     package = sys.modules[__name__.split(".")[0]]
-    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted, so that parents come first
+    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted: packages before submodules
     vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
     for name, module in modules.items():
         if name in _OFFERED:
@@ -124,7 +124,7 @@ def install_as_bmtrain() -> None:
             source = getattr(package, origin) if origin else package
             vars(module).update({each: getattr(source, each) for each in names.split()})
         above, _, last = name.rpartition(".")
-        # In BMTrain, `synchronize` is a submodule and a function of the package: the attribute remains the function.
+        # In BMTrain, `synchronize` is the name of a submodule and of a function. The attribute must be the function.
         if above and not callable(vars(modules[above]).get(last)):
             setattr(modules[above], last, module)
         sys.modules[name] = module

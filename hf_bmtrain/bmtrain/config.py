@@ -46,22 +46,24 @@ class Topology:
         self.tp_zero_idx = self.pp_tp_zero_idx = self.tp_id
 
     def get_group_id(self, group_name: str) -> int:
-        """Return the index of this rank's group among all process groups of one kind.
+        """Return the index of this rank's process group among all groups of the given kind.
 
         Args:
-            group_name: the kind of groups. "pipe": pipelines. "zero": the group of all ranks. "tp": tensor-parallel
-                groups. "tp_zero": groups of the ranks with the same index in their tensor-parallel groups.
+            group_name: the kind of process group. "pipe": pipelines. "zero": the group of all ranks. "tp":
+                tensor-parallel groups. "tp_zero": groups of the ranks with the same index in their tensor-parallel
+                groups.
         """
         return {"pipe": self.pipe_idx, "zero": self.zero_idx, "tp_zero": self.tp_zero_idx, "tp": self.tp_idx}[
             group_name
         ]
 
     def get_group_rank(self, group_name: str) -> int:
-        """Return this rank's index in its process group of one kind.
+        """Return this rank's index in its process group of the given kind.
 
         Args:
-            group_name: the kind of groups. "pipe": pipelines. "zero": the group of all ranks. "tp": tensor-parallel
-                groups. "tp_zero": groups of the ranks with the same index in their tensor-parallel groups.
+            group_name: the kind of process group. "pipe": pipelines. "zero": the group of all ranks. "tp":
+                tensor-parallel groups. "tp_zero": groups of the ranks with the same index in their tensor-parallel
+                groups.
         """
         return {"pipe": self.stage_id, "zero": self.zero_id, "tp_zero": self.tp_zero_id, "tp": self.tp_id}[group_name]
 
@@ -102,13 +104,16 @@ class Config(Mapping):
     Before `init_distributed`, only the key `initialized` can be read, and it is False. The keys are those of BMTrain:
 
     * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
-    * This rank's index in each kind of process group, and the size of that group. zero_rank, zero_size: the group of
-      all ranks. tp_rank, tp_size: this rank's tensor-parallel group. tp_zero_rank, tp_zero_size: the group of the ranks
-      that hold the same parts of the weights that tensor parallelism splits. pipe_size is 1 and pipe_enabled is False,
-      because there is no pipeline parallelism. topology is a `Topology`, which has further indices.
+    * zero_rank and zero_size: this rank's index in the group of all ranks, and its size.
+    * tp_rank and tp_size: this rank's index in its tensor-parallel group, and the size of that group.
+    * tp_zero_rank and tp_zero_size: the same for the group of the ranks that hold the same parts of the weights that
+      tensor parallelism splits.
+    * topology: a `Topology`, which has further indices of this rank in groups.
+    * pipe_size and pipe_enabled: 1 and False, because there is no pipeline parallelism.
     * comm and zero_comm: values for the argument `comm` of collectives, such as `distributed.all_reduce`. Both mean all
-      ranks. With tensor parallelism there are also tp_comm, for this rank's tensor-parallel group, and tp_zero_comm,
-      for the group of tp_zero_rank and tp_zero_size.
+      ranks.
+    * tp_comm and tp_zero_comm, only with tensor parallelism: such values for this rank's tensor-parallel group, and for
+      the group of tp_zero_rank and tp_zero_size.
     * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
     """
 

@@ -208,7 +208,7 @@ class _AllGather(torch.autograd.Function):
     """Differentiable all-gather: every rank gets the stack of all ranks' inputs.
 
     In backward, rank r gets row r of the sum of all ranks' gradients. If the ranks compute one loss together, as in
-    tensor parallelism, it gets row r of its own gradient instead.
+    tensor parallelism, rank r gets row r of its own gradient instead.
     """
 
     @staticmethod
@@ -225,7 +225,7 @@ class _Sum(torch.autograd.Function):
     """Differentiable all-reduce: every rank gets the sum of all ranks' inputs.
 
     In backward, every rank gets the sum of all ranks' gradients. If the ranks compute one loss together, as in tensor
-    parallelism, it gets its own gradient instead.
+    parallelism, every rank gets its own gradient instead.
     """
 
     @staticmethod

@@ -51,10 +51,10 @@ def init_distributed(
 ) -> None:
     """Connect the processes that the launcher started, or set up a single process if there is no launcher.
 
-    Collective: every rank must call it. It reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which
-    torchrun, torch.distributed.launch and accelerate set, or uses torch's process group if that is already initialized.
-    The device is CUDA if available (with NCCL through CuPy), and otherwise the CPU (with gloo).
-    ACCELERATE_USE_CPU=true selects the CPU.
+    Collective: every rank must call it. This function uses torch's process group if that is already initialized.
+    Otherwise, it reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which
+    torchrun, torch.distributed.launch and accelerate set. The device is CUDA if available (with NCCL through CuPy), and
+    otherwise the CPU (with gloo). ACCELERATE_USE_CPU=true selects the CPU.
 
     Args:
         seed: the seed of `random`, NumPy and torch on every rank. CUDA generators get seed + rank instead, so that
@@ -78,19 +78,17 @@ def init_distributed(
         init_method: the URL for the rendezvous, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
         shard_over: the ranks over which weights, gradients and optimizer state are sharded. "world": all ranks. "host":
-            the ranks of one host. Every host then has a complete copy (hybrid sharding, HSDP), and only gradients are
-            exchanged between hosts. "host+world": the optimizer state and gradients are sharded over all ranks, but
-            each host has a copy of the weights, sharded over its ranks. After each step the new weights are exchanged
-            between hosts once, so the traffic between hosts is the same as with "host". "host" and "host+world" need
-            the same number of ranks on all hosts. On one host, all values mean the same. "auto" measures the bandwidth
-            between hosts and inside a host. If the former is less than half the latter, it selects "host+world" (or
-            "host" if `gather` does not allow that), otherwise "world". "host" is faster than "host+world", but needs
-            more memory, and the model's size is not known yet. The log says what was selected, and how much memory both
-            take.
+            the ranks of one host, so that every host has a complete copy, and only gradients are exchanged between
+            hosts (hybrid sharding, HSDP). "host+world": gradients and optimizer state over all ranks, but weights over
+            the ranks of one host. Hosts then exchange the new weights once per step, which is slower than "host" but
+            needs less memory. "auto": if the bandwidth between hosts is less than half of that inside a host,
+            "host+world" (or "host" if `gather` does not allow that), otherwise "world". The log says what was selected
+            and why. On one host, all values mean the same. "host" and "host+world" need the same number of ranks on all
+            hosts.
 
     Raises:
-        RuntimeError: it was called before, a rank did not call it within `timeout`, the ranks' arguments differ, or
-            `gather` or `shard_over` is not possible on these hosts.
+        RuntimeError: this function was called before, a rank did not call it within `timeout`, the ranks' arguments
+            differ, or `gather` or `shard_over` is not possible on these hosts.
         NotImplementedError: `pipe_size` is neither 1 nor -1.
         TypeError, ValueError: another argument has the wrong type or is out of range, or `tp_size` above 1 is combined
             with a `shard_over` other than "world".

@@ -52,7 +52,7 @@ class _Moments:
         return cls(values.numel(), *numbers.tolist())
 
     def __add__(self, other: _Moments) -> _Moments:
-        """Return the statistics of both sets of numbers together (method of Chan, Golub & LeVeque 1979)."""
+        """Return the statistics of the numbers in `self` and `other` together (Chan, Golub & LeVeque 1979)."""
         count = self.count + other.count
         if not self.count or not other.count:
             return self if self.count else other
@@ -68,7 +68,7 @@ class _Moments:
 
 
 class _Local:
-    """The statistics that one rank contributes for one tensor: of its own elements, and of their gradient."""
+    """Statistics of the elements that one rank has of a tensor, and of the gradient of these elements."""
 
     def __init__(self, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
         self.name, self.shape = name, tuple(shape)
@@ -185,10 +185,10 @@ class InspectTensor:
         """Compute statistics of the recorded tensors over all ranks. Collective: every rank must call it.
 
         Returns:
-            A dict for each record, in order, with the keys name, shape, std (unbiased), mean, max, min, grad_std and
-            grad_mean. The ranks' tensors count as concatenated, so the size of dimension 0 in shape is the sum over the
-            ranks. grad_std and grad_mean are None if there is no gradient. The name is `group.N.name`, or `N.name`
-            without a group, where N counts the records of the same group and name, from 0.
+            A dict for each recorded tensor, in order, with the keys name, shape, std (unbiased), mean, max, min,
+            grad_std and grad_mean. The ranks' tensors count as concatenated, so the size of dimension 0 in shape is the
+            sum over the ranks. grad_std and grad_mean are None if there is no gradient. The name is `group.N.name`, or
+            `N.name` without a group, where N counts the tensors of the same group and name, from 0.
 
         Raises:
             RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place later.
@@ -225,19 +225,19 @@ class InspectTensor:
         Args:
             name: the name under which it was recorded.
             group: the group under which it was recorded.
-            index: its index among the records of this name and group; None for the first.
+            index: its index among the tensors recorded with this name and group; None for the first.
 
         Returns:
-            The tensor, or None if there is no such record.
+            The tensor, or None if no such tensor was recorded.
         """
         found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
         index = index or 0
         return found[index] if 0 <= index < len(found) else None
 
     def _names(self) -> list[str]:
-        """Return the name of each record in the summary: `group.N.name`, or `N.name` without a group.
+        """Return the name of each recorded tensor in the summary: `group.N.name`, or `N.name` without a group.
 
-        N counts the records of the same group and name, from 0.
+        N counts the tensors of the same group and name, from 0.
         """
         numbers = defaultdict(itertools.count)
         names = []
@@ -248,10 +248,10 @@ class InspectTensor:
 
 
 class _Recording(Observer):
-    """Passes the tensors of `record_tensor` to an InspectTensor, while `inspect_tensor` is active.
+    """The observer that is registered while `inspect_tensor` is active.
 
-    It is registered as an observer, an object whose methods are called at events of training. `record_tensor` calls its
-    method `record`.
+    `record_tensor` calls the method `record` of all registered observers. This one passes the tensor to an
+    InspectTensor.
 
     inspector: the InspectTensor that keeps the recorded tensors.
     """
@@ -267,8 +267,8 @@ class _Recording(Observer):
 def inspect_tensor() -> Iterator[InspectTensor]:
     """Record the tensors that are passed to `record_tensor` inside this context.
 
-    A tensor is recorded once per forward, even if activation checkpointing recomputes it. The records keep the tensors
-    in memory.
+    A tensor is recorded once per forward, even if activation checkpointing recomputes it. Recorded tensors stay in
+    memory as long as the `InspectTensor` exists.
 
     Returns:
         A context manager that yields an `InspectTensor`.
@@ -344,7 +344,7 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return the text of a table cell: "-" for None, and four decimals for a float."""
+    """Return the text of a table cell: "-" for None, four decimals for a float, otherwise `str(value)`."""
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else str(value)

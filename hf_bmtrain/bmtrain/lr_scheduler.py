@@ -114,7 +114,7 @@ class WarmupLRScheduler:
 
         Args:
             state_dict: the result of `state_dict()` of a schedule of the same class, of this package or of BMTrain.
-                BMTrain's lacks `gamma` of `Exponential`, which then keeps its value.
+                The state of BMTrain's `Exponential` has no `gamma`; the present value is then kept.
 
         Raises:
             ValueError: `state_dict` is not from a schedule of this class. The schedule is then not changed.

@@ -108,7 +108,8 @@ def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
 def see_memory(message: str, detail: bool = False) -> None:
     """Print the memory allocated on rank 0's device, in GiB: now, and the peak since the last call.
 
-    Only rank 0 prints. On the CPU, it prints the resident memory of its process: now, and the peak since it started.
+    Only rank 0 prints. On the CPU, the resident memory of rank 0's process is printed: now, and the peak since its
+    start.
 
     Args:
         message: a text to print before the numbers.

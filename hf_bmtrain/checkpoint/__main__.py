@@ -146,7 +146,10 @@ def verify(checkpoint: Found) -> bool:
 
 
 def describe(checkpoint: Found) -> bool:
-    """Print a checkpoint's step, number of ranks, package versions, files and tensors. Always return True."""
+    """Print a checkpoint's step, number of ranks, package versions, files and tensors.
+
+    Always returns True, as `verify` does for an intact checkpoint, because this command does not look for damage.
+    """
     manifest = checkpoint.manifest
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     print(f"{checkpoint.folder}: step {manifest.step}, saved by {manifest.world_size} ranks with {versions}")

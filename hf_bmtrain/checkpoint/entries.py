@@ -39,8 +39,8 @@ class Entry:
 
 
 MODEL, TRAINED = "model", "trained"
-"""Base names of a model's files: `model*.safetensors` contains all tensors, `trained*.safetensors` only trained
-ones."""
+"""Base names of a model's files: `model*.safetensors` contains all tensors, `trained*.safetensors` only the trained
+parameters and the buffers."""
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
@@ -288,18 +288,18 @@ class LoadedState:
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
-            # For bfloat16 weights, AdamOptimizer stores residuals on GPUs, but float32 masters on CPUs. If the kind in
-            # the checkpoint is not the one allocated here, it is read into other tensors, and `load` converts it.
+            # For bfloat16 weights, AdamOptimizer stores residuals on GPUs, but float32 master weights on CPUs. If the
+            # checkpoint has the other kind, `target` returns new tensors, and `load` converts their values.
             if all(what in places.get(parameters[name], ()) for name, what in names):
                 self._places = places
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor, which the caller must fill with this rank's elements of a saved state tensor.
+        """Return a 1-D tensor, which the caller must fill with this rank's elements of a tensor of optimizer state.
 
         Args:
             name: the name of the parameter to which the state belongs.
-            what: the key of the state tensor, such as "exp_avg".
-            dtype: the dtype of the saved tensor.
+            what: the key of the state, such as "exp_avg".
+            dtype: the dtype in which the state was saved.
         """
         parameter = self._parameters[name]
         if self._places:
@@ -310,7 +310,7 @@ class LoadedState:
         return values
 
     def load(self) -> None:
-        """Load the state into the optimizer. Call this after filling all tensors that `target` returned."""
+        """Load the saved state into the optimizer. Call this after filling all tensors that `target` returned."""
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             self._optimizer.load_state_dict(state)

@@ -27,7 +27,7 @@ ADDED = "complete.json"
 """The name of the file with the checksums of files that were added to a complete checkpoint, for example by Trainer."""
 _LOCK = ".lock"
 _REPLACED = ".replaced-"
-_PREFIXES = ("checkpoint-", "checkpoint_")  # `save_state` and Accelerate name their checkpoints so
+_PREFIXES = ("checkpoint-", "checkpoint_")  # how names of checkpoints of `save_state` and of Accelerate begin
 
 
 class Found(NamedTuple):
@@ -42,8 +42,8 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
 
     Args:
         root: the folder, created if it does not exist.
-        held: the file that an earlier call for this folder returned, or None. It is returned again, unless the folder
-            was deleted in the meantime.
+        held: the file that an earlier call for this folder returned, or None. The same file is returned again, unless
+            the folder was deleted in the meantime.
 
     Returns:
         The locked file. None, with a warning in the log, if the file system does not support locks.
@@ -84,7 +84,11 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether `name` is forbidden for checkpoints, because folders with such names are ignored or deleted."""
+    """Return whether a checkpoint must not have this name, because such folders are ignored or deleted.
+
+    Names that begin with "tmp-" or a dot are ignored when checkpoints are searched. Names that contain ".replaced-" are
+    those of replaced checkpoints, which the next save deletes.
+    """
     return name.startswith((_STAGING, ".")) or _REPLACED in name
 
 
@@ -116,7 +120,7 @@ def check_space(folder: Path, nbytes: int) -> None:
 def publish(staging: Path, final: Path) -> None:
     """Rename the temporary folder `staging`, which contains a complete and flushed checkpoint, to `final`.
 
-    If there is already a checkpoint called `final`, it first gets another name, under which `prune` deletes it later.
+    An older checkpoint called `final` is first renamed, and deleted later by `prune`.
     """
     flush(staging)
     if os.path.lexists(final):  # the old checkpoint can still be loaded until `prune` deletes it
@@ -225,8 +229,8 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
 def add_checksums(folder: Path) -> None:
     """Record the checksums of the files that other code, such as Trainer, has added to the checkpoint in `folder`.
 
-    These are all files in the folder, but not in subfolders, that the manifest (the list of files that `save_state` has
-    written) does not contain. Their checksums are written to the file `complete.json`.
+    These files are found by comparison with the manifest, which lists the files that `save_state` has written.
+    Subfolders are ignored. The checksums are written to the file `complete.json`.
     """
     known = {NAME, *Manifest.read(folder).files}
     sums = {

@@ -47,12 +47,12 @@ class Snapshot:
 
     From the construction of this object until the thread has copied the values, optimizer steps wait. Forward and
     backward need not wait, because they only read the tensors. `write`, which the thread calls, raises an error if
-    anything else has changed the tensors, which it detects by torch's version counters. Synchronize the world's device
-    before constructing this object.
+    torch's version counters show that anything else has changed the tensors. Synchronize the world's device before
+    constructing this object.
 
     Args:
         parts: the tensors, each with its place in a file.
-        world: the world of this process.
+        world: this rank's number, device and communicators.
     """
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
@@ -71,11 +71,11 @@ class Snapshot:
         self._copying.discard(self._taken)
 
     def write(self, folder: Path, memory: HostMemory) -> dict[str, list[Checked]]:
-        """Copy the values to `memory`, and write them into existing files in `folder`.
+        """Copy the tensors of this object to `memory`, and write the copies into existing files in `folder`.
 
-        If there is too little host memory for a copy, the tensors themselves are written, and optimizer steps wait
+        If there is too little host memory for the copies, the tensors themselves are written, and optimizer steps wait
         until all are written. Returns the offset, size and checksum of each written chunk, by file name. Raises
-        RuntimeError if the values were changed since this object was constructed.
+        RuntimeError if a tensor was changed since this object was constructed.
         """
         try:
             copies = self._copy(memory)
@@ -89,7 +89,10 @@ class Snapshot:
             self._taken.set()
 
     def _copy(self, memory: HostMemory) -> list[Part] | None:
-        """Copy the values to `memory`, and return the copies to write, or None if there is too little host memory."""
+        """Copy the tensors that were passed to the constructor to `memory`, and return these copies.
+
+        Returns None if there is too little host memory.
+        """
         starts, end = [], 0
         for part in self._parts:
             starts.append(end)

@@ -39,7 +39,7 @@ _log = logging.getLogger("hf_bmtrain")
 class Resumed(int):
     """The result of `load_state`: the step of the checkpoint, an int that is true in a condition even for step 0.
 
-    It can be unpacked, `step, folder, extra = bmt.load_state(...)`, and equals the tuple of these three.
+    It can be unpacked like a tuple, `step, folder, extra = bmt.load_state(...)`, and is equal to (step, folder, extra).
 
     Attributes:
         step: the step of the checkpoint.
@@ -176,9 +176,9 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
 def _attempt(world: World, stage: Any) -> str | None:
     """Call `stage`, a function that does one step of loading, and exchange its errors between the ranks.
 
-    Collective: every rank must call it. `stage` reports a damaged file by raising Damaged or OSError. If it does so on
-    any rank, a description of the damage is returned on all ranks, otherwise None. If it raises any other exception on
-    any rank, RuntimeError is raised on all ranks.
+    Collective: every rank must call it. `stage` raises Damaged or OSError if a file is damaged. If this happens on any
+    rank, all ranks return a description of the damage. If `stage` raises any other exception on any rank, all ranks
+    raise RuntimeError. Without an exception, all ranks return None.
     """
     damage = problem = None
     try:
@@ -238,7 +238,10 @@ class _Loading:
                     )
 
     def facts(self) -> dict[str, Any]:
-        """Return all values that must be equal on all ranks: arguments, and the checkpoint's files and checksums."""
+        """Return the arguments, and the checkpoint's files and checksums, which must be equal on all ranks.
+
+        The ranks compare these values before they read any tensor.
+        """
         number = len(optimizers_of(self._optimizer))
         facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}
         return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
@@ -306,10 +309,10 @@ class _Loading:
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:
-        """Load all values that `read` has not loaded yet. Return the `extra` that this rank passed to `save_state`.
+        """Load all values that `read` has not loaded yet, such as optimizer and scheduler state.
 
-        Call it when `read` has succeeded on all ranks. If the checkpoint was saved by another number of ranks, the
-        `extra` of rank 0 is returned.
+        Call it when `read` has succeeded on all ranks. Returns the `extra` that this rank passed to `save_state` or, if
+        the checkpoint was saved by another number of ranks, the `extra` of rank 0.
 
         random: whether to restore the random generators.
         """
@@ -364,6 +367,11 @@ def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None
 
 
 def _hint(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Return a text about `tp_size` if it explains why shapes in a checkpoint and a model differ, otherwise ""."""
+    """Return a hint for an error about shapes: that `tp_size` has probably changed since the checkpoint was saved.
+
+    Returns "" if `tp_size` does not explain the differences.
+
+    shapes: for each tensor, its shapes in the checkpoint and in the model, in either order.
+    """
     stacked = any(len(one) != len(other) and math.prod(one) == math.prod(other) for one, other in shapes)
     return ". If weights are split by columns, tp_size must be the same as in the saving job" if stacked else ""

@@ -55,9 +55,9 @@ class Manifest:
     files: dict[str, list[Checked]] = field(default_factory=dict)
 
     def without(self, bases: tuple[str, ...]) -> Manifest:
-        """Return a copy of this list of a checkpoint's files, without some safetensors files and their indices.
+        """Return a copy of this manifest (list of files) without the safetensors files of `bases` and their indices.
 
-        bases: how the names of these files begin, such as "model".
+        bases: how the names of the files to leave out begin, such as "model".
         """
         left_out = [name for name in self.files if name.startswith(bases) and ".safetensors" in name]
         return replace(self, files={name: chunks for name, chunks in self.files.items() if name not in left_out})

@@ -30,7 +30,7 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
     Args:
         model: the model, on the meta device, not yet sharded.
         weights: a file, a folder with Hugging Face weights, or the `.index.json` in it.
-        world: the world of this process, among whose ranks each parameter will be divided.
+        world: the ranks among which each parameter will be divided.
 
     Raises:
         RuntimeError: on every rank, if a rank cannot read the files, a tensor has no value, or names or shapes do not

@@ -86,7 +86,10 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
 
 
 def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base: Sequence[Path]) -> None:
-    """Raise ValueError if `base` is missing or not needed, or if `load_state` might take `output` for a checkpoint.
+    """Raise ValueError if `base` or `output` is not possible for this checkpoint.
+
+    `base` is required for a checkpoint that was saved with `trained_only`, and otherwise forbidden. `output` must not
+    be a folder that a later training run would take for one of its checkpoints.
 
     Args:
         checkpoint: the checkpoint to merge.
@@ -210,7 +213,7 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
 def _write(
     staging: Path, groups: dict[str, dict[str, _Source]], copied: dict[str, bytes], limit: int
 ) -> dict[str, list[Checked]]:
-    """Write all files into the folder `staging`.
+    """Write all files of the merged model into the folder `staging`.
 
     Returns the offset, size and checksum of each written chunk, by file name. Raises OSError if the disk has too little
     space.

@@ -29,7 +29,7 @@ PIECE_BYTES = 4 << 20
 
 
 class Part(NamedTuple):
-    """Values to write to `file`: the 1-D tensor `values`, on any device, and its offset `start` in bytes."""
+    """The 1-D tensor `values`, on any device, and the place to which it is written: byte `start` of `file`."""
 
     file: str
     start: int
@@ -155,7 +155,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 def checksums(path: Path) -> list[Checked]:
     """Return the offset, size and checksum of each chunk (of at most 4 MiB) of a file that other code has written.
 
-    Also call fsync on the file, so that it is on disk when this returns.
+    Also calls fsync on the file, so that it is on disk when this function returns.
     """
     chunks, start = [], 0
     with open(path, "rb") as file:
@@ -191,7 +191,7 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
     Args:
         folder: the folder of the files.
         manifest: the manifest, which contains a checksum for each chunk of the files. Each chunk that contains a wanted
-            byte is read completely and verified. None reads only the wanted bytes, and verifies nothing.
+            byte is read completely and verified. If None, only the wanted bytes are read, and nothing is verified.
         wanted: the elements to read, and the tensors into which they are read.
 
     Raises:
@@ -216,9 +216,9 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 def _chunks_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
     """Yield the chunks (at most 4 MiB each) of a file that must be read to get the elements `wanted`.
 
-    If a manifest, which lists each file's chunks and their checksums, is given, these are the listed chunks that
-    contain wanted bytes: a checksum can be verified only if its chunk is read completely. If `manifest` is None, they
-    contain only the wanted bytes, and have no checksums.
+    manifest: the list of each file's chunks and their checksums. All listed chunks that contain wanted bytes are
+        yielded, because a checksum can be verified only if its chunk is read completely. If None, the yielded chunks
+        contain only the wanted bytes, and have no checksums.
     """
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size

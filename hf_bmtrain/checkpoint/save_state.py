@@ -251,8 +251,8 @@ class SavingState:
             self._thread.join()
             self._snapshot.close()
             self._thread = None
-            # Each rank's text names the problems of all ranks, so the first text is enough. But if a rank could not
-            # exchange its problem with the others, only its own text names the problem, so texts are gathered again.
+            # Usually all ranks have the same text, which names every problem. But if a rank could not send its problem
+            # to the others, only this rank has a text. So the texts are gathered, and every rank raises the first one.
             problems = self._world.gather_objects(self._problem)
             _raise(self._job, next(filter(None, problems), None))
 
@@ -272,9 +272,9 @@ class _Keeper:
         self.memory = HostMemory()
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete. Collective: every rank must call it.
+        """Wait until the checkpoint that a thread is writing, if any, is complete. Collective: every rank must call it.
 
-        Raises RuntimeError on every rank if saving it failed.
+        Raises RuntimeError on every rank if saving this checkpoint failed.
         """
         saving, self.saving = self.saving, None
         if saving is not None:
@@ -318,11 +318,11 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the temporary folder, and all files in it. Only the values of tensors are not written yet.
+        """Create the temporary folder with all files of the checkpoint, but without the values of tensors.
 
         Safetensors files already have headers and their final sizes, so that each rank can write its elements at the
-        right place. This method locks `root`, stores the lock in `keeper`, and sets `number`, `staged`, and `step` if
-        that is None. Only rank 0 calls it.
+        right place. This method also locks `root`, the folder of the checkpoints, and sets the attributes `number`,
+        `staged` and, if it is None, `step`. Only rank 0 calls it.
 
         Args:
             keeper: receives the lock of `root`, or already has it from an earlier save.
@@ -356,12 +356,12 @@ class _Job:
     def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
         """Write this rank's elements by calling `write`. Then rank 0 renames the complete folder into place.
 
-        Collective: every rank must call it. Returns a text with the problems of all ranks, or None.
+        Collective: every rank must call it. Returns a text with the problems of all ranks, or None if there are none.
 
         write: a function that writes the elements, and returns the offset, size and checksum of each written chunk, by
             file name.
-        agree: a function that exchanges the ranks' problems. It takes a name for the exchange and this rank's problem
-            or None, and returns a text with the problems of all ranks, or None.
+        agree: a function that exchanges the ranks' problems. It takes a name for the exchange, and this rank's problem
+            or None. It returns a text with the problems of all ranks, or None if there are none.
         """
         problem = None
         try:
@@ -383,7 +383,7 @@ class _Job:
 
         From the JSON files of all ranks, rank 0 creates the manifest, which lists every file and checksum.
 
-        name: the variable part of the JSON file's name, pieces-`name`.json, such as this rank.
+        name: the variable part of the JSON file's name, pieces-`name`.json, such as this rank's number.
         written: the written chunks (pieces of files) with their checksums, by file name.
         """
         with open(self.staging / f"pieces-{name}.json", "x") as file:
@@ -412,8 +412,11 @@ class _Job:
     def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
         """Move the files that the user's function `add` has written on `rank` into the checkpoint.
 
-        Files whose names are already taken there are deleted. The checksums of the moved files are added to `chunks`,
-        which has those of all files of the checkpoint, by name. Files in subfolders get no checksums.
+        If the checkpoint already has a file with the same name, the new one is deleted instead.
+
+        rank: the rank that has written the files.
+        chunks: the checksums of the checkpoint's files, by file name. Those of the moved files are added, except for
+            files in subfolders, which get no checksums.
         """
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
@@ -430,7 +433,7 @@ class _Job:
         shutil.rmtree(self._added(rank))
 
     def withdraw(self) -> None:
-        """Delete the temporary folder after a failure. Only rank 0 does this."""
+        """Delete the temporary folder, because saving has failed. Ranks other than 0 do nothing."""
         if self.rank == 0 and self.staged:
             shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -443,7 +446,7 @@ def _entries(
     Collective: every rank must call it. Each tensor is an `Entry` (name, shape, this rank's elements). The entries are
     grouped by the base name of the files into which they are written, such as "model" or "optimizer".
 
-    trained_only: whether to return only trained parameters and buffers, instead of the whole model.
+    trained_only: whether to leave out the parameters that have been frozen since `auto_wrap`.
     """
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
@@ -454,7 +457,9 @@ def _entries(
 
 
 def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Plan the safetensors files to write. Return them, and the contents of their index files by file name.
+    """Decide which tensors go into which safetensors files. Return these files, and {name of an index file: contents}.
+
+    If the tensors of a base name need several files, an index file lists the file of each tensor.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     """
@@ -557,7 +562,7 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 def _agreement(world: World) -> Agree:
-    """Return a function that tells all ranks which of them failed, by a collective.
+    """Return a collective function with which the ranks tell each other which of them failed.
 
     Every rank passes the function a name for the exchange, and the text of its own problem, or None if it has not
     failed. The result is a text with the problems of all ranks, or None if there are none.
@@ -568,7 +573,7 @@ def _agreement(world: World) -> Agree:
 def _posts(world: World, job: _Job) -> Agree:
     """Return a function with which the ranks' background threads tell each other which ranks failed.
 
-    It uses the launcher's store instead of a collective, because the main thread may run a collective at the same time.
+    The function uses the launcher's key-value store, because the main thread may run a collective at the same time.
     Every rank passes the function a name for the exchange, and the text of its own problem, or None if it has not
     failed. The result is a text with the problems of all ranks, or None if there are none.
 

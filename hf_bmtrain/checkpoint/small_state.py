@@ -98,12 +98,14 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:
-    """Load schedulers, the loss scale and other state from `state`. Return the `extra` that this rank saved.
+    """Load all state in the checkpoint's file `state.pt` except that of optimizers and random generators.
 
-    `state` has the contents of the checkpoint's file `state.pt`. The other state is the extra state of modules, the
-    state of features such as float8, and the buffers that differ between ranks. Optimizers and random generators are
-    loaded elsewhere. If the checkpoint was saved by another number of ranks, buffers that differ between ranks are not
-    loaded, and the `extra` of rank 0 is returned.
+    This is the state of schedulers, the loss scale, the extra state of modules, the state of features such as float8,
+    and the buffers that differ between ranks. Returns the `extra` that this rank passed to `save_state`. If the
+    checkpoint was saved by another number of ranks, buffers that differ between ranks are not loaded, and the `extra`
+    of rank 0 is returned.
+
+    state: the contents of `state.pt`.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])
@@ -175,9 +177,9 @@ def _with_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module
 
 
 def _own_buffers(world: World, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's persistent buffers whose values differ from those on rank 0, by name.
+    """Return copies of those persistent buffers of `model` whose values on this rank differ from those on rank 0.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. The result contains CPU tensors, by the names of the buffers.
     """
     buffers = {name: buffer.detach().cpu() for name, buffer in named_persistent_buffers(model)}
     digests = {name: checksum(buffer) for name, buffer in buffers.items()}

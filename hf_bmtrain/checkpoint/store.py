@@ -168,9 +168,9 @@ def write_atomically(state: dict, path: Path) -> None:
 
 
 def _with_checksums(state: dict) -> OrderedDict:
-    """Return a copy of a state dict, with checksums in an attribute, which torch.save stores with the copy.
+    """Return a copy of a state dict whose checksums are in an attribute, which torch.save stores with the copy.
 
-    The checksums are those of the entries and of the metadata.
+    There is a checksum for each tensor, and one for `_metadata`, the attribute in which torch keeps module versions.
     """
     result = OrderedDict(state)
     result.__dict__.update(getattr(state, "__dict__", {}))
@@ -243,7 +243,7 @@ def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
 
 
 def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
-    """Return the tensors in a safetensors file, and the checksums in its metadata, or None if it has no checksums."""
+    """Return the tensors in a safetensors file, and the checksums in its metadata (None if there are no checksums)."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_CHECKSUMS)

@@ -70,9 +70,10 @@ class DCPState:
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's elements in host memory, which `dcp.save` writes and `dcp.load` overwrites.
+        """Return copies of this rank's elements of the model's and the optimizer's tensors, in host memory.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. `dcp.save` writes these copies to files. `dcp.load` overwrites them, and
+        passes them to `load_state_dict`.
         """
         current_world().barrier("DCPState.state_dict")
         state: dict[str, Any] = {"model": {name: _pack(t, t) for name, t in _model_tensors(self._model).items()}}
@@ -106,9 +107,10 @@ class DCPState:
     # -- the optimizer ------------------------------------------------------------------------------------------
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state by parameter name, in the format of torch's `get_state_dict`.
+        """Return the optimizer's state by parameter name.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The result has the format of the function `get_optimizer_state_dict` in
+        torch.distributed.checkpoint.state_dict.
         """
         world = current_world()
         parameters = named(optimizer, self._model)
@@ -152,9 +154,10 @@ class DCPState:
 
 
 def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the state (moments of zero) that AdamOptimizer would have for a parameter before its first step.
+    """Return the state that AdamOptimizer would have for a parameter before its first step, such as moments of zero.
 
-    The tensors are on the CPU and contain this rank's elements.
+    The moments and the float32 master weights (if the parameter is not float32) have this rank's elements only. All
+    tensors are on the CPU.
     """
     own = parameter.part if isinstance(parameter, DistributedParameter) else parameter
     values = own.detach().to("cpu", torch.float32, copy=True)
@@ -211,10 +214,14 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _pack(like: Any, values: Any) -> Any:
-    """Copy `values`, a tensor that is sharded like the parameter `like`, to the CPU, in the form that DCP uses.
+    """Copy this rank's elements of a tensor to the CPU, in the form that torch.distributed.checkpoint (DCP) saves.
 
-    The result has shape (rows, *shape[1:]), with all rows in which this rank has elements. Its attributes tell DCP
-    which elements these are; the others are not initialized. A tensor that is not sharded is copied in full.
+    If the tensor is sharded, the result has the rows of the full tensor in which this rank has elements: shape (rows,
+    *shape[1:]). Its attributes tell DCP which of its elements belong to this rank. The other elements are not
+    initialized. If the tensor is not sharded, the result is a full copy.
+
+    like: the parameter. The tensor is sharded if the parameter is.
+    values: the parameter itself, or a tensor of its optimizer state.
     """
     if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
         full = (
@@ -243,6 +250,8 @@ def _unpack(like: Any, packed: Any) -> Any:
     """Return a 1-D view of this rank's elements of `packed`, a sharded tensor that `_pack(like, ...)` returned.
 
     Any other value, such as a tensor that is not sharded or a number, is returned unchanged.
+
+    like: the parameter whose values, or whose optimizer state, `packed` contains.
     """
     if not hasattr(packed, "global_shape"):
         return packed

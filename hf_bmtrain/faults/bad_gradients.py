@@ -62,10 +62,10 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """Count a step, and keep the results of its checks for `found`.
+        """Count a step that has ended. `found` returns the results of its checks until the next step has ended.
 
-        The checks end one step after the last of the 16 steps, because an OptimManager may notice only in the next step
-        that a step was skipped.
+        16 steps are checked. The results of the last one are kept for one step more, because an OptimManager may notice
+        only in the next step that a step was skipped.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
@@ -93,7 +93,7 @@ class OwnGradients(Observer):
 
     @property
     def has_seen(self) -> bool:
-        """Whether the last step's gradients were checked."""
+        """Whether this rank's gradients of the last step were checked before they were averaged."""
         return bool(self._last)
 
 
@@ -131,7 +131,7 @@ class GradientWatcher(Observer):
         return self._watches.get(owner)
 
     def stop(self, owner: Any) -> None:
-        """Stop checking this rank's gradients for `owner`. If they are not being checked, do nothing."""
+        """End the checks that `watch` started for `owner`, if there are any."""
         own = self._watches.pop(owner, None)
         if own is not None:
             own.handle.remove()
@@ -190,12 +190,12 @@ def explain(
         parameters: the parameters of all optimizers.
         counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
             gradient; -1 if the gradient was already freed.
-        own: the `OwnGradients` that has checked this rank's own gradients, or None if they were not checked.
-        world: the world of this process.
+        own: the results of the checks of this rank's own gradients before averaging, or None if there were no checks.
+        world: this rank's number, device and communicators.
 
     Returns:
-        The message, which is the same on every rank. None if no inf or nan was found in the gradients that were not yet
-        freed, nor by ranks that had checked their own gradients.
+        The message, which is the same on every rank. None if no inf or nan was found, neither in the averaged gradients
+        that still exist nor in the checks of the ranks' own gradients.
     """
     watched = own is not None and own.has_seen
     found = {} if own is None else own.found()
@@ -219,7 +219,7 @@ def explain(
 
 
 def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-    """Combine counts from all ranks, such as of nan elements, into one row for each shard.
+    """Combine the ranks' counts, for example of nan elements, into one row for each shard.
 
     A shard is the part of the parameters that one rank stores. Ranks of different hosts may store the same shard, so
     their counts must not be added. Returns the counts, (shards, ...); -1 where no rank knows them.
@@ -234,7 +234,7 @@ def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 
 
 def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Tensor, number: int) -> _Bad | None:
-    """Combine the results of all ranks for the gradient of `parameter`. Return None if none has found an inf or nan.
+    """Combine the results of all ranks for the gradient of `parameter`. Return None if no rank found an inf or nan.
 
     counts: (shards, 2) int64. For each shard (the elements that one rank stores), the numbers of nan and of inf
         elements in this part of the averaged gradient; -1 if the part was already freed.
@@ -260,10 +260,10 @@ def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Te
 
 
 def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> str:
-    """Return a message about the gradients `bad`, which names those of the block that backward reached first.
+    """Return a message about the gradients `bad`. It names only the gradients of the block that backward reached first.
 
     Backward goes from the last block (transformer layer) to the first, and inf and nan spread in this direction, so
-    this block is the likely origin.
+    the block that was reached first is the likely origin.
 
     bad: the gradients that had inf or nan elements.
     present: the number of gradients whose elements could be counted.

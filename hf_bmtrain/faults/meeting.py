@@ -23,8 +23,8 @@ from .status import Status
 _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
 _FAREWELL_SECONDS = 5.0
-"""Maximum time in seconds that rank 0 waits for the others to read which ranks are missing. Its process serves the
-store, so the others cannot read the list after it has ended."""
+"""Maximum time in seconds that rank 0 waits until the others have read which ranks are missing. The list is in a store
+that may end with the process of rank 0."""
 REPEAT_SECONDS = 30.0
 """Seconds of waiting for a rank before the second warning about it."""
 _MET = "met"
@@ -54,7 +54,7 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
 
     Returns:
         The store. Keep it until torch's process group, which uses the same server, has been created. If `init_method`
-        has no host and port, this function returns None at once.
+        does not give a host and port, as with "file://", this function returns None at once.
 
     Raises:
         RuntimeError: a rank did not arrive within `timeout`. The error names the missing ranks.
@@ -104,7 +104,10 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
 
 
 def _place(init_method: str) -> tuple[str, int] | None:
-    """Return the host and port in `init_method`, or None if it has none."""
+    """Return the host and port at which the ranks meet, or None if `init_method` does not give them.
+
+    "tcp://" URLs contain them; for "env://", they are in MASTER_ADDR and MASTER_PORT.
+    """
     url = urlparse(init_method)
     if url.scheme == "env":
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -114,11 +117,12 @@ def _place(init_method: str) -> tuple[str, int] | None:
 def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
     """Open torch's TCPStore, through which the ranks meet in `init_distributed`, and record that this rank has arrived.
 
-    Do not wait for the other ranks.
+    This function does not wait until the other ranks have arrived.
 
     place: the host and port of the store.
-    end: the time, on the clock of `time.monotonic()`, at which to give up.
+    rank: this process's rank.
     size: the number of ranks.
+    end: the time, on the clock of `time.monotonic()`, at which to give up if the store cannot be opened.
     """
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
@@ -148,10 +152,10 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 
 
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
-    """Wait until every rank has arrived in `init_distributed` or one has given up, but not beyond the time `end`.
+    """Wait until every rank has arrived in `init_distributed`, or a rank has given up, or the time is `end`.
 
-    Returns [] if all have arrived, the list of missing ranks if one has given up, and None if neither has happened by
-    `end`. This function polls, because `TCPStore.wait` logs a warning when its time is over.
+    Returns [] if all ranks have arrived, the list of missing ranks if a rank has given up, and None if the time is
+    over. This function polls, because `TCPStore.wait` logs a warning when its time is over.
 
     store: the store through which the ranks meet.
     end: a time on the clock of `time.monotonic()`.
@@ -186,10 +190,11 @@ def _ranks_of(shown: bytes) -> list[int]:
 def _say_farewell(store: TCPStore, rank: int) -> None:
     """Record in the store that this rank has read the list of missing ranks.
 
-    Rank 0, whose process serves the store, then waits a few seconds at most for the others to read the list too.
+    Rank 0 then waits a few seconds at most until the others have read the list too, because the store may end with the
+    process of rank 0.
     """
     end = time.monotonic() + _FAREWELL_SECONDS
-    with contextlib.suppress(RuntimeError):  # if rank 0, which serves the store, has already ended
+    with contextlib.suppress(RuntimeError):  # if the store has already ended, together with rank 0
         told = store.add(_key("told"), 1)
         while rank == 0 and told < store.add(_key("count"), 0) and time.monotonic() < end:
             time.sleep(_PAUSE)
@@ -199,7 +204,10 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 def _absent(store: TCPStore, size: int) -> list[int]:
     """Return the ranks that have not arrived in `init_distributed`, or [0] if `store` does not answer.
 
-    Each rank that arrives sets a key in `store`, which rank 0 serves. size: the number of ranks.
+    Each rank that arrives sets a key in `store`. If the store does not answer, rank 0 or its launcher, which serves the
+    store, is missing.
+
+    size: the number of ranks.
     """
     try:
         return [rank for rank in range(size) if not store.check([_key(str(rank))])]

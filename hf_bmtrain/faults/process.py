@@ -40,26 +40,27 @@ from .watch import Watch
 
 _log = logging.getLogger("hf_bmtrain")
 _CAUSE_SECONDS = 5.0
-"""Seconds that a rank whose collective has failed waits to learn why, which is usually that another rank has ended."""
+"""Seconds that a rank whose collective has failed waits for the cause to be known, usually that another rank ended."""
 _TORCH_COLLECTIVES = tuple(
     os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")
 )
 _OWN_COLLECTIVES = (str(Path(__file__).parents[1] / "engine" / "comm"),)
 _FIRST_SECONDS = 5.0
-"""Seconds that a failing rank waits for the rank that failed first to end, so that the launcher blames the latter."""
+"""Seconds that a failing rank waits until the rank that failed first has ended. The launcher reports the rank whose
+process ends first as the one that failed."""
 
 
 def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool) -> Callable[[], None]:
     """Make this process report exceptions to the other ranks, and close its communicators when the program ends.
 
     Args:
-        world: the world of this process.
+        world: this rank's number, device and communicators.
         watch: the monitor that tells the other ranks how this rank ended.
         opened: the communicators to close.
         joined: whether torch's process group existed before `init_distributed`. If so, it is not destroyed here.
 
     Returns:
-        A function that undoes these changes. It is also called at the end of the program.
+        A function that undoes these changes. This process's exit handler also calls it.
     """
     exits = Exits()
     undo = [_report_exceptions(watch, world.rank), exits.install()]
@@ -126,10 +127,13 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
 
 
 def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
-    """Return whether an exception came from code in one of `files` (files or folders), or from a function it called.
+    """Return whether code in `files` raised an exception, or called the function that raised it.
 
-    This identifies errors of collectives. They fail if another rank ends or calls another collective, but their errors
-    do not name that rank.
+    This is used to recognize errors of collectives. A collective fails if another rank has ended or calls a different
+    collective, but its error does not name that rank.
+
+    files: paths of files or folders.
+    trace: the traceback of the exception.
     """
     frames = traceback.walk_tb(trace)
     return any(file in frame.f_code.co_filename for frame, _ in frames for file in files)
@@ -179,7 +183,7 @@ class Exits:
 
 
 def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
-    """Set the attribute `name` of `place` back to `before`, unless other code has replaced our value `ours`."""
+    """Set the attribute `name` of `place` back to `before`, if its value is still `ours`, which this module has set."""
     if getattr(place, name) is ours:
         setattr(place, name, before)
 
@@ -190,7 +194,7 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     The wait ends early if another rank fails or is missing, and is left out if this rank has failed. If other ranks
     still needed this one, or if NCCL cannot abort its operations, the process ends with a nonzero exit code.
 
-    watch: the monitor that tells the other ranks how this rank ended. It is stopped.
+    watch: the monitor that tells the other ranks how this rank ended. This function stops the monitor.
     opened: the communicators to close.
     joined: whether torch's process group existed before `init_distributed`. If so, it is not destroyed here.
     exits: the recorded last call of `sys.exit`, which gives the message and the exit code.
@@ -229,5 +233,6 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     if problem is not None or not aborted:
         logging.shutdown()
         sys.stdout.flush()
-        # In an exit handler, only os._exit can set the exit code. If it were 0, the launcher would blame another rank.
+        # In an exit handler, only os._exit can set the exit code. If it were 0, the launcher would report another rank
+        # as the one that failed.
         os._exit(exits.code or 1)

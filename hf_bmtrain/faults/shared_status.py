@@ -1,7 +1,7 @@
 """Share each rank's status text and collective logs, so that other ranks can read them even if that rank hangs.
 
 A collective log lists the operations that a rank has issued. Ranks of the same host read text and logs from shared
-memory. Ranks of other hosts read only the text, from the launcher's store.
+memory. Ranks of other hosts read only the text, from the launcher's store (torch's TCPStore).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class SharedStatus:
 
     A collective log lists the operations that a rank has issued. The ranks of a host map each other's pages, so the
     page of a suspended or killed process can still be read, and no server is needed. If there are several hosts, each
-    rank also writes its text to the launcher's store.
+    rank also writes its text to the launcher's store (torch's TCPStore).
 
     Attributes:
         neighbours: the other ranks of this host.
-        lost: whether the launcher's store could not be reached. From then on, it is not used any more.
+        lost: whether the launcher's store could not be reached. If so, the store is not used any more.
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:
@@ -63,9 +63,10 @@ class SharedStatus:
             self._map()
 
     def _map(self) -> None:
-        """Map a file into memory that has a page for the status text and logs of operations of each rank of this host.
+        """Map a file into the memory of all ranks of this host. It has a page for each of these ranks.
 
-        Collective: every rank must call it. If a rank of this host cannot map the file, none uses it.
+        Collective: every rank must call it. A page contains the rank's status text and logs of operations. If a rank of
+        this host cannot map the file, no rank uses it.
         """
         ranks = sorted([self._rank, *self.neighbours])
         path = _create(len(ranks) * _PAGE_BYTES) if self._rank == ranks[0] else None
@@ -93,11 +94,11 @@ class SharedStatus:
         """Move a collective log to this rank's page of shared memory, where other ranks can read it.
 
         A collective log lists the operations that this rank has issued on one communicator. From now on, each new
-        operation is compared with the logs of the two adjacent ranks of this host, among the ranks whose logs must be
-        equal. These are enough, because if any two of them differ, two adjacent ranks do, and more comparisons would
-        cost time in every operation. Every rank must add its logs in the same order, and at that time, a log must have
-        the same operations on every rank that it is compared with.
-        Only the first 8 logs are shared.
+        operation is compared with the logs of the previous and the next rank of this host that use the communicator. If
+        the logs of any ranks differ, those of two adjacent ranks do, so further comparisons are not necessary.
+
+        Every rank must add its logs in the same order. When a log is added, it must contain the same operations on all
+        ranks that use the communicator. Only the first 8 logs are shared.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:
@@ -111,7 +112,7 @@ class SharedStatus:
     def show(self, text: str) -> None:
         """Publish `text` as this rank's status, in place of its previous text. Any thread may call this.
 
-        A text that is too long for the shared memory is cut.
+        A text that is too long for the shared memory is truncated there.
         """
         if self._pages:
             with self._writing:
@@ -122,8 +123,8 @@ class SharedStatus:
     def read(self, rank: int) -> str | None:
         """Return the latest status text of `rank`, or None if there is none.
 
-        The text comes from shared memory if both ranks are on one host and could map it, otherwise from the launcher's
-        store. If the store cannot be reached, None is returned.
+        The text comes from shared memory if both ranks are on one host and could map this memory, otherwise from the
+        launcher's key-value store. Returns None also if the store cannot be reached.
         """
         if rank in self._pages:
             return _read(self._pages[rank])
@@ -175,8 +176,8 @@ def _write(page: memoryview, data: bytes) -> None:
     """Write `data`, a status text in UTF-8, to a page of shared memory, as its latest text.
 
     A page has two areas for texts. `data` is written to the one that does not contain the latest text. Then the count
-    of texts is incremented, so that readers use the new text. If the process is suspended or killed before that, they
-    still see the previous one.
+    of texts is incremented, so that readers use the new text. If the process is suspended or killed before that,
+    readers still see the previous text.
     """
     count: Any = page[:8].cast("Q")
     start = 8 + (count[0] + 1) % 2 * _TEXT_BYTES

@@ -26,7 +26,7 @@ _TASKS = {
         os.path.join("torch", "serialization.py"), f"packages{os.sep}safetensors{os.sep}",
         f"packages{os.sep}huggingface_hub{os.sep}", os.path.join(_PACKAGE, "checkpoint"),
     ),
-    "compiling": (  # only these paths, because other files also run when compiled code is called
+    "compiling": (  # only these files of the compilers, because their other files also run in calls of compiled code
         os.path.join("torch", "_dynamo", "convert_frame.py"), os.path.join("torch", "_inductor", "compile_fx.py"),
         os.path.join("triton", "compiler"),
     ),
@@ -77,10 +77,11 @@ class Status:
     excerpts: list[Excerpt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._instructions: list[tuple[int, int]] = []  # at the last `look`: (id of code, instruction) per frame
+        # For each frame of the stack at the last call of `look`: (id of its code object, index of its instruction).
+        self._instructions: list[tuple[int, int]] = []
 
     def to_text(self) -> str:
-        """Return the status as JSON."""
+        """Return this status of a rank as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -114,7 +115,7 @@ class Status:
             instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
         if waits.startswith("torch.distributed."):
-            waits += called  # which function of a library the user's line called, such as " in clip_grad_norm_"
+            waits += called  # such as " in clip_grad_norm_", the library function that the user's line called
         place = _in_words(lines)
         # While no frame belongs to the program, as in `sys.excepthook`, `place` is "". The last place is then kept.
         if place not in ("", self.place) and not self.ended:
@@ -125,9 +126,9 @@ class Status:
 
 
 def line_now() -> str:
-    """Return the line of the user's program that led to this call, such as "train.py:41 (load)", or "".
+    """Return the line of the user's program that led to this call, such as "train.py:41 (load)".
 
-    It is the innermost line on the stack that is not in a library.
+    This is the innermost line on the stack that is not in a library. Returns "" if there is none.
     """
     status = Status()
     status.look(threading.get_ident())
@@ -135,9 +136,9 @@ def line_now() -> str:
 
 
 def line_of(trace: Any) -> str:
-    """Return the line of the user's program in a traceback, such as "train.py:41 (load)", or "".
+    """Return the line of the user's program in a traceback, such as "train.py:41 (load)".
 
-    It is the innermost line in the traceback that is not in a library.
+    This is the innermost line in the traceback that is not in a library. Returns "" if there is none.
     """
     lines = []
     while trace is not None:
@@ -178,7 +179,9 @@ def _task_in(path: str) -> str:
 
 
 def _waited_for(frame: FrameType, path: str) -> str:
-    """Return the operation with other ranks for which a frame of the stack waits, or "" if it waits for none.
+    """Return a description of the operation, such as a collective, in which a frame of the stack waits for other ranks.
+
+    Returns "" if the frame is not in such an operation.
 
     path: the source file of the frame's code.
     """
@@ -198,7 +201,7 @@ def _waited_for(frame: FrameType, path: str) -> str:
 def _in_words(lines: list[tuple[str, str]]) -> str:
     """Return a text such as "train.py:41 (load, from line 9)", which names a line of the program and its caller.
 
-    lines: (file:line, function) of the line and of its caller, or of the line alone. [] returns "".
+    lines: (file:line, function) of the line and of its caller, or of the line alone. If it is empty, so is the text.
     """
     if not lines:
         return ""

@@ -40,16 +40,16 @@ _LONGEST = 4000
 
 
 class Watch(Monitor):
-    """Publishes this rank's status every second, in a thread, and reads the status of the other ranks.
+    """Finds ranks that fail, hang, or issue different operations: a thread reads the status of all ranks every second.
 
     * If two ranks have issued different operations (their collective logs differ), the next operation of every rank
       raises an error that names the difference. So does an operation that is already waiting on the CPU. Operations
       that are waiting on GPUs are aborted.
     * The same happens if a rank has raised an exception, or has exited while others wait for it.
     * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
-      that rank, its line in the program, and the likely cause. After 30 s (or twice HF_BMTRAIN_HANG_SECONDS, if that is
-      longer), and after each doubling of that time, it logs a warning again, with the changes. The rank may only be
-      slow, so nothing else happens before the timeout.
+      that rank, its line in the program, and the likely cause. It logs further warnings after 30 s (or twice
+      HF_BMTRAIN_HANG_SECONDS, if that is longer), and after each doubling of that time. The rank may only be slow, so
+      nothing else happens before the timeout.
 
     Attributes:
         status: the status that this rank publishes.
@@ -66,8 +66,8 @@ class Watch(Monitor):
         self._interrupt: Callable[[], None] = lambda: None
         self._busy: Callable[[], bool] = lambda: False
         self._delay = self._next = hang_seconds()
-        self._reported: dict[int, Status] = {}  # the status of each missing rank at the last warning of this wait
-        self._warning: str | None = None  # the text of the last warning of this wait
+        self._reported: dict[int, Status] = {}  # each missing rank's status at the last warning in the present wait
+        self._warning: str | None = None  # the text of the last warning in the present wait
         self._stopped = threading.Event()
         self._since = time.monotonic()  # the time of the last change of `_seen`
         self._seen: tuple[list[int], list[int]] = [], []  # lengths of the logs of this rank, and of the next rank
@@ -93,8 +93,8 @@ class Watch(Monitor):
     def _compare(self, collective_log: CollectiveLog) -> None:
         """From now on, compare each new operation in `collective_log` with the logs of other ranks of this host.
 
-        A collective log lists the operations that a rank has issued on one communicator. If the ranks' operations
-        differ, the operation raises an error that explains the difference.
+        A collective log lists the operations that a rank has issued on one communicator. An operation that differs from
+        the other ranks' operation raises an error that explains the difference.
         """
         self._board.add(collective_log)
         collective_log.explain = self.difference
@@ -119,7 +119,10 @@ class Watch(Monitor):
             self._show()
 
     def raised_before(self) -> tuple[int, Status] | None:
-        """Return the first other rank that ended by an exception, and its status. Return None if there is none."""
+        """Return the rank, other than this one, that was the first to end by an exception, and its status.
+
+        Returns None if no other rank has ended by an exception.
+        """
         others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
         raised = [each for each in others if each[1].ended.startswith(("raised", "ended"))]
         return min(raised, key=lambda each: each[1].ended_at, default=None)
@@ -133,9 +136,10 @@ class Watch(Monitor):
         )
 
     def wait_for_problem(self, seconds: float) -> str | None:
-        """Wait at most `seconds` until a reason is known why every rank must stop, and return it.
+        """Wait at most `seconds` until `problem`, the reason why every rank must stop, is known, and return it.
 
-        The wait also ends when another rank has ended by an exception. Returns None if no reason is known yet.
+        The wait also ends when the program of another rank has ended by an exception. Returns None if `problem` is not
+        known by then.
         """
         end = time.monotonic() + seconds
         while self.problem is None and self.raised_before() is None and time.monotonic() < end:
@@ -145,9 +149,9 @@ class Watch(Monitor):
     def find_cause(self, seconds: float) -> str | None:
         """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
 
-        Wait at most `seconds` until `problem` is known, or another rank has ended by an exception, and return
-        `problem`. If neither happens, return a text that names the ranks that can no longer take part in operations. If
-        there are no such ranks, return the last warning about the present wait, if one was logged.
+        Waits at most `seconds` until `problem` (the reason why every rank must stop) is known, or another rank has
+        ended by an exception, and returns `problem`. If neither happens, the result names the ranks that can no longer
+        take part in operations. If there are no such ranks, it is the last warning about the present wait, if any.
         """
         warning = self._warning
         if self.wait_for_problem(seconds) is not None or self.raised_before() is not None:
@@ -161,7 +165,7 @@ class Watch(Monitor):
     def wait_for_end(self, rank: int, seconds: float) -> None:
         """Wait at most `seconds` until the process of `rank` has ended or is suspended.
 
-        If it is on another host, return at once.
+        Returns at once if the process is on another host.
         """
         status, end = self._read(rank), time.monotonic() + seconds
         while status is not None and rank in self._board.neighbours and time.monotonic() < end:
@@ -182,7 +186,10 @@ class Watch(Monitor):
             )
 
     def _look(self) -> str | None:
-        """Publish this rank's status, and read that of others. Return the reason why every rank must stop, or None."""
+        """Publish this rank's status, and read the status of other ranks. The thread calls this method once a second.
+
+        Returns the reason why every rank must stop, or None if there is none.
+        """
         self._observe()
         self._show()
         if self.problem is not None:  # an operation of this rank has already found a problem
@@ -208,7 +215,10 @@ class Watch(Monitor):
         return self._of_all()
 
     def _of_one(self, other: int, theirs: Status) -> str | None:
-        """Return a problem of rank `other` because of which every rank must stop, or None. theirs: its status."""
+        """Return the problem with rank `other` that forces every rank to stop, such as an error, or None.
+
+        theirs: the status of rank `other`.
+        """
         if theirs.ended.startswith("raised"):
             return f"rank {other} {theirs.ended}; see the traceback in its output."
         if not theirs.ended and other in self._board.neighbours and condition(theirs.pid) == "gone":
@@ -292,9 +302,9 @@ class Watch(Monitor):
         os._exit(1)
 
     def _is_told(self, seconds: float) -> bool:
-        """Return whether this rank's program raises the error with which every rank must stop, within `seconds`.
+        """Wait at most `seconds` until this rank's program raises the error with which every rank must stop.
 
-        Also return True if the program ends, or stops this thread.
+        Returns whether it does. Also returns True if the program ends, or calls `stop`.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -335,8 +345,8 @@ class Watch(Monitor):
             self.status.blamed = sorted(set(range(self._control.size)) - set(waiting))
             return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
         others = [status for rank, status in ranks.items() if rank != self._rank]
-        # Operations of torch.distributed are in no collective log, so `compare` does not find this difference. All
-        # other ranks must have ended, because one that still runs might join this rank's operation in a subgroup.
+        # Collective logs do not contain operations of torch.distributed, so `compare` cannot find out that no other
+        # rank joins this operation. Every other rank must have ended, because one that still runs might join it.
         if self.status.waits.startswith("torch.distributed.") and all(
             status.ended and status.waits == repr(EXIT) for status in others
         ):
@@ -348,11 +358,11 @@ class Watch(Monitor):
         return None
 
     def _all_waited(self, ranks: dict[int, Status]) -> bool:
-        """Return whether all ranks are deadlocked, because all of them have waited during the same few seconds.
+        """Return whether all ranks were waiting at the same time for several seconds, and so are deadlocked.
 
-        These seconds end when the oldest status was written, because its rank may have continued since then. They begin
-        when the last rank began to wait. If a rank's status was not updated for a while, they begin after this gap,
-        because the rank may have done something else in it.
+        This common wait begins when the last rank began to wait. If a rank's status was not updated for a while, the
+        common wait begins after this gap, because the rank may have done something else meanwhile. The common wait ends
+        when the oldest status was written, because the rank with this status may have continued since then.
 
         ranks: the status of every rank.
         """
@@ -368,7 +378,9 @@ class Watch(Monitor):
         return status.waits not in ("", _DEVICE) and not self._why_absent(rank, status)
 
     def _why_absent(self, rank: int, status: Status) -> str:
-        """Return why a rank cannot take part in operations, such as that it has ended, or "" if it probably can.
+        """Return why a rank cannot take part in operations, for example because it has ended.
+
+        Returns "" if it probably can.
 
         status: what the rank last reported about itself.
         """
@@ -401,13 +413,18 @@ class Watch(Monitor):
         return f"rank {rank} was last seen at {status.place or 'an unknown line'}; {self._why_absent(rank, status)}"
 
     def missing(self) -> str:
-        """Return a text about a wait: its duration, which ranks are missing, where and why, and what others await."""
+        """Return a text about the ranks for which others are waiting now: where these ranks are, and why.
+
+        The text also says how long the others have waited, and in which operations.
+        """
         self._observe()
         ranks = {**self._read_all(), self._rank: self.status}
         return self._explain_wait(ranks, [rank for rank, status in ranks.items() if self._is_waiting(rank, status)])
 
     def _explain_wait(self, ranks: dict[int, Status], waiting: Sequence[int]) -> str:
-        """Return a text about a wait: its duration, which ranks are missing, where and why, and what others await.
+        """Return a text that says how long ranks have waited, which ranks are missing, where and why.
+
+        The text also names the operations in which the first four waiting ranks wait.
 
         ranks: the status of each rank that has published one.
         waiting: the ranks that wait; all others are missing.
@@ -454,12 +471,12 @@ class Watch(Monitor):
         return None
 
     def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
-        """Return a text about the first difference between this rank's and another rank's operations of a communicator.
+        """Return a text about the first operation on a communicator in which this rank and another rank differ.
 
         Returns None if no difference is known.
 
         Args:
-            collective_log: this rank's log of the operations.
+            collective_log: the operations that this rank has issued on the communicator.
             other: the other rank.
             theirs: the last entries of the other rank's log.
         """
@@ -474,8 +491,8 @@ class Watch(Monitor):
     def _crossed(self, other: int, theirs: Status) -> str | None:
         """Return an explanation if this rank and `other` wait for each other on two communicators, otherwise None.
 
-        They do if each has issued more operations than the other on one of the communicators, and neither has issued
-        any for CROSSED_SECONDS.
+        This is so if this rank has issued more operations than `other` on one communicator, but fewer on another, and
+        neither rank has issued an operation for CROSSED_SECONDS.
 
         theirs: the status of the other rank.
         """
@@ -504,8 +521,8 @@ class Watch(Monitor):
         """
         occasions = dict(self._control.occasions)
         end = time.monotonic() + 2.5 * SECONDS
-        # For an exchange of objects or a decision, `entry` contains only a number. If this rank does not know the text
-        # for which the number stands, wait a few seconds for the other rank to publish it.
+        # For an exchange of objects or a decision, `entry` contains only a number that stands for a text. If this rank
+        # does not know the text, wait a few seconds until the other rank publishes it.
         while True:
             status = None if other is None else self._read(other)
             if status is not None:
@@ -550,10 +567,12 @@ def _seen(place: str, status: Status) -> str:
 
 
 def _is_decision(place: str) -> bool:
-    """Return whether `place`, the description of an entry in a collective log, is that of a decision.
+    """Return whether `place` describes a decision of a rank, such as whether to save at this step.
 
-    A collective log lists the operations that a rank has issued. It also has decisions, such as whether to save at this
-    step, because they must be equal on all ranks.
+    Decisions must be equal on all ranks, so a rank's collective log contains them beside the operations that the rank
+    has issued.
+
+    place: the description of an entry in a collective log.
     """
     return place.startswith("decision for")
 

@@ -207,8 +207,8 @@ def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
 class _AllGather(torch.autograd.Function):
     """Differentiable all-gather: every rank gets the stack of all ranks' inputs.
 
-    In backward, rank r gets row r of the sum of all ranks' gradients. If the ranks compute one loss together, as in
-    tensor parallelism, rank r gets row r of its own gradient instead.
+    Backward depends on `ranks.together`, which tells whether the ranks compute one loss together, as in tensor
+    parallelism. If so, rank r gets row r of its own gradient, otherwise row r of the sum of all ranks' gradients.
     """
 
     @staticmethod
@@ -224,8 +224,8 @@ class _AllGather(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     """Differentiable all-reduce: every rank gets the sum of all ranks' inputs.
 
-    In backward, every rank gets the sum of all ranks' gradients. If the ranks compute one loss together, as in tensor
-    parallelism, every rank gets its own gradient instead.
+    Backward depends on `ranks.together`, which tells whether the ranks compute one loss together, as in tensor
+    parallelism. If so, every rank gets its own gradient, otherwise the sum of all ranks' gradients.
     """
 
     @staticmethod

@@ -205,7 +205,7 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     watch.end(f"has left the program; its last exit call was {exits.last}" if exits.last else "has left the program")
     if not failed:
         try:
-            wait_loader()  # another rank may wait for operations that are still queued on this rank's device
+            wait_loader()  # synchronizes this rank's device, because other ranks may wait for operations queued on it
             world.barrier(EXIT)
         except (RuntimeError, ValueError):  # ValueError: the program has replaced the default process group
             failed, problem = True, watch.problem

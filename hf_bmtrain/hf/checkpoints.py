@@ -354,10 +354,10 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _weights_were_replaced(checkpoint: Path) -> bool:
-    """Return whether the user has replaced the weights of a checkpoint by a model.safetensors.index.json and its files.
+    """Return whether the user has replaced a checkpoint's weights by the files of a model.safetensors.index.json.
 
-    Collective: every rank must call it. If so, log a warning that Trainer has loaded these files, which have no
-    checksums and cannot be verified.
+    If the user has, rank 0 logs a warning that Trainer has loaded these files, which have no checksums and cannot be
+    verified. Collective: every rank must call it.
     """
     saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
     index = checkpoint / "model.safetensors.index.json"

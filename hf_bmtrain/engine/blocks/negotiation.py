@@ -104,11 +104,13 @@ class Negotiation:
         block: the block to which the buffer belongs, or None for a root buffer (of parameters outside blocks).
         index: the position of the buffer among the buffers of its block.
         """
-        # In a forward, the numbers follow the order of the model's modules, except that `register` puts the longest
-        # list of blocks last, because modules that only some ranks enter (such as an image tower) usually run before
-        # this list. In a backward, the all-gathers of root buffers come first. The blocks follow in reverse order. The
-        # all-gather of a block may be a prefetch, so it comes not only before the block's own reduction, but also
-        # before that of the block whose backward runs before it. The reductions of root buffers come last.
+        # If ranks request different collectives, the one with the smallest number is issued first. So the numbers
+        # follow the order in which the collectives usually run.
+        # Forward: the order of the model's modules, except that `register` puts the longest list of blocks last,
+        # because modules that only some ranks enter (such as an image tower) usually run before this list.
+        # Backward: the all-gathers of root buffers, then the blocks from the last to the first, then the reductions of
+        # root buffers. The all-gather of block N may be prefetched while the backward of block N+1 runs. Hence the
+        # order: all-gather N, reduction N+1, all-gather N-1, reduction N, and so on.
         place = self._units * _STRIDE + index
         if block is None:
             requests = _Requests(place, place, 4 * _SPACE + place)

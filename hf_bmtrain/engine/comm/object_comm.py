@@ -159,9 +159,9 @@ class ObjectComm:
             self._store.append(key, f"{text};")
 
     def read_posts(self, key: str) -> list[str]:
-        """Wait until a rank has posted a text under `key` (see `post`), and return all texts posted so far.
+        """Return the texts that ranks, including this one, have posted under `key` so far (see `post`).
 
-        With one rank, it returns [] at once.
+        It waits only until there is one text. With one rank, `post` stores nothing, and this returns [] at once.
         """
         return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
 

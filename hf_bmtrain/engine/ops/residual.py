@@ -58,14 +58,14 @@ class Master:
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
 
     def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the masters and Adam's second moment, both float32. Do not write to the results.
+        """Return the masters and Adam's second moment, both float32.
 
-        The second moment is None if the optimizer has none in float32.
+        Do not write to the results: unless masters are stored as residuals (their differences from the weights), they
+        are the stored tensors themselves. The second moment is None if the optimizer has none in float32.
 
         Args:
-            device: the device of the results, if masters are stored as residuals (their differences from the weights).
-                None uses the residuals' device. Otherwise it is ignored, and the stored tensors themselves are
-                returned.
+            device: the device of the results, if masters are stored as residuals; None uses the residuals' device. If
+                they are not, `device` has no effect.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq

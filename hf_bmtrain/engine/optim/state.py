@@ -129,7 +129,8 @@ def _misfit(saved: dict[str, Any], world: World) -> str | None:
             "another number of ranks."
         )
     mine = _shard(world)
-    theirs = tuple(saved.get("shard", (world.rank, world.size, 1)))  # older states have no "shard": saved on one host
+    # States of older versions have no "shard". Assume for them that the index of a rank's shard was its rank.
+    theirs = tuple(saved.get("shard", (world.rank, world.size, 1)))
     if theirs == mine:
         return None
     then, now = (f"shard {shard} of {shards} with tp_size={together}" for shard, shards, together in (theirs, mine))

@@ -181,7 +181,8 @@ class OnDemandGather:
         if unwatched or self._saved:
             self._schedule.gather(self._buffer)
         if unwatched:
-            # Wait now, because backward reads views that were saved outside `watch` directly, not through `_restore`.
+            # Wait now. For views that were saved inside `watch`, `_restore` waits when backward needs them. But it is
+            # not called for views that were saved outside `watch`.
             self._buffer.wait()
 
     def finish_backward(self) -> None:

@@ -58,11 +58,11 @@ class Plan(NamedTuple):
 
 
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
-    """Choose among how many thread blocks (1, 2, 4 or 8) a row is divided: the fewest with which three fit on an SM.
+    """Return the number of thread blocks for each row, their threads, and how much of the row is in shared memory.
 
-    If no number is sufficient for that, it is 8.
-
-    A thread block copies its part of the row to shared memory. What does not fit is read twice from global memory.
+    A row is divided between 1, 2, 4 or 8 thread blocks. It is the smallest number for which the parts are so small that
+    three thread blocks fit on an SM, or 8. A thread block copies its part of the row to shared memory, and reads what
+    does not fit twice from global memory.
 
     Args:
         row_bytes: the size of a row in bytes.

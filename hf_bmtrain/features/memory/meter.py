@@ -128,7 +128,7 @@ class MeasuredInputs:
     def add(self, shapes: Shapes, number: int = 0) -> None:
         """Add the input shapes of a measured forward.
 
-        number: the number of earlier forwards in its pass (the forwards between two backwards).
+        number: how many forwards ran after the last backward and before this one. Their activations are in memory.
         """
         kept = [each for each in self._measured if each[0] > number or not _is_within(each[1], shapes)]
         self._measured = [*kept, (number, shapes)]
@@ -141,7 +141,7 @@ class MeasuredInputs:
 
         Args:
             shapes: the shapes of the forward's inputs.
-            number: the number of earlier forwards in its pass (the forwards between two backwards).
+            number: how many forwards ran after the last backward and before this one. Their activations are in memory.
         """
         if number <= self._covered.get(shapes, -1):
             return True

@@ -13,8 +13,8 @@ from ...engine.blocks.block import CheckpointBlock
 from ...engine.blocks.schedule import Schedule
 
 Outputs = dict[tuple[str, str], list[torch.Tensor]]
-"""{(module name, call): copies, in host memory, of the floating-point tensors that the call returned}. `call` is the
-module's name for its first call, "name (call 2)" for the second, and so on."""
+"""{(module name, label): copies, in host memory, of the floating-point tensors that a call of the module returned}. The
+label tells the calls of a module apart: for a module "head" it is "head", "head (call 2)", and so on."""
 
 
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -44,8 +44,9 @@ def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterato
         schedule: the world's schedule, which knows whether the running forward is a recomputation.
 
     Yields:
-        The outputs of all calls so far: {(module name, call): copies on the CPU of the floating-point tensors that the
-        call returned}. `call` is the module's name for its first call, and "name (call 2)" for the second.
+        A dict to which each call of a module adds {(module name, label): copies, in host memory, of the floating-point
+        tensors that the call returned}. The label tells the calls of a module apart: for a module "head" it is "head",
+        "head (call 2)", and so on.
     """
     outputs: Outputs = {}
     calls = dict.fromkeys(modules, 0)

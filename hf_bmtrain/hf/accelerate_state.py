@@ -88,7 +88,7 @@ class _AcceleratorStates:
             with self._left_to_accelerate():
                 self._save_state(str(folder), safe_serialization, **options)
 
-        with ExitStack() as stack:  # when it is closed, the temporary folder that `_fresh` creates is renamed to `root`
+        with ExitStack() as stack:  # closing it renames the temporary folder, if `_fresh` has created one, to `root`
             fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
             try:
                 saved = save_state(

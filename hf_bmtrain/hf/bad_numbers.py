@@ -21,9 +21,10 @@ class BadNumbers:
     """Checks the gradient norm and loss scale that Trainer logs, and finds the source of inf and nan in gradients.
 
     Trainer applies gradients with inf or nan, as torch does. With a GradScaler it skips such steps, without limit. If a
-    logged gradient norm is not finite, or the loss scale is below 1, this class logs a warning, examines the gradients
-    of the next steps, and logs the rank, layer and parameter where inf or nan first occurred. Before that warning, its
-    methods never make the host wait for the device. All methods are collective: every rank must call them.
+    logged gradient norm is not finite (without a GradScaler), or the loss scale is below 1 (with one), this class logs
+    a warning, examines the gradients of the next steps, and logs the rank, layer and parameter where inf or nan first
+    occurred. Before that warning, its methods never make the host wait for the device. All methods are collective:
+    every rank must call them.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -31,9 +32,10 @@ class BadNumbers:
         self._logs = 0
 
     def end_step(self, step: int) -> None:
-        """Examine the gradients of step `step` if `look` has found inf or nan earlier, and log where they come from.
+        """Examine the gradients of step `step`, and log where inf or nan in them come from.
 
-        Called after every step. Does nothing if `look` has found nothing, or if the examination has ended.
+        Called after every step. Does nothing until `look` finds a bad gradient norm or loss scale in Trainer's log. The
+        examination ends when the cause is found, or after a number of steps.
         """
         own = _watcher().watch_of(self)
         if own is None:

@@ -48,9 +48,9 @@ class BMTrainCallback(TrainerCallback):
     model_tflops_per_device, peak_memory_gib (the largest of any rank) and, with loss scaling, loss_scale. For mixtures
     of experts, it also adds router/busiest_share, router/unused_experts and router/aux_loss.
 
-    If the gradient norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block,
-    parameter and rank that caused it. Training ends with an error after three such norms in a row, or if callbacks set
-    a flag of Trainer's control (such as `should_save`) on only some of the ranks.
+    If the gradient norm in such an entry is inf or nan (without loss scaling), or the loss scale is below 1, a warning
+    names the block, parameter and rank that caused it. Training ends with an error after three such norms in a row, or
+    if callbacks set a flag of Trainer's control (such as `should_save`) on only some of the ranks.
 
     Put this callback last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as
     TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
@@ -219,7 +219,7 @@ class BMTrainCallback(TrainerCallback):
         self._weights.written = self._checkpoints.staged if own else None
 
     def stage(self, args: Any, model: Any) -> None:
-        """Gather the full weights on rank 0, so that it can save them without the other ranks (`save_model`).
+        """Gather the full weights on rank 0, so that Trainer's `save_model` can save them there without other ranks.
 
         Collective: every rank must call it.
 

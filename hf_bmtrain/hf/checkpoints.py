@@ -1,4 +1,4 @@
-"""Save, load and verify the part of Trainer's checkpoints that all ranks write together: weights, optimizer state."""
+"""Save, load and verify the part of Trainer's checkpoints that all ranks write: weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TrainerCheckpoints:
         Collective: every rank must call it. The limit is Trainer's `save_total_limit`.
 
         Args:
-            best: a checkpoint that must not be deleted, or None.
+            best: the path of a checkpoint that must not be deleted (the best one, if Trainer tracks it), or None.
         """
         limit = self._limit
         folder = self._forget()
@@ -160,8 +160,8 @@ class TrainerCheckpoints:
         not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
 
         Args:
-            folder: the checkpoint from which Trainer resumes. None if it does not resume. In this case, a checkpoint is
-                loaded only if the user's program has loaded its `optimizer.pt`.
+            folder: the checkpoint from which Trainer resumes. None if Trainer does not resume. With None, a checkpoint
+                is loaded only if the user's program has loaded its `optimizer.pt` into the optimizer.
 
         Raises:
             RuntimeError: the checkpoint is incomplete or damaged.
@@ -230,7 +230,7 @@ def writes_own_weights(model: Any) -> bool:
     """
     method = getattr(type(model), "save_pretrained", None)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
-    parted = any(map(is_part, model.parameters()))  # `save_state` would write parts that from_pretrained cannot open
+    parted = any(map(is_part, model.parameters()))  # from_pretrained cannot load weights split by `tp_size`
     return method is transformers.PreTrainedModel.save_pretrained and not adapted and not parted
 
 
@@ -295,7 +295,7 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
 
 
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
-    """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` finds an earlier one.
+    """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` does not find them.
 
     Their new names are incomplete-checkpoint-N. If any is renamed, those that earlier calls renamed are deleted. Not
     collective: only rank 0 calls this.

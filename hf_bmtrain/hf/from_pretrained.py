@@ -263,11 +263,11 @@ def _check_alike(model: torch.nn.Module, world: World) -> None:
 
 
 def _tie_equal(model: Any, world: World) -> None:
-    """Tie two weights that the model declares as tied, if the files contain both and they are equal.
+    """Tie each pair of weights that the model declares as tied, if the files contain both and their values are equal.
 
-    Collective: every rank must call it. If the files contain only one of the two, transformers has already tied them.
-    If the files contain both, transformers would compare their values. But no rank has all values, so each rank
-    compares its own elements here. Weights with different values are not tied, and a warning is logged.
+    Collective: every rank must call it. If the files contain only one weight of a pair, transformers has already tied
+    the pair. If the files contain both, transformers would compare their values. But no rank has all values, so each
+    rank compares its own elements here. A pair with different values is not tied, and a warning is logged.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):

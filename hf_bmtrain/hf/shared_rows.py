@@ -88,7 +88,8 @@ def count_rows_once(trainer: Trainer) -> None:
     that share a row.
     """
     size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
-    if size > 1 and hasattr(trainer, "_tp_size"):  # TRL's SFTTrainer would divide the numbers of gathered tokens by it
+    # TRL's SFTTrainer divides numbers of gathered tokens by `_tp_size`, but below shared rows are gathered only once.
+    if size > 1 and hasattr(trainer, "_tp_size"):
         trainer._tp_size = 1  # pyright: ignore[reportAttributeAccessIssue]
     if size == 1 or "gather_for_metrics" in vars(accelerator):
         return
@@ -108,7 +109,7 @@ def count_rows_once(trainer: Trainer) -> None:
 
     accelerator.gather_for_metrics = gather_for_metrics
     trainer.gather_function = functools.partial(gather_for_metrics, use_gather_object=False)
-    trainer.get_tp_size = lambda: size  # older versions of Trainer do not ask the Accelerator
+    trainer.get_tp_size = lambda: size  # older versions of Trainer read it here, not in the Accelerator
     track, operations = getattr(trainer, "_track_num_input_tokens", None), trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: operations(inputs) / size  # pyright: ignore[reportAttributeAccessIssue]
     if track is None:

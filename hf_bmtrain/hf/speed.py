@@ -117,8 +117,9 @@ class ParameterCount:
 
     Weights that `tp_size` splits over ranks count in full.
 
-    Trainer requests the count in every step, for its total_flos. To save time, it gets the same answer for KEPT steps.
-    Afterwards, the parameters are counted again only if a module or parameter was added, removed or replaced.
+    Trainer requests the count in every step, for its total_flos. To save time, a count is reused for `KEPT` steps
+    unchecked. After these steps, parameters are counted again only if a module or parameter was added, removed or
+    replaced.
     """
 
     KEPT = 20
@@ -127,7 +128,8 @@ class ParameterCount:
         self._model = weakref.ref(model)
         self._held: list[Any] = []  # `values()` of the modules' non-empty `_modules` and `_parameters`
         self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
-        self._seen: list[Any] = [None]  # the modules and parameters in `_held` at the last search, and then _END
+        # The modules and parameters in `_held` at the last search, followed by the marker `_END`.
+        self._seen: list[Any] = [None]
         # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
         self._totals = (0, 0)  # elements of all parameters, and without those that only embedding modules contain

@@ -21,8 +21,8 @@ class StagedWeights:
 
     Trainer calls `model.save_pretrained` only on rank 0, where a collective would hang. This class therefore replaces
     the model's `save_pretrained` (or `state_dict`, for a model without it). While the gathered weights are up to date,
-    the replacement uses them on rank 0 and does nothing on other ranks. Otherwise it calls the model's own method,
-    which is collective.
+    the replacement uses them on rank 0 and does nothing on other ranks. If they are out of date, it calls the
+    model's own method, which is collective.
     """
 
     def __init__(self, model: Any) -> None:
@@ -65,10 +65,10 @@ class StagedWeights:
         return [buffer.version for buffer in dict.fromkeys(p.buffer for p in self.model.parameters())]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own `save_pretrained`, with the gathered weights if they are up to date.
+        """Save the weights that `gather` has collected on rank 0. Other ranks do nothing.
 
-        Do nothing if the current weights were already saved to `save_directory`. With gathered weights, only rank 0
-        saves; other ranks do nothing.
+        If these weights are out of date, or a `state_dict` is passed, call the model's own `save_pretrained` on every
+        rank. If the current weights were already saved to `save_directory`, do nothing.
         """
         if self.written is not None and Path(save_directory).absolute() == self.written:
             return None

@@ -77,9 +77,9 @@ class TrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a checkpoint to resume from; each rank reads only its own elements.
 
-        The trainer's own method, which reads the full weights on every rank, is called only for checkpoints to which
-        the ranks did not write their own elements. If the checkpoint has an optimizer.pt, nothing is read here, because
-        the weights are loaded with the optimizer when training begins.
+        This requires a checkpoint to which each rank wrote its own elements. For any other checkpoint, the trainer's
+        own method is called, which reads the full weights on every rank. If the checkpoint has an optimizer.pt, nothing
+        is read here, because the weights are loaded with the optimizer when training begins.
         """
         folder = Path(resume_from_checkpoint)
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):

@@ -370,14 +370,14 @@ class AdamOptimizer(torch.optim.Optimizer):
     def state_dict(self, gather: bool = False) -> dict:
         """Return this rank's state in the form of torch's AdamW, with a float32 "master" for half-precision weights.
 
-        The tensors are the optimizer's own, which the next step changes. Masters that are stored as 16-bit differences
-        from the weights (residuals), and moments that are stored in 8 bits, are converted to new float32 tensors in
-        host memory instead.
+        The tensors are the optimizer's own, which the next step changes. Exception: masters that are stored as 16-bit
+        differences from the weights (residuals), and moments that are stored in 8 bits, are converted to new float32
+        tensors in host memory.
 
         Args:
-            gather: whether to return the full state instead, copied to host memory on rank 0. Other ranks get no
-                tensors. Any number of ranks can load rank 0's result, if each rank passes it to `load_state_dict`. If
-                True, every rank must call this.
+            gather: False returns this rank's state. True returns the full state on rank 0, copied to host memory, and
+                no tensors on other ranks. To load it, with any number of ranks, every rank passes rank 0's result to
+                `load_state_dict`. With True, this method is collective: every rank must call it.
         """
         expect_flag("gather", gather)
         if gather:

@@ -3,8 +3,8 @@
 Users may create any torch optimizer over sharded parameters, or may have created one before the model was sharded. The
 only place that sees all of them is torch's process-wide hook before an optimizer's step, which `init_distributed`
 registers. It checks an optimizer in the first step, and again after the optimizer's parameter groups have changed or
-more parameters were sharded. In every step, it also records the optimizer's settings in the collective log, by which
-the ranks verify that they do the same.
+more parameters were sharded. In every step, it also records the optimizer's settings in the collective log, which the
+ranks compare to find differences.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _name_of(parameter: Any, position: int, world: World) -> str:
 
 
 class _NotedOptions:
-    """Records a parameter group's settings in the collective log, by which the ranks verify that they do the same.
+    """Records a parameter group's settings in the collective log, which the ranks compare to find differences.
 
     The learning rate is recorded in every step, and other numbers only when they change. Tensors on a GPU are not
     recorded, because the host would have to wait for the device to read them.
@@ -226,7 +226,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     2. One optimizer updates a sharded matrix. Optimizers that are not element-wise, such as Adafactor, pass if they
        call only functions of torch that compute with the full matrix.
 
-    If an optimizer cannot update the full matrix either, a warning is logged instead.
+    If an optimizer cannot update the full matrix either, there is no error, and a warning is logged.
 
     device: the device of the matrix.
     """
@@ -260,7 +260,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
                 "that each rank has only a part. Use an element-wise optimizer, such as bmt.optim.AdamOptimizer or "
                 "torch.optim.AdamW."
             )
-        # A matrix that is large enough for every rank to store a part of it.
+        # Use a matrix that is large enough for every rank to store a part of it.
         shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size
         values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
         moved = _movement(optimizer, group, values, tries)
@@ -352,7 +352,7 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     # Options are cloned because the group may contain a step counter as a tensor, which the trial must not change.
     options = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     options["params"] = [parameter]
-    if group.get("lr") is not None:  # a fixed rate, because the group's may be 0 at the start of a warm-up
+    if group.get("lr") is not None:  # use a fixed rate: the group's rate may be 0 at the start of a warm-up
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())

@@ -223,9 +223,9 @@ class OptimManager:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale. Call `backward()` on the result instead of `OptimManager.backward`.
 
-        The loss is also multiplied by the number of ranks divided by `grad_scale`, an argument of the class. The mean
-        of the gradients over the ranks thus becomes their sum divided by `grad_scale`. `step` divides the gradients by
-        the loss scale only.
+        The loss is also multiplied by the number of ranks divided by `grad_scale`, an argument of OptimManager. The
+        mean of the gradients over the ranks thus becomes their sum divided by `grad_scale`. `step` divides the
+        gradients by the loss scale only.
 
         Args:
             loss: a scalar, or a tensor of one element.
@@ -332,8 +332,8 @@ class OptimManager:
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
-        # 5. Start to copy the skip flag to the host, which reads it in the next `backward` or `step` (or at the end of
-        # this one, if the flag is in host memory).
+        # 5. Start to copy the skip flag to the host, which reads it in the next `backward` or `step`. (On the CPU, at
+        # the end of this step.)
         self._skipped = HostFlag(self._found_inf)
         self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
         self._steps += 1
@@ -377,8 +377,8 @@ class OptimManager:
     def _check(self, parameters: list, order: float) -> torch.Tensor:
         """Return the norm of the parameters' gradients over all ranks. If it is inf or nan, set the skip flag.
 
-        With this flag, which is on the device, `step` updates nothing. The norm is that of the gradients as they are,
-        multiplied by the loss scale. Collective: every rank must call it.
+        The flag is on the device. If it is set, `step` updates nothing. The gradients are not divided by the loss scale
+        before the norm is computed. Collective: every rank must call it.
 
         order: the order p of the p-norm; inf for the largest absolute value.
         """
@@ -514,9 +514,10 @@ class OptimManager:
     def _end_last_step(self) -> None:
         """Advance the schedulers or, if the last step was skipped, drop its gradients and log why it was skipped.
 
-        A step is skipped if a gradient is inf or nan. The host may have to wait here until the device has found out.
-        Only the first call after a step has an effect. Collective if the step was skipped. Raises RuntimeError if the
-        limit of skipped steps has been reached, or if an optimizer has already used the inf or nan during the backward.
+        A step is skipped if a gradient is inf or nan. The host may have to wait here until the device has checked the
+        gradients. Only the first call after a step has an effect. Collective if the step was skipped. Raises
+        RuntimeError if the limit of skipped steps has been reached, or if an optimizer has already updated weights with
+        the inf or nan during the backward.
         """
         if self._skipped is None:
             return

@@ -163,7 +163,7 @@ def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) 
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Number all elements of an optimizer's parameters, from which stochastic rounding derives its random bits.
+    """Number all elements of an optimizer's parameters. Stochastic rounding derives its random bits from these numbers.
 
     Returns {flat buffer or unsharded parameter: number of its first element}. Elements are numbered consecutively
     through all flat buffers and unsharded parameters, in the order in which these first occur in `groups`.
@@ -189,9 +189,10 @@ class StateTensors(NamedTuple):
     Attributes:
         master: the float32 masters of half-precision weights, or their int16 residuals (the differences between masters
             and weights). None for float32 weights, which are their own masters.
-        exp_avg: float32 or bfloat16; or both moments in 8 bits. If there is no second moment, this is a momentum.
-        exp_avg_sq: float32; None if there is no second moment, or if both moments are in 8 bits. If `master` contains
-            residuals, a negative sign marks a residual of 32768, which int16 cannot represent.
+        exp_avg: the first moment (or the momentum of an optimizer without a second moment), float32 or bfloat16; or
+            both moments in 8 bits.
+        exp_avg_sq: the second moment, float32. None if the optimizer has none, or if both moments are in `exp_avg`.
+            If `master` contains residuals, a negative sign marks a residual of 32768, which int16 cannot represent.
     """
 
     master: torch.Tensor | None
@@ -293,14 +294,14 @@ def has_codes(held: ParameterState) -> bool:
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
     """Return a parameter's state as a state dict shows it: with float32 masters and moments.
 
-    Some states contain residuals (16-bit differences between masters and weights) or 8-bit moments instead. Masters and
-    moments that are computed from these are new tensors in host memory, because on the device they would take 8 or 12
-    more bytes per element. All other tensors are those of `held`.
+    Some states contain residuals (16-bit differences between masters and weights) or 8-bit moments instead. The float32
+    tensors that are computed from these are new tensors in host memory, to save device memory. All other tensors are
+    those of `held`.
 
     Args:
         parameter: the parameter.
-        held: its state.
-        loaded: True if `held` was loaded and no step has used it yet. Its master is then returned unchanged. If False,
+        held: its state, as the optimizer stores it.
+        loaded: whether `held` was loaded and no step has used it yet. Its master is then returned unchanged. If False,
             a float32 master is first updated to follow weights that were written since the last step.
     """
     weights = _values(parameter)
@@ -322,7 +323,7 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
 
     Args:
         parameter: the parameter. If `earlier` contains a master, the parameter is set to the rounded master.
-        views: the tensors to fill: this parameter's views of the flat state tensors of several parameters.
+        views: the tensors to fill, which are views of flat state tensors that several parameters share.
         earlier: the state to copy; empty for a new parameter.
         loaded: whether `earlier` comes from a state dict. If not, and other code has written the weights since the last
             step, the master is first updated to follow the weights.

@@ -39,10 +39,10 @@ class SkippedSteps:
     """Logs every skipped step in one line on rank 0, with its cause, and stops training after too many in a row.
 
     With dynamic loss scaling, skipped steps are normal. They are logged at INFO, and every eighth in a row as a
-    warning. Without a loss scale, or at the minimum scale, a lower scale cannot avoid the next skip. Every step that is
-    skipped then is logged as a warning, and after `limit` such steps in a row, `report` raises RuntimeError.
+    warning. Without a loss scale, or at the minimum scale, a lower scale cannot avoid the next skip. In this situation,
+    every skipped step is logged as a warning, and after `limit` of them in a row, `report` raises RuntimeError.
 
-    limit: the number of such steps in a row after which training stops; None for no limit.
+    limit: the number of steps, skipped in a row in this situation, after which training stops; None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -84,8 +84,8 @@ class SkippedSteps:
             minimum: the minimum loss scale.
 
         Raises:
-            RuntimeError: too many steps in a row (`limit`, an argument of the class) were skipped although the loss
-                scale could not be lowered.
+            RuntimeError: as many steps in a row as `limit`, an argument of the class, were skipped while the loss scale
+                could not be lowered.
         """
         assert self._counts is not None and self._looked == step, "call look() first"
         world = current_world()

@@ -55,8 +55,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 def _shard(world: World) -> tuple[int, int, int]:
     """Return (the index of this rank's shard, the number of shards, the number of ranks in a tensor-parallel group).
 
-    A rank can load the state that it saved itself only if these numbers have not changed. Otherwise it stores other
-    elements of the parameters than when it saved the state.
+    A rank can load the state that it saved itself only if these numbers have not changed. If one has changed, the rank
+    stores other elements of the parameters than when it saved the state.
     """
     return world.shard_group.rank, world.shard_group.size, 1 if world.grid is None else world.grid.size
 
@@ -160,7 +160,10 @@ class FullState:
         optimizer.register_state_dict_post_hook(self._make_full)
 
     def is_loaded(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a state was loaded, and `shard_loaded` (which runs before the next step) has not run since."""
+        """Return whether a state was loaded into `optimizer` that `shard_loaded` has not processed yet.
+
+        Also True before the first call of `shard_loaded`.
+        """
         return optimizer.state is not self._sharded
 
     @contextmanager
@@ -335,8 +338,8 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     Raises:
         RuntimeError: the ranks have state for different parameters.
     """
-    # For each state tensor of each parameter, {(name, key): (whether the value has the local parameter's shape, the
-    # number of local elements of the parameter, a copy of the value unless it is certainly sharded)}.
+    # `mine` has an entry for each state value of each parameter: {(name, key): (whether the value has the local
+    # parameter's shape, the number of local elements of the parameter, a copy of the value if it may be unsharded)}.
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():
@@ -394,7 +397,7 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Flatten the optimizer state of a parameter: if it contains a dict of quantized tensors, merge the two dicts."""
+    """Return a parameter's state as a flat dict: merge the nested dict in which some 8-bit optimizers keep tensors."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

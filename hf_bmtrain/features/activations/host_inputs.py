@@ -91,7 +91,7 @@ class HostInputs:
     def _memory(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` or more of host memory: the smallest free piece that is large enough, or new memory.
 
-        Before new memory is allocated, the largest free piece is released.
+        New memory replaces the largest free piece, which is released first, so that the number of pieces does not grow.
         """
         position = bisect.bisect_left(self._free, nbytes, key=_size)
         if position < len(self._free):
@@ -103,8 +103,7 @@ class HostInputs:
     def give_back(self, memory: torch.Tensor) -> None:
         """Allow other inputs to reuse `memory`, which `download` returned.
 
-        Queued copies may still use `memory`: the copies of its next user will be queued after them, and so will not
-        disturb them.
+        Copies that use `memory` may still be queued. The copies of its next user run after them, on the same stream.
         """
         bisect.insort(self._free, memory, key=_size)
 
@@ -124,8 +123,8 @@ class HostInputs:
 class _Saved:
     """One input tensor of a block's forward: the tensor on the device, if it is there, and its copy in host memory.
 
-    If the tensor on the device is still that of the forward, backward checks that user code has not modified it in
-    place. A tensor that was copied back needs no check, because only this object refers to it.
+    If the tensor has stayed on the device since the forward, backward checks that user code has not modified it in
+    place. A tensor that was copied back from the host needs no check, because only this object refers to it.
 
     inputs: all inputs of the same forward.
     tensor: the tensor on the device; None while only the copy exists.
@@ -151,7 +150,7 @@ class _Saved:
 
 
 class _Inputs:
-    """The input tensors of one forward of a block, from the forward to the backward.
+    """Holds the input tensors of one forward of a block until its backward, on the device or in host memory.
 
     Autograd's graph keeps this object alive, because the objects that `pack` returns to autograd refer to it.
     """
@@ -161,7 +160,7 @@ class _Inputs:
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Queue the copy of a block's input to host memory. Return a `_Saved`, which autograd saves in its place.
+        """Queue a copy of a block's input to host memory. Return a `_Saved`, which autograd saves instead of `tensor`.
 
         Tensors that need no gradient, such as masks and positions, are returned unchanged. They stay on the device,
         where all blocks share them. Parameters, and empty or non-contiguous tensors, are returned unchanged too.
@@ -175,14 +174,14 @@ class _Inputs:
         return saved
 
     def leave_device(self) -> None:
-        """Make the computation wait until the block's inputs are copied to the host, and free them on the device."""
+        """Free the block's inputs on the device, after making the current stream wait for their copies to the host."""
         self._event.wait()
         for saved in self._saved:
             saved.check_unwritten()
             saved.tensor = None
 
     def fetch(self) -> None:
-        """Queue copies of the block's inputs from host memory to the device, except of those that are there."""
+        """Queue copies of the block's inputs to the device, except of inputs that are on the device already."""
         copies = []
         for saved in self._saved:
             if saved.tensor is None:
@@ -210,8 +209,8 @@ class _Inputs:
     def give_back(self, saved: _Saved) -> None:
         """Allow reuse of the host memory of `saved`, which is being deleted.
 
-        If its tensor is still on the device, the computation first waits for the queued copies, which may read or write
-        that memory.
+        If `saved` has a tensor on the device, copies between this tensor and the host memory may still be queued. The
+        current stream therefore waits for them first.
         """
         if saved.tensor is not None:
             self._event.wait()

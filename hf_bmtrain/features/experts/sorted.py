@@ -75,7 +75,8 @@ def _extended_class(cls: Any) -> Any:
 def _replaces(experts: Any) -> bool:
     """Return whether `run_experts` replaces transformers' own code in the current forward of the module `experts`.
 
-    True if gradients are enabled and transformers would use its "grouped_mm", without expert parallelism.
+    Among other conditions, gradients must be enabled, transformers must be set to its implementation "grouped_mm", and
+    the experts must not be sharded by expert parallelism.
     """
     if not torch.is_grad_enabled() or experts.config._experts_implementation != "grouped_mm":
         return False

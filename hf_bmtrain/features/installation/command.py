@@ -3,7 +3,7 @@
     python -m hf_bmtrain            plain text
     python -m hf_bmtrain --report   Markdown for an issue, with environment variables and the GPU topology as well
 
-The exit status is 1 if something is missing without which training does not work, otherwise 0.
+The exit status is 1 if something that training needs is missing, otherwise 0.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class Facts:
         cuda: the CUDA version that torch is built for, None for a build without CUDA.
         gpus: the GPUs that torch can use.
         unseen: whether the machine has NVIDIA GPUs but torch can use none.
-        trouble: {thing that cannot be used: why}. The things are "torch", "CuPy" (with NCCL) and "CUDA sources".
+        trouble: {thing that cannot be used: why}. Things are "torch", "CuPy" (with NCCL) and "CUDA sources" (the files
+            with the CUDA kernels of hf_bmtrain).
         nccl: the NCCL version, such as "2.27.5"; None if there is no GPU or NCCL cannot be used.
         links: the kinds of links between GPUs according to nvidia-smi, such as "NV18" or "SYS"; empty if unknown.
         blocked: pairs (a, b) such that GPU a cannot access the memory of GPU b.
@@ -152,7 +153,7 @@ def links(topology: str, count: int) -> tuple[str, ...]:
 
 
 def variables() -> dict[str, str]:
-    """Return {name: value} of the environment variables that are set and that VARIABLES matches, for the report."""
+    """Return {name: value} of the environment variables for the report: those whose names match `VARIABLES`."""
     return {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
 
 

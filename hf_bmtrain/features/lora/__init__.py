@@ -3,8 +3,8 @@
 LoRA layers in blocks (transformer layers) make fewer passes over the output than in PEFT, and no float32 copies of
 activations. A layer with DoRA, an adapter bias, or hooks on its inner layers runs PEFT's own forward, and the log says
 so. Adapters on stacks of experts (3-D weights, `target_parameters`) are computed as separate products instead of being
-added to the stack. Adapters, even frozen ones, share no flat buffer with base weights. A buffer's gradients are reduced
-together, so otherwise training an adapter later would also reduce gradients of base weights.
+added to the stack. Adapters, even frozen ones, share no flat buffer with base weights, because a buffer's gradients are
+reduced together: if an adapter is trained later, the gradients of base weights must not be reduced with it.
 
 Files: `linear` is the layer; `factors` computes its products with A and B; `experts` handles adapters on stacks of
 experts; `parametrize` makes PEFT's own forward of adapters on parameters work when those parameters are sharded.

@@ -8,8 +8,9 @@ then computes a gradient as large as the stack. The results are equal up to roun
 PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
 is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
 
-The models must be models of the transformers library whose experts support `experts_implementation="grouped_mm"`. The
-setting must be "eager", "batched_mm" or "grouped_mm", which all compute the same. Otherwise PEFT's own forward runs.
+This works for models of the transformers library whose experts support `experts_implementation="grouped_mm"`, and if
+this setting is "eager", "batched_mm" or "grouped_mm", which all compute the same. For other models and settings, PEFT's
+own forward runs.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def _extended_class(cls: Any) -> Any:
 
 
 def _is_wrapper(module: Any) -> bool:
-    """Return whether `module` is PEFT's wrapper of a weight of experts that transformers can run with grouped_mm."""
+    """Return whether `module` is PEFT's ParamWrapper around a stack of experts, and is not a SplitWrapper yet.
+
+    A stack is a 3-D weight of a module of experts that transformers can run with its "grouped_mm".
+    """
     cls = type(module)
     if (cls.__module__, cls.__name__) != _WRAPPER or isinstance(module, SplitWrapper):
         return False

@@ -55,9 +55,9 @@ class Adapter(NamedTuple):
 
 @functools.cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether `device` can multiply 16-bit matrices with a float32 result.
+    """Return whether `device` can multiply 16-bit matrices with a float32 result, without rounding it to 16 bits.
 
-    A GPU must do so without float32 copies of the matrices. Other devices use such copies, so the result is True.
+    This depends on the GPU and on torch. Other devices always can: they multiply float32 copies of the matrices.
     """
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
@@ -189,11 +189,13 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
 
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
-    """Return factor · one @ other in `dtype`, without rounding a float32 result to 16 bits if the device can do so.
+    """Return factor · one @ other in `dtype`: the gradient of A or B.
+
+    If `dtype` is float32, the matrices have 16 bits and `adapter.wide` is True, the product is not rounded to 16 bits.
 
     one, other: matrices of one dtype, with shapes (M, K) and (K, N).
     factor: a number by which the product is multiplied before it is rounded.
-    adapter: the settings of the adapter. Its `wide` tells whether the device can.
+    adapter: the settings of the adapter. Its `wide` is True if the device can multiply without this rounding.
     dtype: the dtype of the result.
     """
     if dtype == torch.float32 != one.dtype and adapter.wide:

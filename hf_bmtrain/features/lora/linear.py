@@ -134,9 +134,10 @@ Found = tuple[torch.dtype, tuple[Adapter, ...], list[Tensor]]
 
 
 def _adapters_of(layer: Any, x: Tensor) -> Found | str:
-    """Return what the fused forward needs: its dtype, the settings of the active adapters, and A and B of each in turn.
+    """Return what the fused forward of a LoRA layer needs, or a string if PEFT's own forward must run instead.
 
-    If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
+    The fused forward needs (the dtype in which it computes, a tuple with the settings of each active adapter, a list of
+    their matrices A₁, B₁, A₂, B₂ and so on). The string is the reason to log, or "" if nothing is to be logged.
 
     layer: the LoRA layer.
     x: the input of its forward.
@@ -247,7 +248,7 @@ def _is_four_bit(base: Any) -> bool:
 
 
 def _returns(base: Any, given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether `base` computes and returns its output in `dtype` for an input of dtype `given`."""
+    """Return whether the frozen layer `base` computes its output in `dtype`, given an input of dtype `given`."""
     return not _is_four_bit(base) or (given == dtype and base.compute_dtype in (None, dtype))
 
 

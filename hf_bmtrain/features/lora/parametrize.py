@@ -29,8 +29,8 @@ class UncountedWrapper(OnlyWhileSharded):
 def let_parametrize(model: torch.nn.Module) -> None:
     """Make PEFT's adapters on parameters (`target_parameters`) in `model` work if these parameters are sharded.
 
-    PEFT's wrappers of the parameters become UncountedWrappers, in place. Otherwise their forward would count as a write
-    to the full parameter, which is an error.
+    PEFT's wrappers of the parameters become UncountedWrappers, in place. The forward of PEFT's own wrapper would count
+    as a write to the full parameter, which is an error.
     """
     for module in model.modules():
         if hasattr(module, "_activate_lora") and not isinstance(module, UncountedWrapper):

@@ -24,7 +24,7 @@ def claim_hooks(model: Any, trainer: object) -> bool:
 
     Returns whether `trainer` must now add its hooks. If it already has, nothing is changed and the result is False.
     """
-    record = vars(base_of(model))  # of the base model, so that `_HOOKS` is found with and without PEFT's wrapper
+    record = vars(base_of(model))  # kept on the base model, to be found with and without PEFT's wrapper
     owner, handles = record.get(_HOOKS, (None, []))
     if owner is not None and owner() is trainer:
         return False
@@ -42,7 +42,7 @@ def hook_loss(
     """Add hooks to `model` that correct the loss of each forward to which Trainer passes `num_items_in_batch`.
 
     Args:
-        model: the sharded model. `claim_hooks` must have been called with it.
+        model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
         correct: called with the forward's keyword arguments, its outputs and the loss. Returns the new loss.
         around: two functions. The first is called before each such forward, the second after it, even if it raises.
     """
@@ -65,7 +65,7 @@ def hook_loss(
             return None
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             outputs["loss"] = correct(given, outputs, outputs["loss"])
-        elif isinstance(outputs, tuple) and outputs and is_scalar(outputs[0]):  # with return_dict=False
+        elif isinstance(outputs, tuple) and outputs and is_scalar(outputs[0]):  # return_dict is False
             corrected = (correct(given, outputs, outputs[0]), *outputs[1:])
             return type(outputs)._make(corrected) if hasattr(outputs, "_make") else corrected  # pyright: ignore
         return None

@@ -35,7 +35,7 @@ def follow_mean_loss(model: Any, args: Any) -> None:
     not change that, but logs a warning.
 
     Args:
-        model: the sharded model. `claim_hooks` must have been called with it.
+        model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
         args: the trainer's TrainingArguments.
     """
     world = current_world()

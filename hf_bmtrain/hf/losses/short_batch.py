@@ -110,18 +110,18 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
 
 class _GatherRows:
-    """Replacement for `trainer.gather_function`, which gathers the loss of a batch in another way than other outputs.
+    """Replacement for `trainer.gather_function` that gathers the loss of a batch by another function, `gather_loss`.
 
-    Logits and labels are gathered from all ranks without repeated rows.
+    Logits and labels are gathered by Accelerate, which drops the rows that it repeated to fill up the last batch.
 
     Args:
         accelerator: the trainer's Accelerator.
-        gather_loss: gathers the loss, of which Trainer passes one copy per row. For Seq2SeqTrainer, it keeps the copies
-            for repeated rows, so that each batch of an evaluation has the same weight, as in one process.
+        gather_loss: a function that gathers the copies of the loss from all ranks. Trainer makes one copy per row and
+            later averages over the copies, so their number is the weight of the batch.
 
     Attributes:
-        loss_comes: whether the next call gets a loss. It must be set after each forward, because Trainer gathers the
-            loss of a batch, if there is one, before the other outputs.
+        loss_comes: whether the next call gets a loss. Set it after each forward: Trainer then gathers the loss of the
+            batch first, if there is one, and the other outputs after it.
     """
 
     def __init__(self, accelerator: Any, gather_loss: Callable[[Any], Any]) -> None:

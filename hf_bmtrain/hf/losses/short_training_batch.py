@@ -24,9 +24,10 @@ class _Short:
     """This rank's part of an epoch's short last batch, without the rows that Accelerate has repeated to fill it up.
 
     Attributes:
-        inputs: the inputs for the forward. If this rank has only repeated rows, they contain one of these.
+        inputs: the inputs for the forward. If this rank has only repeated rows, one repeated row is kept.
         rows: the inputs without any repeated row, possibly without rows. Trainer counts the tokens in them.
-        weight: the factor of the loss if the loss is a mean over this rank's rows. It is 0 if `rows` has no rows.
+        weight: the number by which a loss that is a mean over this rank's rows is multiplied. It is 0 if `rows` has no
+            rows.
     """
 
     inputs: dict[str, Any]
@@ -134,8 +135,8 @@ def _shorten(
         world: all ranks.
 
     Returns:
-        The shortened batch and ""; or None and the reason why repeated rows cannot be removed, which is "" if there are
-        no repeated rows.
+        (the shortened batch, ""); (None, why repeated rows cannot be removed); or (None, "") if there are no repeated
+        rows.
     """
     found, shared = find_batch_size(inputs), ranks_per_row(trainer.model)
     groups, group = world.size // shared, world.rank // shared

@@ -236,10 +236,10 @@ def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Tensor, number: int) -> _Bad | None:
     """Combine the results of all ranks for the gradient of `parameter`. Return None if no rank found an inf or nan.
 
-    counts: (shards, 2) int64. For each shard (the elements that one rank stores), the numbers of nan and of inf
-        elements in this part of the averaged gradient; -1 if the part was already freed.
-    places: (ranks,) int64. If the rank's own gradient had inf or nan before averaging, its position in the order of
-        backward; otherwise -1.
+    counts: (shards, 2) int64. Each shard (one rank's elements) has a row: the numbers of nan and of inf among its
+        elements of the averaged gradient, or -1 if they were already freed.
+    places: (ranks,) int64. For each rank whose gradient had inf or nan before averaging, the position of this gradient
+        in the rank's backward; -1 for the other ranks.
     number: the parameter's position in the optimizers' parameters. The message uses it if the name is unknown.
     """
     known, missing = counts.clamp_min(0), counts[:, 0] == _UNKNOWN

@@ -201,7 +201,7 @@ def _waited_for(frame: FrameType, path: str) -> str:
 def _in_words(lines: list[tuple[str, str]]) -> str:
     """Return a text such as "train.py:41 (load, from line 9)", which names a line of the program and its caller.
 
-    lines: (file:line, function) of the line and of its caller, or of the line alone. If it is empty, so is the text.
+    lines: (file:line, function) of the line and of its caller, or of the line alone. An empty list gives an empty text.
     """
     if not lines:
         return ""

@@ -24,7 +24,7 @@ from .status import Status, condition
 
 _log = logging.getLogger("hf_bmtrain")
 SECONDS = 1.0
-"""The interval of the thread's updates and checks, in seconds."""
+"""The interval, in seconds, at which the monitor's thread updates this rank's status and checks the other ranks."""
 CROSSED_SECONDS = 5.0
 """Seconds without progress after which two ranks that wait for each other, in different operations, are reported."""
 _SILENT_SECONDS = 5.0
@@ -47,9 +47,8 @@ class Watch(Monitor):
       that are waiting on GPUs are aborted.
     * The same happens if a rank has raised an exception, or has exited while others wait for it.
     * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
-      that rank, its line in the program, and the likely cause. It logs further warnings after 30 s (or twice
-      HF_BMTRAIN_HANG_SECONDS, if that is longer), and after each doubling of that time. The rank may only be slow, so
-      nothing else happens before the timeout.
+      that rank, its line in the program, and the likely cause, and repeats it at growing intervals. The rank may only
+      be slow, so nothing else happens before the timeout.
 
     Attributes:
         status: the status that this rank publishes.
@@ -149,9 +148,9 @@ class Watch(Monitor):
     def find_cause(self, seconds: float) -> str | None:
         """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
 
-        Waits at most `seconds` until `problem` (the reason why every rank must stop) is known, or another rank has
-        ended by an exception, and returns `problem`. If neither happens, the result names the ranks that can no longer
-        take part in operations. If there are no such ranks, it is the last warning about the present wait, if any.
+        The cause is `problem`, the reason why every rank must stop, for which this method waits at most `seconds`. If
+        there is no `problem`, and no other rank has ended by an exception, the cause is a text that names the ranks
+        that can no longer take part in operations or, without such ranks, the last warning about the present wait.
         """
         warning = self._warning
         if self.wait_for_problem(seconds) is not None or self.raised_before() is not None:
@@ -265,8 +264,8 @@ class Watch(Monitor):
     def _tell(self, problem: str) -> None:
         """Make this rank's program raise `problem` as an error. End this process if the program does not do so in time.
 
-        First, kill the processes of this host that would never end: those that are suspended, and those for which the
-        others waited until the timeout and which do not update their status.
+        First, kill the processes of this host that would never end by themselves. A process is killed if it is
+        suspended, or if the other ranks waited for it until the timeout and it no longer updates its status.
         """
         for rank in self._board.neighbours:
             theirs = self._read(rank)
@@ -322,9 +321,8 @@ class Watch(Monitor):
         """Check how long this rank has waited for others. Return the reason why every rank must stop, or None.
 
         Every rank must stop if the timeout has expired, or if this rank waits for a collective of torch.distributed
-        although all other ranks have left the program. Before that, the lowest waiting rank logs which ranks are
-        missing: after HF_BMTRAIN_HANG_SECONDS, after 30 s (or twice HF_BMTRAIN_HANG_SECONDS, if that is longer), and
-        after each doubling of that time.
+        although all other ranks have left the program. Until then, the lowest waiting rank logs which ranks are
+        missing, first when it has waited for HF_BMTRAIN_HANG_SECONDS, and then at growing intervals.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
         # A rank whose program has ended waits in the barrier at exit, which has a timeout of its own.
@@ -360,13 +358,12 @@ class Watch(Monitor):
     def _all_waited(self, ranks: dict[int, Status]) -> bool:
         """Return whether all ranks were waiting at the same time for several seconds, and so are deadlocked.
 
-        This common wait begins when the last rank began to wait. If a rank's status was not updated for a while, the
-        common wait begins after this gap, because the rank may have done something else meanwhile. The common wait ends
-        when the oldest status was written, because the rank with this status may have continued since then.
-
         ranks: the status of every rank.
         """
+        # A rank may have continued since it last wrote its status, so only the time before the oldest status counts.
         oldest = min(status.written for status in ranks.values())
+        # A rank whose status was not updated for a while may have done something else in this gap, so only the time
+        # after the gap (`watched_since`) counts.
         latest = max(max(status.waits_since, status.watched_since) for status in ranks.values())
         return oldest - latest >= max(self._delay / 2, 2 * SECONDS)
 
@@ -491,7 +488,7 @@ class Watch(Monitor):
     def _crossed(self, other: int, theirs: Status) -> str | None:
         """Return an explanation if this rank and `other` wait for each other on two communicators, otherwise None.
 
-        This is so if this rank has issued more operations than `other` on one communicator, but fewer on another, and
+        They do if this rank has issued more operations than `other` on one communicator, but fewer on another, and
         neither rank has issued an operation for CROSSED_SECONDS.
 
         theirs: the status of the other rank.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""The number of recent operations that can be compared between ranks. A large model issues fewer in several steps."""
+"""The number of recent operations that can be compared between ranks. Several steps of a large model take fewer."""
 SENT = 64
 """The number of recent entries of its log that a rank sends to the other ranks."""
 _RING = 2 * KEPT
@@ -76,9 +76,9 @@ def value_code(kind: str, value: float) -> int:
 
 
 def option_kind(option: str) -> str:
-    """Return the kind of log entry by which ranks compare an optimizer's option, such as "step with learning rate".
+    """Return the argument `kind` of `value_code` for an optimizer's option, such as "step with learning rate".
 
-    Pass the result to `value_code` as `kind`.
+    Ranks compare the option's value by means of the log entry that `value_code` returns.
 
     option: the key in the optimizer's parameter groups, such as "lr" or "weight_decay".
     """
@@ -270,11 +270,11 @@ class CollectiveLog:
     def _digest(self, number: int) -> int | None:
         """Return the digest (a hash) of entries 1 to `number` of this log, or None if it is not available.
 
-        It is not available if the log has fewer entries, or has more than KEPT entries after `number`. The ring buffer
-        has room for twice as many digests, so entries that another thread adds during this call do not overwrite the
-        result.
+        It is not available if the log has fewer entries, or has more than KEPT entries after `number`.
         """
         count = self._memory[0]
+        # Another thread may add entries now. They do not overwrite the result, because the ring buffer has room for
+        # twice KEPT digests.
         return self._memory[1 + number % _RING] if max(0, count - KEPT) <= number <= count else None
 
 

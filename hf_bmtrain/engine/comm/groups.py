@@ -20,8 +20,8 @@ from .streams import Immediate, Ticket, WorkStream, work_stream
 class ShardGroup:
     """A communicator for shards that are divided among the ranks of each host, so that every host stores all shards.
 
-    This is used with `shard_over="host"`. Collectives take place between the ranks of this host. Only a broadcast goes
-    from a rank of the first host to all ranks of all hosts.
+    This is used with `shard_over="host"`. Collectives take place between the ranks of this host, except that a
+    broadcast goes from a rank of the first host to all ranks of all hosts.
 
     Args:
         inside: the communicator of the ranks of this host.

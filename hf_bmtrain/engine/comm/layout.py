@@ -59,9 +59,9 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times): reserve `times` elements in the first shard for each element of the first n tensors.
-                What they do not need is padding. So if the buffer is sent with one byte per element, each element of
-                these tensors may have `times` bytes.
+            spread: (n, times). The first n tensors get `times` times the space that they need, all of it in the first
+                shard; the rest of this space is padding. Use this if the buffer is sent as one byte per element, but
+                the elements of these n tensors have `times` bytes each.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0

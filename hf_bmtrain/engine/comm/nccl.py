@@ -121,7 +121,8 @@ class NcclCommunicator:
     ) -> None:  # fmt: skip
         """Queue all sends and receives of an all-to-all on `stream`, as one NCCL group.
 
-        sent, received: the addresses of the two tensors, which contain the parts for and from all ranks, in rank order.
+        sent: the address of the tensor with the parts for all ranks, in rank order.
+        received: the address of the tensor for the parts from all ranks, in rank order.
         itemsize: the size of an element in bytes.
         send_counts: the number of elements to send to each rank, possibly 0.
         receive_counts: the number of elements to receive from each rank, possibly 0.

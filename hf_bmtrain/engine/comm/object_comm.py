@@ -161,7 +161,8 @@ class ObjectComm:
     def read_posts(self, key: str) -> list[str]:
         """Return the texts that ranks, including this one, have posted under `key` so far (see `post`).
 
-        It waits only until there is one text. With one rank, `post` stores nothing, and this returns [] at once.
+        Waits until there is at least one text, but not for texts of further ranks. With one rank, `post` stores
+        nothing, and the result is [].
         """
         return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
 

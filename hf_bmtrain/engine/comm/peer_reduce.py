@@ -61,7 +61,7 @@ class Mailboxes:
     def free(self) -> None:
         """Free this rank's mailboxes: the memory into which the other ranks copy gradients.
 
-        This rank's copies into other ranks' mailboxes, and its reads of its own, must be complete.
+        Before the call, this rank must have finished copying into other ranks' mailboxes and reading its own mailboxes.
         Collective: every rank must call it.
         """
         if self._handle is None:
@@ -120,9 +120,9 @@ class PeerReduction(Reduction):
     """Averages the gradients of blocks with peer copies: each rank writes directly to the memory of the other ranks.
 
     Each rank copies the gradient elements of every other rank's shard, directly from autograd's tensors, into a mailbox
-    of that rank: memory in which they are laid out as in the shard. Then each rank sums the values in its mailbox and
-    its own values. For small shards and unsupported dtypes, collectives are used instead. All ranks must reduce the
-    same flat buffers in the same order. The host waits only when mailboxes are allocated or freed.
+    of that rank: memory with a row for each other rank, laid out like the shard. Then each rank sums these rows and its
+    own values. Small shards and unsupported dtypes are reduced by collectives. All ranks must reduce the same flat
+    buffers in the same order. The host waits only when mailboxes are allocated or freed.
     """
 
     # [Note: meetings of reductions]
@@ -220,7 +220,7 @@ class _PeerReducer(CollectingReducer):
     Attributes:
         _local_ranges: [(rank, ranges), …] of the other ranks, in the order of copying. `ranges` lists (index of a
             tensor, the range of the tensor that the rank stores), without empty ranges.
-        _own: such a list of ranges for this rank.
+        _own: the list `ranges` of this rank itself.
     """
 
     def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:

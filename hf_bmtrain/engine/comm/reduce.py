@@ -50,9 +50,10 @@ class PendingReduce:
     squares: torch.Tensor | None = None
 
     def wait(self) -> None:
-        """Make the current stream wait until the result is in the shard, and in the running sum if there is one.
+        """Make the current stream wait until this rank's shard contains its part of the mean gradient.
 
-        Also drop the references to autograd's gradients, and free the flat tensor into which they were copied.
+        Under gradient accumulation, the mean is added to the running sum, and the shard contains the sum. Also drop the
+        references to autograd's gradients, and free the flat tensor into which they were copied.
         """
         self.arrived.wait()
         self.gradients = ()
@@ -91,8 +92,8 @@ class Reducer(Protocol):
         Args:
             index: the index of the tensor in the layout.
             gradient: the gradient, in the tensor's full shape. The reducer may keep a reference and write to it.
-            destination: a function that returns (shard, total), the tensors for the mean gradient and for the running
-                sum or None, as `send` will receive them.
+            destination: a function that returns the tensors (shard, total) with which `send` will be called. Reducers
+                that copy the gradient at once call it.
         """
 
     def send(
@@ -111,7 +112,7 @@ class Reducer(Protocol):
         ...
 
     def discard(self) -> None:
-        """Drop the gradients that `collect` has accepted since the last `send`."""
+        """Drop the gradients that `collect` has accepted since the last `send`, after an exception, for example."""
 
 
 class Reduction(Protocol):
@@ -167,7 +168,7 @@ class Packing:
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy the gradient of tensor `index` to its place in `flat`. A second gradient of it is added to the first."""
+        """Copy the gradient of tensor `index` to its place in the flat tensor. A second gradient is added there."""
         if index in self._packed:
             self._views[index].add_(gradient)
         else:
@@ -175,10 +176,10 @@ class Packing:
             self._packed.add(index)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Copy the remaining gradients to `flat`, write zeros to padding and missing gradients, and return `flat`.
+        """Copy `gradients` to their places in the flat tensor, zero the rest, and return the flat tensor.
 
-        gradients: for each tensor, its gradient or None. It is added to the gradient that `add` has copied for the
-            tensor, if any.
+        gradients: for each tensor, its gradient or None. If `add` has already copied a gradient of the tensor, the two
+            are summed.
         """
         views, sources, missing = self._views, [gradient for gradient in gradients if gradient is not None], []
         if self._packed or len(sources) < len(views):
@@ -234,7 +235,7 @@ class CollectingReducer:
 
 
 class CollectiveReduction(Reduction):
-    """Averages gradients over ranks with a reduce-scatter, for which they are copied into one flat tensor.
+    """Averages gradients over ranks: copies them into one flat tensor, and averages this tensor with a reduce-scatter.
 
     The flat tensor stays in memory until `PendingReduce.wait`.
 

@@ -51,14 +51,14 @@ class WorkStream:
             function()
 
     def after(self, ticket: Ticket) -> None:
-        """Make work that is queued from now on wait for an asynchronous operation.
+        """Make work that is put into this queue from now on wait for an asynchronous operation.
 
         ticket: the handle that the operation returned when it was started.
         """
         self.run(ticket.wait)
 
     def follow(self) -> None:
-        """Make work that is queued from now on wait for all work queued on the current stream so far."""
+        """Make work that is put into this queue from now on wait for all work on the current stream so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def record_event(self) -> Event:

@@ -1,11 +1,11 @@
-"""Make wrapped models work with the Accelerator or Trainer of this process. Nothing here is called if there is none.
+"""Make wrapped models work with the Accelerator or Trainer of this process, if there is one.
 
 The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator has another number of
 ranks or shards models itself, or if the Trainer lacks this package's callback (BMTrainCallback). Neither Accelerate nor
 transformers is imported here. Transformers is found in `sys.modules`, and `World.accelerator` is Accelerate's state.
 
-Several ranks may share the rows (sequences) of a batch. For them, Accelerate's data loaders are made to give the same
-batches to all ranks of a group.
+If a group of ranks shares the rows (sequences) of a batch, Accelerate's data loaders are made to give the same batches
+to all ranks of the group.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def in_mixed_precision(state: Any, forward: Callable[[], Any], device: torch.dev
 
     Args:
         state: the AcceleratorState.
-        forward: the model's forward, with its arguments.
+        forward: a function without arguments that runs the model's forward.
         device: the device on which the model computes.
         weights: the dtypes of the model's floating-point parameters.
 

@@ -88,8 +88,8 @@ class Extension:
 def kind_of(extensions: list[Extension]) -> Any:
     """Return a function that asks each of `extensions` in turn how to store a parameter (quantized, for example).
 
-    The function takes the parameter. It returns the first StorageKind that an extension returns, or None if there is
-    none.
+    The function takes the parameter. It returns the first StorageKind that an extension returns, or None if all
+    extensions return None.
     """
 
     def ask(parameter: torch.nn.Parameter) -> StorageKind | None:

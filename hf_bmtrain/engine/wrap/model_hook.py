@@ -56,8 +56,8 @@ class ModelHook:
     """
 
     def __init__(self) -> None:
-        # What the last `_walk` over all modules found. To save time, a forward walks again only if modules, names or
-        # classes of parameters have changed since. `_check` finds such changes by these lists and dicts.
+        # These attributes store what the last `_walk` over all modules found. To save time, a forward walks again only
+        # if modules, names or classes of parameters have changed since. `_check` compares them with these attributes.
         self._parameters: list[dict[str, Any]] = []  # the dict `_parameters` of every module
         self._modules: list[dict[str, Any]] = []  # the dict `_modules` of every module
         self._tree: list[torch.nn.Module | None] | None = None  # the children of all modules
@@ -125,7 +125,7 @@ class ModelHook:
 
 
 def _is_sharded(kind: type) -> bool:
-    """Return whether `kind` is the class of a sharded parameter or of None.
+    """Return whether `kind`, the type of a value in a module's `_parameters`, is that of a sharded parameter or None.
 
     A parameter of another class was added after the model was sharded, or is full while the forward of its block runs.
     """
@@ -135,7 +135,8 @@ def _is_sharded(kind: type) -> bool:
 def _check_places(block: CheckpointBlock) -> None:
     """Raise RuntimeError if a parameter of `block` was registered under another name after `block` was sharded.
 
-    The block's forward would read this rank's elements there, because the full parameter is set under the old name.
+    Under the new name, the block's forward would read only this rank's elements, because the full parameter is set
+    under the old name.
     """
     known = {(id(slot.parameters), slot.name) for slot in block._slots()}
     for name, module in block.named_modules():

@@ -127,8 +127,8 @@ def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
 def drops_layers(module: torch.nn.Module) -> bool:
     """Return whether `module` drops layers at random.
 
-    It does if its attribute `layerdrop` is not 0. It also does if its forward reads an attribute whose name ends in
-    "layerdrop", and this attribute of its `config` is not 0.
+    The result is True if the module's `layerdrop` is not 0. It is also True if the module's forward reads an attribute
+    whose name ends in "layerdrop", such as `encoder_layerdrop`, and the module's `config` has a nonzero value for it.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     rates = [name for name in code.co_names if name.endswith("layerdrop")] if code is not None else []

@@ -20,7 +20,7 @@ OWN_BUFFER_NUMEL = 1 << 20
 
 
 def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module]) -> set[int]:
-    """Return the ids of parameters that several of `blocks` use, or a block and a module in `outside`.
+    """Return the ids of the parameters that are used by several of `blocks`, or by a block and a module in `outside`.
 
     Such a parameter, for example a tied weight, belongs to no block and is sharded as a root parameter.
 

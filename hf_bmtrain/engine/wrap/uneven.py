@@ -75,7 +75,7 @@ def _numel(states: Sequence[BlockState]) -> int:
 
 
 def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
-    """Return the reason why ranks may run different parts of the model in one step, for the log, or None.
+    """Return why ranks may run different parts of the model in one step, for the log. None if there is no reason.
 
     plan: the model, and its division into blocks and other modules.
     chains: the model's lists of blocks, each in execution order.

@@ -42,7 +42,7 @@ class ShardedBuffer:
     fills it by an all-gather; `reshard` frees it. After a write to the shard, the next `gather` fills it again.
 
     A local parameter contains this rank's elements of one parameter, as a view of `shard`. Local parameters keep this
-    object alive. It refers to them only weakly, so that they are freed with their module.
+    object alive. This object refers to local parameters only weakly, so that they are freed with their module.
 
     Attributes:
         storage: determines how the shard is stored and what an all-gather sends.
@@ -115,9 +115,9 @@ class ShardedBuffer:
         Args:
             source: this rank's tensor to send.
             target: the memory for the result; None if nothing needs to be gathered.
-            cut: the (start, stop) ranges of `source` that this rank reads in `target` after an all-gather. The
-                all-gather need not copy the rest of `source`. None: the ranges of parameters that are divided between
-                ranks. Parameters that lie entirely in this rank's shard are read there.
+            cut: the (start, stop) ranges of `source` that an all-gather must copy to this rank's own `target`, because
+                they are read there. None: the ranges of parameters that are divided between ranks. (Parameters that lie
+                entirely in this rank's shard are read in the shard.)
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -216,7 +216,7 @@ class ShardedBuffer:
             self._collective_log.note(self._entries[evaluates])
 
     def wait(self) -> None:
-        """Make the current stream wait for the all-gather of `gather`, after which full parameters are readable."""
+        """Make the current stream wait for the all-gather that `gather` started. Full parameters are then readable."""
         if self._state is State.GATHERING:
             if self._ticket is not None:
                 self._ticket.wait()
@@ -254,7 +254,7 @@ class ShardedBuffer:
 
     @property
     def is_unsharded(self) -> bool:
-        """True between `gather` and `reshard`, and always with one rank, whose shard is the full buffer."""
+        """True from `gather` until the full buffer is freed, and always with one rank, whose shard is that buffer."""
         return self._alone or self._state is not State.SHARDED
 
     @property
@@ -323,8 +323,8 @@ class ShardedBuffer:
         the error is raised.
 
         Args:
-            copies: Parameters outside `full_params` that share the memory of a full parameter, and to which the caller
-                knows that the forward wrote.
+            copies: further Parameters over the memory of the full parameters. The forward is known to have written to
+                all of them.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

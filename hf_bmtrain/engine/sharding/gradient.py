@@ -38,7 +38,7 @@ class GradientBuffer:
         requires_grad: for each local parameter, whether it requires a gradient. Setting the parameter's own
             `requires_grad` changes this entry.
         trained: for each local parameter, whether it required a gradient in any reduction so far.
-        number: the number of the flat buffer.
+        number: the number of the flat buffer in the order of creation, which names it in the collective log.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class GradientBuffer:
         self._total: torch.Tensor | None = None  # the running sum of an accumulation, in float32 or wider
         self._handed: list[torch.Tensor | None] = [None] * len(full_params)
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
-        # `sizes` alternates between padding and parameters. Leave out padding of size 0, but keep parameters of size 0.
+        # `sizes` alternates between padding (at even positions) and parameters. Leave out empty padding, but keep empty
+        # parameters.
         present = [position for position, size in enumerate(sizes) if size or position % 2]
         self._sizes = [sizes[position] for position in present]
         self._parts = [number for number, position in enumerate(present) if position % 2]
@@ -203,10 +204,11 @@ class GradientBuffer:
     def _note_absent(self, lacking: list[int]) -> None:
         """Tell the other ranks which parameters this rank did not use in the backward.
 
-        A parameter counts as used if its gradient was passed to `collect`. Parameters that have a `.grad` from an
-        earlier backward are left out, because the mean is added to this `.grad` in any case.
+        Parameters that have a `.grad` from an earlier backward are left out, because the mean is added to this `.grad`
+        in any case.
 
-        lacking: the indices of full parameters whose `.grad` is None.
+        lacking: the indices of full parameters whose `.grad` is None. Those whose gradient was passed to `collect` were
+            used nevertheless.
         """
         present = self._gradients
         self._absent = [
@@ -235,7 +237,8 @@ class GradientBuffer:
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
-            # Only torch's functions read these norms, such as its clip_grad_norm_. OptimManager computes its own.
+            # Compute the norms only if they are read, for example by torch.nn.utils.clip_grad_norm_. OptimManager does
+            # not read them.
             arguments = values, self._segments, self._placements[0].norms, self._squares, self._version
             self._norms = functools.cache(functools.partial(SegmentNorms, *arguments))
         if not self._absent:
@@ -255,8 +258,8 @@ class GradientBuffer:
     def decide(self) -> None:
         """Set the `.grad` of parameters that this rank did not use in the backward, but another rank did.
 
-        If `receive` returned True, call this before the next reduction of the buffer. The host waits for the mean
-        gradient. Without such parameters, or while a reduction is pending, this does nothing.
+        If `receive` returned True, call this before the next reduction of the buffer. It makes the host wait for the
+        mean gradient. It does nothing if `receive` returned False, or while a reduction is pending.
         """
         if self._pending is not None or not self._absent:
             return
@@ -311,9 +314,9 @@ class GradientBuffer:
 
     @property
     def intact(self) -> bool:
-        """True if every local parameter's `.grad` is None or the view of `shard` that `receive` or `decide` has set.
+        """True if every local parameter's `.grad` is None or the view of `shard` that this object has set.
 
-        False if the user has replaced a `.grad`: then it is not in `shard`, the flat gradient.
+        False if the user has replaced a `.grad` by another tensor, which is not in `shard`, the flat gradient.
         """
         for mine, handed in zip(self._gradients, self._handed):
             if mine is not None and mine is not handed:

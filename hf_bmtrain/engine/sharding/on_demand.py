@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Saved:
-    """A view of a full parameter that autograd has saved. While it exists, backward still needs the parameter."""
+    """Holds a view of a full parameter that autograd has saved. While this object exists, backward needs the view."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
@@ -173,16 +173,16 @@ class OnDemandGather:
     def prepare_backward(self, unwatched: bool) -> None:
         """Start to all-gather the full parameters if backward needs them. Called when backward begins.
 
-        unwatched: whether the forward pass read a parameter outside the context `watch`. It is then unknown which views
-            of the parameter autograd has saved.
+        unwatched: whether the forward pass read a parameter outside the context `watch`. Autograd may then have saved
+            views that this object does not know of, so the full parameters are gathered in any case.
         """
         self._schedule.join_backward(self)
         self.unwatched = unwatched
         if unwatched or self._saved:
             self._schedule.gather(self._buffer)
         if unwatched:
-            # Wait now. For views that were saved inside `watch`, `_restore` waits when backward needs them. But it is
-            # not called for views that were saved outside `watch`.
+            # Wait now, because nothing is called when backward reads a view that was saved outside `watch`. (For views
+            # that were saved inside `watch`, `_restore` is called and waits.)
             self._buffer.wait()
 
     def finish_backward(self) -> None:

@@ -310,7 +310,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return memo.setdefault(id(self), full)
 
     def refuse_copy(self) -> None:
-        """Check that the parameter can be deep-copied.
+        """Raise an error if the parameter cannot be deep-copied.
 
         Raises:
             RuntimeError: the parameter is quantized.
@@ -323,7 +323,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
 
 def is_part(parameter: object) -> bool:
-    """Return whether `parameter` is one part of a tensor that is split by tensor parallelism (see `tp_split_dim`)."""
+    """Return whether `parameter` is sharded and is one part of a tensor that tensor parallelism splits."""
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.is_part
 
 
@@ -333,7 +333,10 @@ def is_read_only(parameter: object) -> bool:
 
 
 class _ReadWhole(torch.autograd.Function):
-    """Copy a full parameter. In backward, collect the copy's gradient, to be averaged over ranks into `.grad`."""
+    """Differentiable copy of a full parameter, made when a function of torch or `gather` reads the local parameter.
+
+    In backward, the gradient of the copy is added to the gradients that are averaged over the ranks into `.grad`.
+    """
 
     @staticmethod
     def forward(ctx, parameter: DistributedParameter) -> torch.Tensor:

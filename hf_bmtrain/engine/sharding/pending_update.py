@@ -44,10 +44,10 @@ class PendingUpdate:
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:
-        """Make later all-gathers of `shard` wait until every rank has completed the update last passed to `begin`.
+        """Make later all-gathers of `shard` wait until every rank has completed the update that `begin` registered.
 
-        Collective: every rank must call it. In an optimizer's step, all ranks must begin and announce the same updates
-        in the same order.
+        Collective: every rank must call it. In an optimizer's step, all ranks must call `begin` and `announce` for the
+        same flat buffers in the same order.
         """
         assert self.ticket is not None, "call `begin` before `announce`"
         self._gather.announce(shard, self.ticket)

@@ -145,12 +145,13 @@ class _Group(NamedTuple):
 
 
 def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
-    """Move parameters that are stored as they are (the plain kind) into group `key`, if its storage kind accepts them.
+    """Let parameters that are stored as they are share a flat buffer with others, for example quantized ones.
 
-    A group becomes one flat buffer, so this saves an all-gather. The moved parameters come first in the group. Only
-    parameters whose other properties are those of the group are moved.
+    Each group becomes one flat buffer, so this saves an all-gather. The parameters of the group that differs from `key`
+    only in having the plain kind are moved to the start of group `key`, if the storage kind of `key` accepts them.
 
     groups: for each group, its parameters as {id(parameter): parameter}. Changed in place.
+    key: the group that receives the parameters. Its storage kind is not the plain kind.
 
     Returns:
         The number of moved parameters.

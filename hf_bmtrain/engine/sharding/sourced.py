@@ -125,10 +125,10 @@ class SourcedParameter(torch.nn.Parameter):
 
 
 def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
-    """Make `mapped` of each loaded parameter equal on all ranks, as `SourcedParameter.move` requires.
+    """Copy this rank's share of each loaded parameter to memory, unless all ranks have the parameter in a mapped file.
 
-    Collective: every rank must call it. If only some ranks have a parameter's values in a memory-mapped file, these
-    ranks copy their share (1/N of the elements) to memory instead.
+    A share is 1/N of the elements. Afterwards, `mapped` of each parameter is equal on all ranks, as
+    `SourcedParameter.move` requires. Collective: every rank must call it.
 
     parameters: the parameters by name. All ranks must pass the same names.
     """

@@ -57,8 +57,8 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
     Collective: every rank must call it. While `collect` runs, the modules have full instead of local parameters.
 
     Args:
-        destination: the state dict: a StateDict, or torch's own dict if `state_dict` was called on a plain module that
-            contains the slots' modules.
+        destination: the state dict: a StateDict, or another dict, for example if `state_dict` was called on a module
+            that is not sharded but contains sharded modules.
         slots: the entries of modules whose parameters are saved.
         collect: fills `destination` with the parameters that the modules contain.
     """
@@ -97,7 +97,7 @@ def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> N
     Entries for modules' buffers (`register_buffer`) are not compared, because they may differ between the ranks.
     """
     world = current_world()
-    # `state` may be a DistributedStateDictWrapper, which is no dict. From it, every rank loads rank 0's values.
+    # A DistributedStateDictWrapper, which is no dict, needs no check: from it, every rank loads rank 0's values.
     if world.size == 1 or not isinstance(state, dict):
         return
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -157,13 +157,19 @@ class Storage:
             part.copy_(values[local_range.tensor_start : local_range.tensor_stop])
 
     def before_gather(self) -> None:
-        """Fill the memory that the all-gather sends, for example with a quantized shard. May be collective."""
+        """Fill the memory that the all-gather sends, for example with a quantized shard.
+
+        Called before each all-gather if `prepares` is True. May be collective. Here it does nothing.
+        """
 
     def after_gather(self) -> None:
-        """Compute the full parameters from the result of the all-gather, on the current stream."""
+        """Compute the full parameters from the result of the all-gather, on the current stream.
+
+        Called after each all-gather if `unpacks` is True. Here it does nothing.
+        """
 
     def reshard(self) -> None:
-        """Free the memory that the all-gather and `after_gather` allocated. May be called without `after_gather`."""
+        """Free the memory of the full parameters. May be called even if `after_gather` was not called."""
         if self.full is not None:
             self.full.free()
 
@@ -252,31 +258,32 @@ class StorageKind:
         return Storage()
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether parameters of the plain kind (stored as they are) may share a flat buffer of this kind.
+        """Return whether `small`, parameters that are stored as they are, may share a flat buffer with `own`.
 
-        They are then stored at its start, and need no separate all-gather.
+        If True is returned, `small` are stored at the start of the buffer, and need no all-gather of their own.
 
         Args:
-            small: parameters of the plain kind, of the same dtype and `requires_grad` as `own`.
-            own: the parameters of this kind.
+            small: parameters of the plain storage kind, with the dtype and `requires_grad` of `own`.
+            own: the parameters whose storage kind is this object.
         """
         return False
 
     def share(self, world: World, reduction: Reduction) -> tuple[World, Reduction]:
-        """Choose the ranks over which a flat buffer of this kind is sharded, and how its gradients are averaged.
+        """Choose how flat buffers of this storage kind are sharded: over which ranks, and how gradients are averaged.
 
         Args:
             world: all ranks.
             reduction: the way to average the gradients of a buffer that stores elements as they are (the plain kind).
 
         Returns:
-            (the ranks that share the buffer, the way to average its gradients); by default the two arguments.
+            (the ranks over which the buffer is sharded, the way to average its gradients). By default, these are the
+            two arguments.
         """
         return world, reduction
 
     @property
     def parameter_class(self) -> type[DistributedParameter] | None:
-        """The class of sharded parameters that are stored in this way, or None for DistributedParameter itself."""
+        """The class of the local parameters in flat buffers of this kind, or None for DistributedParameter itself."""
         return None
 
 

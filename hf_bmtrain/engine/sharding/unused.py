@@ -15,7 +15,7 @@ class UnusedParameters:
     then every rank has started the reduction, so a rank without a post used all parameters.
 
     Attributes:
-        sent: the number of reductions that were started so far. The owner increments it.
+        sent: the number of reductions of the flat buffer that were started so far. GradientBuffer increments it.
     """
 
     def __init__(self, control: ObjectComm, number: int) -> None:

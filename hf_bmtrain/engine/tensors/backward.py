@@ -64,5 +64,5 @@ def _ask_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     return backward_with_local
 
 
-if torch.__version__ < "2.11":  # older versions look for `__torch_function__` on `tensors`, but not on `inputs`
+if torch.__version__ < "2.11":  # older versions ignore `__torch_function__` of the argument `inputs`
     torch.autograd.backward = _ask_inputs(torch.autograd.backward)

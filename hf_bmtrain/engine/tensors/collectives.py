@@ -18,16 +18,18 @@ _NAMES = (
     "all_gather_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single",
     "all_to_all", "send", "recv",
 )  # fmt: skip
-"""The functions to replace. `isend` and `irecv` are left out: `P2POp` compares its argument with these two functions,
-which a script may have imported before they are replaced."""
+"""The functions of torch.distributed to replace. `isend` and `irecv` are left out: `P2POp` compares its argument with
+these two functions, which a script may have imported before they are replaced."""
 
 
 def override_collectives(kinds: tuple[type, ...]) -> None:
-    """Make the collectives in `_NAMES` call `__torch_function__` when they are given tensors of the classes `kinds`.
+    """Make the functions of torch.distributed in `_NAMES` call `__torch_function__` of tensors of the classes `kinds`.
 
-    Otherwise a collective would communicate the memory of a sharded tensor, which holds different elements on each
-    rank. Nothing changes for other tensors, or for functions that call `__torch_function__` already. A module that
-    imported a function by name before this call keeps the original function.
+    Without this, `all_reduce` of a sharded tensor, for example, would add up the ranks' memory, in which each rank has
+    different elements of the full tensor. Nothing changes for other tensors, or for functions that call
+    `__torch_function__` already. A module that imported a function by name before this call keeps the original one.
+
+    kinds: the classes of sharded tensors, and of views of their full copies.
     """
     for name in _NAMES:
         function: Any = getattr(distributed_c10d, name)

@@ -41,7 +41,7 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _join(run: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a list with one 1-D view of all tensors of `run`, each of which begins where the previous one ends.
+    """Join the tensors of `run`, which follow one another in memory, into one 1-D view. Return it in a list.
 
     Returns `run` itself if its tensors belong to different allocations, which are adjacent by chance.
     """

@@ -29,7 +29,7 @@ class SegmentNorms:
         communicator: does the all-reduce.
         squares: (k,) float64, the squared norms of the k segments on this rank, if they were already computed;
             otherwise None.
-        version: the shard's version counter when they were computed.
+        version: the shard's version counter when `squares` were computed.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ def _is_local(value: Any) -> bool:
 def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
     """Return the norm of order `order` of each of `pieces` over all ranks. Collective: every rank must call it.
 
-    `SegmentNorms` computes and caches the 2-norms of gradients that a backward has stored in `.grad`. All other norms
-    are computed here, with one all-reduce.
+    The 2-norms of gradients that a backward has stored in `.grad` are computed for whole flat buffers, and cached. All
+    other norms are computed with one more all-reduce, and not cached.
 
     pieces: sharded tensors.
     order: a number greater than 0, or inf.

@@ -55,10 +55,9 @@ class ShardBase:
     Attributes:
         placement: which elements of the full tensor each rank stores.
         is_parameter: whether the tensor is a parameter, so that autograd records the functions that are called on it.
-        in_memory: whether the elements are in the tensor's memory. False for a subclass that computes them when a
-            function reads them. If a function gets several sharded tensors, the `__torch_function__` of this subclass
-            runs first, and replaces its tensors by tensors with values.
-        grad_now: the same tensor as `.grad`, as an attribute of Python, because torch's `.grad` is slow to read.
+        in_memory: whether the tensor's memory contains the elements as they are. False for quantized parameters: their
+            own `__torch_function__` passes unquantized tensors to functions that read elements.
+        grad_now: the same tensor as `.grad`, kept in a Python attribute, because torch's own `.grad` is slow to read.
     """
 
     placement: Placement
@@ -298,12 +297,14 @@ class CopySource:
         return shares_storage(view, self._copy)
 
     def pass_on(self, view: torch.Tensor | None) -> str | None:
-        """Write this rank's elements of the full copy to the sharded tensor, after a view of the copy was written.
+        """Copy this rank's elements of the full copy to the sharded tensor, after a view of the full copy was written.
 
-        If the sharded tensor has changed since the copy was made, only the elements of `view` are written to it; if
-        `view` is None, nothing is written, and the reason is returned. In all other cases, None is returned.
+        If the sharded tensor has changed since the full copy was made, only the elements of `view` are copied.
 
         view: the view that was written, if all of its elements were overwritten without being read; otherwise None.
+
+        Returns:
+            None, or the reason why nothing was copied: the sharded tensor has changed, and `view` is None.
         """
         sharded, part = self._sharded, self._sharded.placement.cut(self._copy)
         sharded.settle()
@@ -322,11 +323,15 @@ class CopySource:
 def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
     """Copy what was written to temporary full copies back to their sharded tensors.
 
-    Returns None, or the reason if this failed, for example because a sharded tensor has changed since it was copied.
+    If a sharded tensor has changed since it was copied, only the elements of `view` are copied back to it.
 
     sources: the sharded tensors, each with its full copy.
-    view: the view of one of these copies that was written, if all of its elements were overwritten without being read;
+    view: the written view of one of these copies, if the write replaced all elements of the view without reading them;
         otherwise None.
+
+    Returns:
+        None, or the reason why the copy was not possible: a sharded tensor has changed, and it is not known which
+        elements were written.
     """
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)
@@ -424,7 +429,10 @@ class _Call:
     # -- functions of this rank's elements ------------------------------------------------------------------------
 
     def _local(self, first: Any) -> Any:
-        """Apply the function to this rank's elements of `first`, its first argument, and return a sharded tensor."""
+        """Call the torch function `func` on this rank's elements of `first`, its first argument.
+
+        Returns a sharded tensor.
+        """
         first.settle()
         with WithoutTorchFunction():
             result = self.func(*self.args, **self.kwargs)
@@ -443,7 +451,9 @@ class _Call:
     def _draw(self, first: Any) -> Any:
         """Apply a random function such as `normal_`, and keep this rank's elements of the result.
 
-        Each rank draws the elements of the full tensor `first`, so that the result is that of a single process.
+        Each rank draws all elements of the full tensor, so that the result is the same as with a single process.
+
+        first: the first argument, a sharded tensor.
         """
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
@@ -498,7 +508,7 @@ class _Call:
         return written
 
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
-        """Apply an in-place function that writes to a plain tensor and reads sharded ones, as `plain.add_(sharded)`.
+        """Apply an in-place function to a plain tensor and sharded ones, as in `plain.add_(sharded)`.
 
         The plain tensor has either the full shape or as many elements as this rank stores.
 
@@ -509,8 +519,8 @@ class _Call:
         """
         if target.shape != like.shape or target.shape == like.full_shape:
             return self._on_full()
-        # On a rank that stores all elements of a vector, both shapes are equal, so this rank has gathered the vector in
-        # `_on_full`. Gather it here, too, so that all ranks issue the same collectives.
+        # A rank that stores a whole vector finds that `target` has the full shape, so it gathers the vector, in
+        # `_on_full`. Gather vectors here, too, because all ranks must issue the same collectives.
         if len(like.full_shape) < 2:
             barrier_outside(f"{self.name} of a sharded tensor")
             for key, each in {id(each): each for each in self.slices}.items():
@@ -561,20 +571,21 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
-        """Return the tensors to pass instead of `members`, so that a function of lists acts on this rank's elements.
+        """Do the work of `_aligned` for functions that write to plain tensors, such as `_foreach_add_(plain, sharded)`.
 
-        `_aligned` calls this for functions that write to plain tensors, such as `_foreach_add_(plain, sharded)`.
-        Returns None if the function must act on full tensors instead.
+        Returns the tensors to pass instead of `members`, so that the function acts on this rank's elements. Returns
+        None if it must act on full tensors. Collective if the sharded tensors have fewer than two dimensions.
 
-        members: the items at one position of all lists. The first is the plain tensor, and another one is sharded.
+        members: the arguments at the same position of each list, for example (plain[i], sharded[i]). The function
+            writes to the first, which is a plain tensor.
         like: the first sharded tensor of `members`.
-        operands: for each of `members`, the tensor with this rank's elements, or None. This list is modified.
+        operands: for each of `members`, a tensor with this rank's elements, or None if there is none. Changed in place.
         """
         target = members[0]
         if target.shape not in (like.shape, like.full_shape):
             _refuse_plain_target(self.name, target, like)
-        # On a rank that stores all elements of a vector, these have the full shape, so `target` seems to have it, too.
-        # Gather vectors in any case, so that all ranks issue the same collectives.
+        # `target` has as many elements as this rank stores, or the full shape. A rank that stores a whole vector cannot
+        # tell which, and other ranks can. So gather vectors in both cases: all ranks must issue the same collectives.
         if len(like.full_shape) < 2 and current_world().size > 1:
             barrier_outside(f"{self.name} of a sharded tensor")
             for number, each in enumerate(members):
@@ -588,12 +599,13 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
-        """Convert the results of a function of lists to sharded tensors, at the positions where an operand is sharded.
+        """Return the result of a function of lists, such as `torch._foreach_add`, with sharded tensors in it.
 
-        If the function works in place, return its first list instead. Return a result that is not a list unchanged.
+        The item at one position of the result becomes a sharded tensor if one of `lists` has a sharded tensor at this
+        position. An in-place function returns its first list. A result that is not a list is returned unchanged.
 
         lists: the lists that were passed to the function.
-        result: what it returned for this rank's elements.
+        result: the result that the function had for this rank's elements.
         """
         if not isinstance(result, (list, tuple)):
             return result
@@ -656,10 +668,10 @@ class _Call:
         return replace_tensors(lambda each: written.get(id(each), _read_only(each, copies, sources)), result)
 
     def _declared_writes(self) -> set[int] | None:
-        """Return the ids of the tensors that an operator of torch.ops declares to modify; None for other functions.
+        """Return the ids of the tensors that the schema of an operator of torch.ops declares to be modified.
 
-        Version counters are not enough for operators of other libraries, which may modify tensors by their own kernels
-        or through `.data`.
+        Returns None for all other functions. Version counters would not show all writes of these operators, because
+        operators of other libraries may write by their own kernels or through `.data`.
         """
         schema = schema_of(self.func)
         if schema is None:
@@ -686,7 +698,10 @@ class _Call:
                         ) from error
 
     def _write_back(self, target: Any, full: torch.Tensor) -> None:
-        """Copy this rank's elements of `full`, which the function has modified, to the sharded tensor `target`."""
+        """Copy this rank's elements of `full` to the sharded tensor `target`.
+
+        full: the full copy of `target` on which the torch function was called, and which it has modified.
+        """
         with WithoutTorchFunction():
             if self.full and target.requires_grad:
                 raise RuntimeError(
@@ -704,9 +719,10 @@ class _Call:
 
 
 def barrier_outside(occasion: str) -> None:
-    """Wait until every rank calls this, unless a forward or backward is running. Collective: every rank must call it.
+    """Wait until every rank calls this. Does nothing while a forward or backward runs.
 
-    A rank that does not call it causes an error, which names the rank and the occasion, instead of a deadlock.
+    Collective: every rank must call it. If a rank does not, an error names that rank and `occasion`, instead of a
+    deadlock.
 
     occasion: the operation that the ranks are about to start.
     """
@@ -722,9 +738,9 @@ SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # 
 class Address:
     """The result of `data_ptr()` of a sharded tensor, if there are several ranks.
 
-    It can be compared and hashed, which code that looks for tied tensors does, but it is not a number. Arithmetic with
-    it raises RuntimeError: code that combines the address with `numel()`, the number of elements of the full tensor,
-    would access memory beyond this rank's elements.
+    It can be compared and hashed, so that code can look for tied tensors, but it is not a number. Arithmetic with it
+    raises RuntimeError: code that combines the address with `numel()`, the number of elements of the full tensor, would
+    access memory beyond this rank's elements.
     """
 
     __slots__ = ("_key", "_told")

@@ -280,7 +280,7 @@ class LoadedState:
         self._groups = []
         for saved, mine in zip(groups, optimizer.param_groups):
             own = {"params": [next(counts) for _ in mine["params"]]}
-            if "param_names" in mine:  # not the saved names, because their order may differ from that of "params"
+            if "param_names" in mine:  # keep these names, because the saved names may be in another order
                 own["param_names"] = mine["param_names"]
             settings = {key: value for key, value in saved.items() if key != "param_names"}
             self._groups.append({**settings, **own})

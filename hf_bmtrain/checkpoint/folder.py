@@ -56,7 +56,7 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
         return held
     file = open(root / _LOCK, "a+")
     try:
-        # Not flock: forked workers would inherit that lock, and keep it after this process is killed.
+        # Do not use flock: forked workers would inherit that lock, and keep it after this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         file.seek(0)

@@ -37,7 +37,7 @@ class HostMemory:
         The next call may return the same memory. Raises RuntimeError if there is too little host memory.
         """
         if len(self._memory) < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory first
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory before allocating more
             self._memory = pinned_bytes(nbytes, device, "copies of the values to save")
         return self._memory[:nbytes]
 
@@ -121,7 +121,7 @@ class Snapshot:
         """Let optimizer steps continue, because all tensors have been copied or written.
 
         If torch's version counters show that a tensor was changed since the construction of this object, raise
-        RuntimeError instead. Optimizer steps then wait until `write` ends.
+        RuntimeError, and let optimizer steps wait until `write` ends.
         """
         changed = [part.values._version for part in self._parts] != self._versions
         self._parts = []

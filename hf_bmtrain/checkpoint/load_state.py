@@ -238,9 +238,10 @@ class _Loading:
                     )
 
     def facts(self) -> dict[str, Any]:
-        """Return the arguments, and the checkpoint's files and checksums, which must be equal on all ranks.
+        """Return values that must be equal on all ranks, as {description: value}.
 
-        The ranks compare these values before they read any tensor.
+        These are arguments of `load_state`, the checkpoint's step, and the checksums of its files. The ranks compare
+        them before they read any tensor.
         """
         number = len(optimizers_of(self._optimizer))
         facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}

@@ -132,7 +132,7 @@ def _put(
     """Replace a model's parameters and buffers by the values in `state`. Tied tensors stay tied.
 
     The new parameters are `SourcedParameter`s, which refer to the memory-mapped files or contain only this rank's share
-    of the values. They are replaced when the model is sharded.
+    of the values. Sharding the model replaces them by local parameters.
 
     parameters: the model's parameters, as {id(tensor): (tensor, all its names in the state dict)}.
     buffers: its persistent buffers, in the same form.

@@ -91,7 +91,7 @@ def save_state(
             step waits for the copies. Do not change weights in any other way before `SavingState.wait`. The first call
             allocates host memory for this rank's values (page-locked if there is a GPU); later calls reuse it. Errors
             are raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
-        name: the name of the checkpoint's folder, instead of checkpoint-`step`.
+        name: the name of the checkpoint's folder. None uses checkpoint-`step`.
         add: a function that is called on every rank with an empty folder. Files that it writes there become part of the
             checkpoint. If several ranks write files with the same name, the file of the lowest rank is saved.
 
@@ -412,7 +412,7 @@ class _Job:
     def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
         """Move the files that the user's function `add` has written on `rank` into the checkpoint.
 
-        If the checkpoint already has a file with the same name, the new one is deleted instead.
+        If the checkpoint already has a file with the same name, that file stays, and the one from `rank` is deleted.
 
         rank: the rank that has written the files.
         chunks: the checksums of the checkpoint's files, by file name. Those of the moved files are added, except for
@@ -520,7 +520,7 @@ def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
-            if name == "config":  # as the model's save_pretrained also does
+            if name == "config":  # set what the model's save_pretrained would set
                 config.architectures = [type(model).__name__]
                 config.dtype = getattr(model, "dtype", None)
             config.save_pretrained(folder)
@@ -596,7 +596,7 @@ def _posts(world: World, job: _Job) -> Agree:
 def _look(world: World, key: str, rank: int) -> str:
     """Wait for the text that a rank stores under `key` in the launcher's key-value store, and return it.
 
-    After `_SECONDS` (half an hour), return instead a text which says that the rank has not finished.
+    If there is no text after `_SECONDS` (half an hour), return a message that the rank has not finished.
 
     rank: the rank that stores the text.
     """

@@ -127,8 +127,8 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     """Restore this rank's random generators from `state`, the contents of the checkpoint's file `state.pt`.
 
-    If the checkpoint was saved by another number of ranks, the generators are seeded instead with a number that is
-    derived from rank 0's saved generator and `step`, the step of the checkpoint.
+    If the checkpoint was saved by another number of ranks, seed the generators with a number that is derived from rank
+    0's saved generator and `step`, the step of the checkpoint.
     """
     ranks = state["ranks"]
     if len(ranks) == world.size:

@@ -56,7 +56,7 @@ class Saving:
         """Block until the file is complete and renamed into place.
 
         Raises:
-            RuntimeError: on rank 0, if the file could not be written. An earlier file with this name is not changed.
+            RuntimeError: on rank 0, if the file could not be written. If the file existed before, it is not changed.
         """
         if self._thread.ident is not None:
             self._thread.join()
@@ -77,7 +77,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     Args:
         model: a model with or without sharded parameters.
         file_name: the file to write. If the name ends in `.safetensors`, the file has that format, and contains tied
-            weights once. Otherwise it is a state dict that `torch.load(weights_only=True)` can read.
+            weights once. With any other name, it is a state dict that `torch.load(weights_only=True)` can read.
         non_blocking: return as soon as the values are in host memory on rank 0, and let a thread write the file. Call
             `Saving.wait` before saving to the same file again.
 
@@ -85,7 +85,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
         A `Saving` if `non_blocking`, otherwise None.
 
     Raises:
-        RuntimeError: on every rank, if the file cannot be written. An earlier file with this name is not changed.
+        RuntimeError: on every rank, if the file cannot be written. If `file_name` existed before, it is not changed.
 
     Example::
 
@@ -120,8 +120,8 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
     Args:
         model: the model whose parameters and buffers are overwritten.
-        file_name: a file, a folder with Hugging Face weights, or the `.index.json` in it. Tensors must have their
-            names in the model's state dict; for tied weights, one of the names is enough.
+        file_name: a file, a folder with Hugging Face weights, or the `.index.json` in it. The tensors must have
+            the names of the model's state dict. A tied weight needs only one of its names.
         strict: whether the file must contain exactly the names of the model's state dict.
 
     Returns:

@@ -123,7 +123,7 @@ def enter_backward(
             added to them are treated as outputs.
 
     Returns:
-        The outputs with the tensors replaced, and whether any tensor requires a gradient. If not, `before` is never
+        The outputs with the tensors replaced, and whether any tensor was replaced. If none was, `before` is never
         called.
 
     Raises:
@@ -144,8 +144,9 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 
     The hooks call it once per backward, at the first gradient of an output. Unlike `enter_backward`, this does not
     replace the outputs, so a user's hook or `retain_grad()` on a hidden state that the model returns sees the complete
-    gradient. `enter_backward` is used instead while torch.compile traces the model, if an object in the outputs cannot
-    be searched for tensors, or if an output is a leaf, on which the hooks would stay registered.
+    gradient. In three cases, this function calls `enter_backward` after all: while torch.compile traces the model, if
+    an object in the outputs cannot be searched for tensors, or if an output is a leaf, on which hooks would stay
+    registered.
 
     Args:
         before: the function to call.
@@ -174,9 +175,9 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> Any:
     """Return `outputs` with their floating-point tensors replaced by ones that require a gradient.
 
-    The backward of these tensors computes nothing, and only calls `before(token)`. This lets a rank take part in the
-    backward of the other ranks if none of its own outputs requires a gradient. Otherwise, torch would raise an error
-    when backward is called on this rank.
+    The backward of these tensors computes nothing, and only calls `before(token)`. If no output of a rank requires a
+    gradient, but outputs of other ranks do, this lets the rank take part in their backward. Without it, torch would
+    raise an error when backward is called on this rank.
 
     Args:
         before: the function to call.
@@ -291,7 +292,7 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -
     """Append to `found` the tensors that require a gradient, in `values` and in plain tuples nested in them.
 
     Objects of other types that may contain tensors (such as lists, dicts and named tuples) are not searched, but
-    appended to `opened`. If there are any, the caller uses `tensors_in` instead, which is slower.
+    appended to `opened`. If there are any, the caller searches again with `tensors_in`, which is slower.
     """
     for value in values:
         kind = type(value)

@@ -87,7 +87,7 @@ class CheckpointBlock(ShardedModule):
         state = self._bmt
         if not state.compiled:
             state.eager_forward = state.own_forward
-        # The graph that recomputes itself must contain the whole forward, or torch's checkpoint would run eagerly.
+        # A graph with its own recomputation must contain the whole forward, or torch's checkpoint would run uncompiled.
         recomputed = functools.partial(torch.compile, *args, **{**kwargs, "fullgraph": True})
         if state.own_forward is not None:
             state.graphs = RecomputedGraphs(state.own_forward, None, recomputed)
@@ -170,9 +170,9 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 def weak_method(method: Callable) -> Callable:
     """Return a function that calls the bound method `method` without keeping its object alive.
 
-    If `method` is another callable, return it unchanged. Use the result if a module stores one of its own methods. The
-    bound method itself would form a reference cycle, which would keep a deleted model in memory until the next garbage
-    collection.
+    A module that stores one of its own methods should store the returned function. The bound method itself would form a
+    reference cycle, which would keep a deleted model in memory until the next garbage collection. A `method` that is
+    not a bound method is returned unchanged.
     """
     if not inspect.ismethod(method):
         return method
@@ -284,7 +284,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
     def forward(
         self, *args: Any, batch_related: Iterable[int] = (), return_hidden_states: bool = False, **kwargs: Any
     ) -> Any:
-        """Pass hidden states through all blocks, and return what TransformerBlockList returns.
+        """Pass hidden states through all blocks. Return the same as the forward of TransformerBlockList.
 
         Args:
             *args: `num_hidden` hidden states, then further arguments, which are passed to every block.

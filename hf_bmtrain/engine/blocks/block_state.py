@@ -56,7 +56,7 @@ class BlockState:
             compiled one. None calls the class's forward.
         compiled: whether the forward is compiled.
         eager_forward: the value of `own_forward` before the forward was compiled.
-        graphs: the compiled forwards that recompute themselves in backward. None if the forward is not compiled.
+        graphs: compiles the forward together with its recomputation in backward. None if the forward is not compiled.
         lists_as_tuples: whether a list that the layer returns is converted to a tuple.
         pending: the number of forwards whose backward has not run yet. If a block is called several times, its
             gradients are reduced once, after the last of these backwards.
@@ -78,9 +78,9 @@ class BlockState:
     lists_as_tuples: bool = False
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
-    _entered: bool = field(default=False, init=False)  # backward reached the block and has not reduced its gradients
+    _entered: bool = field(default=False, init=False)  # backward reached the block, but has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
-    # Which outputs the compiled graph keeps of the last training forward, or None if the graph does not recompute it.
+    # Selects the outputs that the graph keeps of the last training forward. None if the graph does not recompute it.
     _kept: Keeps | None = field(default=None, init=False)
 
     @property
@@ -201,24 +201,26 @@ class BlockState:
             def run_on(*values):
                 return run(*values[:count], **dict(zip(names, values[count:])))
 
-            with saving:  # keyword arguments become positional, because torch's checkpoint saves only those
+            with saving:  # all arguments become positional, because torch's checkpoint saves no keyword arguments
                 return checkpoint(run_on, *args, *kwargs.values(), use_reentrant=False)
 
     def _kept_in_graph(self, args: tuple, kwargs: dict) -> Keeps | None:
         """Decide whether the compiled graph or torch's checkpoint recomputes the forward that is starting.
 
-        Returns, for the graph, a function that tells which operators' outputs it keeps. Returns None for the
-        checkpoint, which is used if the block is not compiled, if its inputs are kept in host memory, or if `recompute`
-        decides so. It is also used if layers issue collectives in their forwards, because the graph could recompute
-        these in another order on another rank, and if the forward changes buffers, because the graph would recompute
-        with the changed values.
+        Returns None for torch's checkpoint, and for the graph a function that tells which operators' outputs the graph
+        keeps. The checkpoint is used
+
+        * if the block is not compiled, or if its inputs are kept in host memory.
+        * if layers issue collectives in their forwards: the graph of each rank could recompute them in another order.
+        * if the forward changes buffers, or may do so: the graph would recompute with the changed values.
+        * if the block's Recompute object decides so.
 
         args, kwargs: the arguments of the forward.
         """
         if self.graphs is None or self.inputs is not None or self.schedule.collective_layers:
             return None
         # If it is not known yet whether forwards change buffers (None), let torch's checkpoint recompute this forward.
-        # `Replay.record` then finds out.
+        # `Replay.record` then finds out whether they do.
         changes = self.replay.changes_buffers()
         if changes is not False:
             if changes:
@@ -227,7 +229,7 @@ class BlockState:
         return self.recompute.kept_in_graph(args, kwargs, self.pending)
 
     def _forward_in_graph(self, keeps: Keeps, args: tuple, kwargs: dict) -> Any:
-        """Run the compiled forward that recomputes itself in backward, and return its outputs.
+        """Run the layer's compiled forward, whose backward includes the recomputation, and return its outputs.
 
         keeps: tells which operators' outputs backward does not recompute.
         args, kwargs: the arguments of the forward.
@@ -249,9 +251,9 @@ class BlockState:
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the forward again, because an activation checkpoint around this block (not its own) recomputes it.
 
-        Unshard the block if necessary, because its backward may not have started yet. Autograd must save the same
-        tensors as in the first forward. So if that ran under the block's own checkpoint, or in a graph that recomputes
-        itself, the recomputation does so too.
+        Unshard the block if necessary, because its backward may not have started yet. If the first forward ran under
+        the block's own checkpoint, or in a compiled graph with its own recomputation, run this one in the same way,
+        because autograd must save the same tensors again.
 
         layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the recomputation.
@@ -333,10 +335,10 @@ class BlockState:
         self.schedule.make_room()
 
     def after_backward(self) -> None:
-        """Set the layer's parameters to the sharded ones again. Called when the gradients of the block's inputs exist.
+        """Set the layer's parameters to the sharded ones again, now that the gradients of the block's inputs exist.
 
-        If the block was called several times in forward, this happens several times. The last time, also start to
-        reduce the gradients, and reshard the block.
+        Collective: every rank must call it. If the block was called several times in forward, autograd calls this
+        method as often. Only the last time, it starts to reduce the gradients, and reshards the block.
         """
         self.show_local()
         if self.pending > 0:
@@ -348,11 +350,11 @@ class BlockState:
         self.reshard()
 
     def finish_backward(self) -> None:
-        """Reduce and reshard the block at the end of the whole backward, if `after_backward` has not done so.
+        """Reduce the block's gradients and reshard it at the end of backward, if `after_backward` has not done so.
 
-        Collective: every rank must call it. Autograd does not call `after_backward` if no input of the block requires a
-        gradient. If autograd calls it for only some of the block's forwards, `after_backward` does not reduce either,
-        because the backwards of the other forwards could still follow.
+        Collective: every rank must call it. There are two such cases. If no input of the block requires a gradient,
+        autograd does not call `after_backward`. If backward has reached only some of the block's forwards,
+        `after_backward` was still waiting for the others.
         """
         if self._open:
             self.show_local()
@@ -381,7 +383,7 @@ class BlockState:
             buffer.gradient.discard()
 
     def _reduce(self) -> None:
-        # Do not let this depend on which parameters have gradients, because these may differ between ranks, and the
-        # reduction is collective.
+        # Reduce even if no parameter has a gradient on this rank: another rank may have gradients, and the reduction is
+        # collective.
         self._entered = False
         self.schedule.send([buffer.gradient for buffer in self.buffers if buffer.gradient.trainable])

@@ -30,7 +30,7 @@ forwards, in which parameters are all-gathered when they are read."""
 def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
     """Return a model's `outputs` with views of root parameters (those outside blocks) replaced by copies.
 
-    Otherwise these outputs would become invalid when the full parameters are freed after the forward.
+    The views would become invalid when the full parameters are freed after the forward.
 
     forward_pass: the forward that computed `outputs`. It knows which root parameters were read.
     """

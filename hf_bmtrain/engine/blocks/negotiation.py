@@ -25,8 +25,8 @@ FORWARD, EVALUATION, BACKWARD = (
 Each request for a collective writes the entry of its pass. So the ranks notice if one of them is in a forward and
 another in a backward.
 """
-_UNITS = 1 << 30  # more than there are blocks and root buffers (of parameters outside blocks)
-_STRIDE = 1 << 20  # more than there are buffers in one block
+_UNITS = 1 << 30  # an upper bound of the number of blocks and root buffers (of parameters outside blocks)
+_STRIDE = 1 << 20  # an upper bound of the number of buffers in one block
 _SPACE = _UNITS * _STRIDE
 _END = 6 * _SPACE
 
@@ -51,10 +51,10 @@ class Negotiation:
     """Lets ranks that may enter different blocks agree on each next collective of a forward or backward.
 
     Each collective has a number. Every rank requests the number of the collective that it needs next, and all ranks
-    issue the collective with the smallest requested number. Ranks that requested another number discard the result of
-    an all-gather. In a reduction, they send the gradients that they have computed so far, or zeros. Then they repeat
-    their request. A rank that has reached the end of its forward or backward takes part in this way until all ranks
-    have.
+    issue the collective with the smallest requested number. Ranks that requested another number take part too: they
+    discard the result of an all-gather, and send to a reduction the gradients that they have computed so far, or zeros.
+    Then they repeat their request. A rank that has reached the end of its forward or backward takes part in the same
+    way until all ranks have reached it.
 
     The results do not depend on the numbers. These determine only how often a flat buffer is gathered or reduced twice
     because ranks need it at different times. (If it is reduced twice, the second mean is added to the first.)
@@ -64,7 +64,7 @@ class Negotiation:
         """Create the object by which all ranks agree on each next collective.
 
         Args:
-            control: exchanges the requests.
+            control: the communicator by which the ranks tell each other which collective they need next.
             reduce: a collective function that starts the reduction of the gradients of one block, or of one root buffer
                 (a flat buffer of parameters outside blocks).
         """
@@ -84,7 +84,8 @@ class Negotiation:
         Args:
             buffers: the model's flat buffers, in the order of its modules.
             blocks: the BlockStates of its blocks.
-            last: the BlockStates of its longest list of blocks, whose all-gathers get the highest numbers in a forward.
+            last: the BlockStates of its longest list of blocks. Their all-gathers get the highest numbers in a forward,
+                because modules that only some ranks enter (such as an image tower) usually run before this list.
         """
         owners = {buffer: block for block in blocks for buffer in block.buffers}
         units: dict[object, list[ShardedBuffer]] = {}
@@ -160,8 +161,7 @@ class Negotiation:
         """Wait until the ranks agree that the reduction of `gradients` is next. The caller must then start it.
 
         Collective: every rank must call this, `before_gather` or `finish`. Do nothing if `gradients` is empty, or if
-            the
-        ranks need not agree on the collectives of their flat buffers.
+        the ranks need not agree on the collectives of their flat buffers.
 
         gradients: the gradients of one block, or of one root buffer (of parameters outside blocks).
         """
@@ -178,7 +178,7 @@ class Negotiation:
     def gather_order(self, buffers: Sequence[ShardedBuffer]) -> int:
         """Return a sort key. With it, all ranks gather root buffers in the same order at the beginning of a backward.
 
-        buffers: one root buffer (a flat buffer of parameters outside blocks).
+        buffers: a sequence with one root buffer, that is, a flat buffer of parameters outside blocks.
         """
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 

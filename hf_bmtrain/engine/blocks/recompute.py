@@ -1,4 +1,4 @@
-"""Interfaces that decide which forwards of a block are recomputed, how, and where the inputs are kept until then."""
+"""Interfaces for recomputing forwards in backward: which forwards, with which state, and where inputs are kept."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class Recompute:
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether backward will recompute the training forward that is about to start.
 
-        Called before the block's all-gather. If layers issue collectives in their own forwards, the result must be the
-        same on all ranks. Otherwise it may differ between ranks, because it does not change which collectives they
-        issue.
+        Called before the block's all-gather. If layers issue collectives in their own forwards, which a recomputation
+        repeats, the result must be the same on all ranks.
 
         If a checkpoint encloses the block, the result must be the same for all calls of the block inside the
         checkpoint, because only the last result is remembered.
@@ -80,6 +79,8 @@ class Recompute:
 
     def backward_begins(self, recomputed: bool) -> None:
         """Called when the block's backward starts, and once more if a recomputation of the forward starts.
+
+        A subclass can measure the device's memory at these moments. The base class does nothing.
 
         Args:
             recomputed: whether a recomputation starts.
@@ -139,8 +140,8 @@ class InputStore(Protocol):
 class LayerFeatures(Protocol):
     """Creates, for each new block, the objects that decide when and how its forward is recomputed in backward.
 
-    The engine takes this object from `World.layer_features`, so that it need not import the code of features such as
-    the offloading of activations, which define the classes of these objects.
+    The code in `engine` takes this object from `World.layer_features`, so that it need not import the code of features
+    such as the offloading of activations, which define the classes of these objects.
     """
 
     def check(self, use_checkpoint: object) -> None:

@@ -1,8 +1,9 @@
-"""Compiled forwards of blocks that are recomputed in backward by the compiled graph.
+"""Compile the forward of a block together with its recomputation in backward.
 
 If torch's checkpoint calls a compiled forward, backward recomputes the whole forward. Here, torch.compile traces the
-checkpoint instead, so that the compiled backward recomputes only what the gradients need. It leaves out, for example,
-the last linear layer of a transformer layer, which has a third of the layer's weights in GPT-2 and a quarter in Llama.
+checkpoint too, so that the compiled backward recomputes only what the gradients need. For example, it need not
+recompute the last linear layer of a transformer layer, which has a third of the layer's weights in GPT-2 and a quarter
+in Llama.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from .recompute import Keeps, keep_nothing
 
 
 class RecomputedGraphs:
-    """The compiled forwards of one block that recompute themselves in backward.
+    """Compiles the forward of one block together with its recomputation in backward.
+
+    `run` calls torch.compile once for each value of `keeps`, the function that selects the outputs kept for backward.
 
     Args:
         forward: the function to compile: the `forward` of the layer's class, or one that was set on the instance.
@@ -80,7 +83,10 @@ class _Source:
 
 
 def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
-    """Return `forward` inside torch's checkpoint, which recomputes everything but the outputs that `keeps` selects."""
+    """Return a `_Source`, that is, a function for torch.compile, that runs `forward` inside torch's checkpoint.
+
+    keeps: selects the operators whose outputs are kept. Backward recomputes the outputs of all others.
+    """
 
     def policy(_, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if keeps(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -92,7 +98,7 @@ def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
 
-    # Copy the code object, because torch.compile caches graphs by code object and limits the number of graphs of each.
+    # Copy the code object, because torch.compile caches graphs by code object and limits the number of graphs for each.
     return _Source(types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__))
 
 

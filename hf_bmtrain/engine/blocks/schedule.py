@@ -30,7 +30,8 @@ _log = logging.getLogger("hf_bmtrain")
 class BackwardParticipant(Protocol):
     """A block, or a flat buffer of root parameters (those outside blocks), that takes part in a backward.
 
-    At the end of the backward, the schedule calls all its participants, in the same order on every rank.
+    At the end of the backward, the schedule calls `finish_backward` of all participants, in the same order on every
+    rank.
 
     Attributes:
         buffers: the flat buffers whose gradients the participant reduces.
@@ -53,11 +54,11 @@ class ForwardPass:
     """One forward of the outermost sharded module. It records what the backward of this forward needs.
 
     A block may be called while the backward runs. If it is in `blocks`, the call is a recomputation by a checkpoint
-    around the block. Otherwise the call is a new forward, which has its own backward.
+    around the block. If it is not, the call is a new forward, which has its own backward.
 
     Attributes:
         readers: {OnDemandGather: unwatched}. Each OnDemandGather all-gathers one flat buffer of root parameters (those
-            outside blocks) that the forward has read. `unwatched` is set by `end`: whether this buffer must stay
+            outside blocks) that the forward has read. After `end`, `unwatched` is whether this buffer must stay
             unsharded during the whole backward.
         blocks: the blocks that this forward called and of which an output requires a gradient.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
@@ -95,13 +96,16 @@ class ForwardPass:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a root parameter (one outside blocks) that this forward has read.
 
-        If it is, it becomes invalid when the full parameter is freed. Parameters that were read only by modules without
+        Such a view becomes invalid when the full parameter is freed. Parameters that were read only by modules without
         children (inside `on_demand.watch`) do not count.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
     def reshard(self) -> None:
-        """Free the full root parameters (those outside blocks) that were read. Called if no backward will follow."""
+        """Free the full root parameters that this forward has read. Called if no backward will follow.
+
+        Root parameters are those outside blocks.
+        """
         for reader in self.readers:
             reader.reshard()
 
@@ -146,7 +150,7 @@ class Schedule:
         shards: allocates and all-gathers shards.
         blocks: averages the gradients of blocks (sharded transformer layers) over the ranks.
         outside: averages the gradients of root parameters (those outside blocks) over the ranks.
-        inside: the context that every forward of a layer or model enters, also a recomputation. Its `depth` is the
+        inside: the context that every forward of a layer or model enters, recomputations included. Its `depth` is the
             current number of nested forwards.
         observers: the objects to call at events of training, on this rank.
         negotiation: makes the ranks agree on each collective of models in which they may enter different blocks.
@@ -300,7 +304,10 @@ class Schedule:
                     reader.reshard()
 
     def add_reader(self, reader: OnDemandGather) -> None:
-        """Register in the running forward pass that it reads root parameters (outside blocks) that `reader` gathers."""
+        """Register that the running forward pass reads the root parameters (outside blocks) that `reader` all-gathers.
+
+        So the schedule knows which parameters to reshard after this forward, and to prepare for its backward.
+        """
         if self._pass is not None:
             self._pass.readers[reader] = True
 
@@ -344,8 +351,8 @@ class Schedule:
         """Reshard the blocks that were left unsharded or prefetched earlier, except `block` and `prefetched`.
 
         block: the block whose forward or backward starts now, or None.
-        prefetched: the block that the caller will prefetch, or None. The next call reshards it, unless it is passed
-            again.
+        prefetched: the block that the caller will prefetch, or None. The next call reshards it, unless that
+            call gets it again as an argument.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -364,7 +371,7 @@ class Schedule:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def join_backward(self, member: BackwardParticipant) -> None:
-        """Add a participant to the running backward. At the end of the backward, `finish_backward` of each is called.
+        """Add a participant to the running backward. At its end, `finish_backward` of every participant is called.
 
         Each backward has its own participants, because a backward that runs inside another one (in a reentrant
         checkpoint) ends before the outer one.
@@ -377,7 +384,7 @@ class Schedule:
     def _enter_pass(self, forward_pass: ForwardPass) -> None:
         """Register that the running backward has reached the outputs of `forward_pass`.
 
-        Until the backward ends, `was_recorded` then returns True for the blocks that this forward pass has recorded.
+        Until this backward ends, `was_recorded` then returns True for the blocks in `forward_pass.blocks`.
         """
         task = current_graph_task()
         self._members_of(task)
@@ -437,7 +444,7 @@ class Schedule:
     def discard_failed_backward(self) -> None:
         """Clean up after a backward that raised an exception: drop its gradients and pending reductions, and reshard.
 
-        Do nothing if there was none. Such a backward is recognized by the fact that its participants are still
+        Do nothing if no backward has failed. A failed backward is recognized by its participants, which are still
         registered although no backward runs.
         """
         if not self._members or self.in_backward:
@@ -471,8 +478,9 @@ class Schedule:
     def send(self, gradients: list[GradientBuffer]) -> None:
         """Start to average the gradients of one block or one root buffer over the ranks.
 
-        Collective: every rank must call it. Earlier reductions are waited for first, as by `make_room`. If ranks may
-        enter different blocks, this rank also takes part in collectives of other ranks until this reduction is next.
+        Collective: every rank must call it. To limit the memory for gradients, wait for earlier reductions first. If
+        ranks may enter different blocks, this rank takes part in the collectives that other ranks need until all agree
+        that this reduction is next.
 
         gradients: the gradients of all trainable flat buffers of the block, or of the root buffer (a flat buffer of
             parameters outside blocks).

@@ -90,7 +90,8 @@ class ShardedModule(torch.nn.Module):
             **kwargs: as in torch.nn.Module.
 
         Raises:
-            RuntimeError: the ranks pass different parameters (then nothing is loaded), or as in torch.nn.Module.
+            RuntimeError: parameters in `state_dict` differ between the ranks (then nothing is loaded), or as in
+                torch.nn.Module.
         """
         check_full_tensors(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)
@@ -148,7 +149,7 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
 
     Call this once for each `cls`, not once for each module, because torch.compile compiles once per class. If `base` is
     a subclass of ShardedModule or OnlyWhileSharded, deep copies of a module with the returned class have the class
-    `cls` again. Otherwise they keep the returned class.
+    `cls` again. With any other `base`, they keep the returned class.
 
     Args:
         base: the class to add, which comes first in the method resolution order.
@@ -170,7 +171,7 @@ def _begins_without_dict(cls: Any) -> bool:
     """Return whether the memory layout of `cls` begins with that of a base class without `__dict__`, such as ABC.
 
     An example is `class C(ABC, nn.Module)`. `extend_class` then makes `cls` the first base of the class that it
-    creates. Otherwise, Python would not allow assigning the created class to the `__class__` of instances of `cls`.
+    creates. Only then does Python allow assigning the created class to the `__class__` of instances of `cls`.
     """
     while cls.__base__.__dictoffset__:
         cls = cls.__base__
@@ -224,17 +225,17 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # Remove only classes that exist because of sharding. Others, which are not subclasses of OnlyWhileSharded, have
-    # `_extends` (the class that was extended), too.
+    # Remove only classes that exist because of sharding. Other generated classes also have `_extends`, the class that
+    # was extended, but are not subclasses of these two.
     while "_extends" in vars(cls) and issubclass(cls, (ShardedModule, OnlyWhileSharded)):
         cls = cls._extends
     return cls
 
 
 def _is_copied_here(module: torch.nn.Module) -> bool:
-    """Return whether `_plain_copy` copies the attributes of `module` one by one when it copies a sharded model.
+    """Return whether `_plain_copy`, which copies a sharded model, copies the attributes of `module` one by one.
 
-    It does not if the module's original class defines `__deepcopy__`, which is then called.
+    It does so unless the module's original class defines `__deepcopy__`. This method is then called instead.
     """
     copies = ShardedModule.__deepcopy__
     return getattr(own_class(module), "__deepcopy__", copies) is copies

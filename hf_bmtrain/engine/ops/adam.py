@@ -111,11 +111,11 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
     Args:
         grad_scale: (1,) float32, the divisor of the gradients: the loss scale divided by the clip factor.
         found_inf: (1,) float32, nonzero if the step must be skipped.
-        hyper: (runs, 7) float64, with the columns of HYPER. The column hold_steps is the number of steps at the
+        hyper: (runs, 7) float64. HYPER names the columns. The column hold_steps is the number of steps at the
             beginning in which the learning rate is 0.
         steps: (runs,) float32, the number of steps that each run has taken. It is incremented in place unless the step
             is skipped.
-        records: (runs, 12) float32, written, with the columns of RECORD.
+        records: (runs, 12) float32, written. RECORD names the columns.
     """
     runs, device = len(hyper), records.device
     expect("grad_scale", grad_scale, (torch.float32,), (1,), device)
@@ -166,7 +166,7 @@ def adam_update(
             read too, and a negative sign of exp_avg_sq marks a residual of 32768, which is stored as -32768.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
-        weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
+        weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; None if `master` is the weight.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model. An element's position and the number of
             the step determine the random bits of stochastic rounding. Neither depends on the number of ranks, so
@@ -188,7 +188,7 @@ def adam_update(
     if not master.is_cuda:
         return update_reference(grad, master, exp_avg, exp_avg_sq, weight, record, index_base)
     tensors = [grad, master, exp_avg, exp_avg_sq] + ([] if weight is None else [weight])
-    # Aligned access is faster. It needs the same alignment of all tensors, as in buffers with the same layout.
+    # Aligned access is faster. It needs tensors that are all aligned alike, as those of buffers with the same layout.
     head, quads = _aligned_part(n, tensors)
     blocks = -(-max(quads, n - 4 * quads) // THREADS)
     kernel(chosen, "adam_update", master.device)(
@@ -197,9 +197,9 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Find the range of elements that a kernel can access in aligned groups of 4 in all tensors.
+    """Find the range of elements that a kernel can access in groups of 4, each of which is aligned in all tensors.
 
-    Return (index of its first element, number of its groups), or (0, 0) if there is no such range.
+    Returns the index of the first element and the number of groups, or (0, 0) if there is no such range.
 
     n: the number of elements of each tensor.
     """
@@ -217,9 +217,9 @@ def update_reference(
     record: Tensor,
     index_base: int = 0,
 ) -> None:
-    """Compute the same as `adam_update` with torch, on any device and with the kernel's random bits.
+    """Compute the same as `adam_update` with torch, on any device. The host waits for the device.
 
-    The host waits for the device.
+    Stochastic rounding uses the same random bits as the kernel.
 
     Args:
         grad: (n,), only read. For the dtypes of this and the other tensors, see `adam_update`.
@@ -229,7 +229,8 @@ def update_reference(
         exp_avg_sq: (n,), updated.
         weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
-        index_base: the position of element 0 among all elements of the model.
+        index_base: the position of element 0 among all elements of the model. It and the number of the step determine
+            the random bits.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])
@@ -261,8 +262,8 @@ def update_reference(
 def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
     """Round float32 to bfloat16 stochastically.
 
-    A value is rounded away from zero with a probability equal to the fraction of the bfloat16 spacing that truncation
-    would cut off.
+    A value x between two adjacent bfloat16 numbers a and b is rounded to b with probability (x - a) / (b - a), and to a
+    with the remaining probability. So the expected result is x.
 
     Args:
         x: (n,) float32. inf and NaN are not changed.

@@ -26,7 +26,7 @@ class Elements:
     Attributes:
         grad: (n,), the gradients, only read.
         master: an object with the n weights, their float32 masters (copies of full precision that the optimizer
-            updates), and the second moment. If `exp_avg` is a Moments, it does not have the second moment.
+            updates), and, unless `exp_avg` is a Moments, the second moment.
         exp_avg: the first moment, (n,), or a Moments, which has both moments in 8 bits.
         index_base: the position of element 0 among all elements of the model.
     """
@@ -38,7 +38,10 @@ class Elements:
 
     @property
     def master_and_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The arguments `master` and `weight` of `adam_update`; (weights, None) if weights are their own masters."""
+        """The arguments `master` and `weight` of `adam_update`.
+
+        Float32 weights are their own masters. For them, `master` is the weights and `weight` is None.
+        """
         stored, weight = self.master.stored, self.master.weight
         return (weight, None) if stored is None else (stored, weight)
 
@@ -130,10 +133,10 @@ class KernelSteps:
 
 
 class TorchSteps:
-    """AdamW on the CPU, with the arguments and methods of KernelSteps, which launches CUDA kernels.
+    """AdamW on the CPU, by torch's own functions. It has the same arguments and methods as KernelSteps.
 
     All optimizer state is float32. The results are identical to those of torch.optim.Adam and AdamW on the CPU, because
-    the same torch functions are called.
+    these call the same functions.
     """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
@@ -212,7 +215,7 @@ def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch
     """Return an object that makes AdamW steps on `device`.
 
     It is a KernelSteps on CUDA, and for a bfloat16 or 8-bit first moment, which torch's AdamW does not support.
-    Otherwise it is a TorchSteps.
+    In all other cases, it is a TorchSteps.
 
     Args:
         groups: for each parameter group, its number of runs. A run is a range of adjacent elements that are updated

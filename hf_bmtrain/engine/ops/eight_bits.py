@@ -6,9 +6,9 @@ The first moment m and the square root √v of the second moment are stored. A c
     m    1 sign bit, 3 exponent bits and 4 fraction bits; the smallest magnitude above 0 is 2ᴱ⁻¹⁰
     √v   3 exponent bits and 5 fraction bits; the smallest number above 0 is 2ᴱ⁻¹¹
 
-An update rounds stochastically, with the random bits of adam.py. Otherwise, changes of a moment that are less than half
-the distance between two codes would always be lost. Blocks begin at a parameter's start, and parameters are divided
-between ranks at multiples of 32 elements, so neither codes nor random bits depend on the number of ranks.
+An update rounds stochastically, with the random bits of adam.py. With rounding to nearest, changes of a moment by less
+than half the distance between two codes would always be lost. Blocks begin at a parameter's start, and parameters are
+divided between ranks at multiples of 32 elements, so neither codes nor random bits depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Moments(NamedTuple):
         return Moments(self[0][start:stop], self[1][blocks], self[2][start:stop], self[3][blocks])
 
     def read(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """Decode the moments: return the first and the second, (n,) float32 each.
+        """Decode Adam's moments. Return the first and the second moment, each (n,) float32.
 
         device: the device of the computation and the results; None uses the device of the codes.
         """
@@ -75,7 +75,7 @@ class Moments(NamedTuple):
         return torch.where(codes > 127, -exp_avg, exp_avg), root.square_()
 
     def write(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Encode new moments into the tensors of this object, rounded to nearest.
+        """Encode new values of Adam's moments, rounded to nearest, into the tensors of this object.
 
         Args:
             exp_avg: the first moment, (n,) float32 on any device.
@@ -118,8 +118,8 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
     # 2ᴱ is the largest power of two that does not exceed the block's largest magnitude. But if that magnitude exceeds
-    # the second largest number that codes can represent, 2ᴱ is the next power of two. Otherwise values above the
-    # largest number would be clamped to it, and a moment there could not grow.
+    # the second largest number that codes can represent, 2ᴱ is the next power of two. With a smaller E, values
+    # above the largest number would be clamped to it, and a moment there could not grow.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]
@@ -184,7 +184,7 @@ def adam8_update(
             the differences between float32 masters and bfloat16 weights. The largest, 32768, is stored as 32767. With
             residuals, `weight` is read too.
         moments: the moments of these elements, updated.
-        weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
+        weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; None if `master` is the weight.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model. It and the number of the step determine
             the random bits of stochastic rounding.
@@ -214,9 +214,9 @@ def adam8_update(
 def update_reference(
     grad: Tensor, master: Tensor, moments: Moments, weight: Tensor | None, record: Tensor, index_base: int = 0
 ) -> None:
-    """Compute the same as `adam8_update` with torch, on any device and with the kernel's random bits.
+    """Compute the same as `adam8_update` with torch, on any device. The host waits for the device.
 
-    The host waits for the device.
+    Stochastic rounding uses the same random bits as the kernel.
 
     Args:
         grad: (n,), only read. For the dtypes of this and the other tensors, see `adam8_update`.
@@ -225,7 +225,8 @@ def update_reference(
         moments: the moments of these elements, updated.
         weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
-        index_base: the position of element 0 among all elements of the model.
+        index_base: the position of element 0 among all elements of the model. It and the number of the step determine
+            the random bits.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])

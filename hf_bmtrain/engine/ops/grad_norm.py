@@ -15,7 +15,7 @@ from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
-BLOCKS = 528  # maximum number of thread blocks; equal on all devices, so that all add in the same order
+BLOCKS = 528  # maximum number of thread blocks; the same for all devices, so that all add in the same order
 TILE_BYTES = THREADS * 64
 PIECE = 1 << 16  # the maximum number of elements whose squares one thread block sums
 CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time
@@ -68,9 +68,10 @@ def as_real(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Segments:
-    """The boundaries of the segments of a flat tensor, for `segmented_squared_norm`.
+    """The boundaries of segments: the ranges of a flat tensor whose norms `segmented_squared_norm` computes.
 
-    Create one object for each layout and reuse it, because its first use copies tables to the device.
+    If several flat tensors have the same boundaries, reuse the object, because its first use copies tables to the
+    device.
 
     Args:
         offsets: k + 1 non-decreasing integers. Segment s is flat[offsets[s]:offsets[s + 1]], and may be empty.
@@ -85,7 +86,7 @@ class Segments:
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Three tensors that tell the CUDA kernels how the segments are divided into chunks of at most PIECE elements.
+        """Three tensors that tell the CUDA kernels how each segment is divided into chunks of at most PIECE elements.
 
         The first has the index of each chunk's first element (int64), and the second has each chunk's length (int32).
         The third has the index of each segment's first chunk, followed by the total number of chunks (int64).

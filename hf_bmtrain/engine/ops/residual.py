@@ -12,9 +12,9 @@ Residuals are stored as int16, which lacks the value 32768. This value is stored
 negative sign of exp_avg_sq, Adam's second moment, which itself is never negative. Without an exp_avg_sq, it is stored
 as 32767, which moves the master by its last bit towards the weight. The residual of NaN is stored as 0.
 
-`split` computes residuals, and `join` restores the masters. If a weight was changed in between, its master is moved by
-the same difference, or set to the new weight if it would not round to that. The kernels compute the same as `split` and
-`join`; see kernels/adam.cuh. Optimizers use the class `Master`.
+`split` computes residuals, and `join` restores the masters. If a weight was changed after `split`, `join` moves its
+master by the same difference. A master that would then not round to the new weight is set to this weight. The kernels
+compute the same as `split` and `join`; see kernels/adam.cuh. Optimizers use the class `Master`.
 """
 
 from __future__ import annotations
@@ -52,20 +52,21 @@ class Master:
         return self.stored is not None and self.stored.dtype == torch.int16
 
     def part(self, part: slice, device: torch.device) -> Master:
-        """Return the masters of the elements in `part`, on `device`. Tensors on another device are copied."""
+        """Return a Master of the elements in the slice `part`. Tensors that are not on `device` are copied there."""
         stored = None if self.stored is None else self.stored[part].to(device)
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[part].to(device)
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
 
     def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the masters and Adam's second moment, both float32.
+        """Return the masters and Adam's second moment, both (n,) float32.
 
-        Do not write to the results: unless masters are stored as residuals (their differences from the weights), they
-        are the stored tensors themselves. The second moment is None if the optimizer has none in float32.
+        If the masters are stored in float32, the results are the stored tensors themselves, so do not write to them.
+        If they are stored as residuals (their differences from the weights), the results are new tensors. The second
+        moment is None if the optimizer has none in float32.
 
         Args:
-            device: the device of the results, if masters are stored as residuals; None uses the residuals' device. If
-                they are not, `device` has no effect.
+            device: the device of new results; None uses the device of the residuals. Stored tensors stay where they
+                are.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -188,7 +189,7 @@ def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _at(weight: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return the float32 masters of bfloat16 weights, or the weight where a master would not round to it.
+    """Return the float32 masters of bfloat16 weights. A master that would not round to its weight is set to the weight.
 
     distance: the residuals, int32: the bits of each master, read as an integer, minus the bits of its weight.
     """

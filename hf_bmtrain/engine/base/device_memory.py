@@ -22,7 +22,7 @@ class DeviceMemory:
         return self._module.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """Reset the maximum that `peak` returns to the number of bytes occupied now."""
+        """Restart the measurement of `peak`: its value becomes the number of bytes that tensors occupy now."""
         self._module.reset_peak_memory_stats(self._device)
 
     def usable(self) -> int:

@@ -32,7 +32,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         temporary = folder / path.name
         yield temporary
         # Some libraries create files that only their owner may read. So copy the permissions of the lock file, which
-        # has the default ones (umask).
+        # was created with the default permissions (umask).
         shutil.copymode(folder / _LOCK, temporary)
         flush(temporary)
         os.replace(temporary, path)
@@ -43,8 +43,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def staged_folder(path: Path) -> Iterator[Path]:
     """Yield an empty temporary folder and, on exit, rename it to `path`.
 
-    If the body of the `with` statement raises, the temporary folder is deleted instead. The caller must `flush` every
-    file that it writes into the folder. If `path` already exists, it must be an empty folder.
+    If the body of the `with` statement raises, the temporary folder is deleted and `path` does not change. The caller
+    must `flush` every file that it writes into the folder. If `path` already exists, it must be an empty folder.
     """
     with _temporary_folder(path) as folder:
         temporary = folder / path.name

@@ -118,10 +118,10 @@ is never compiled."""
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of torch.compile(fullgraph=True) that mean that the function cannot be compiled.
+    """Return the exceptions by which torch.compile(fullgraph=True) reports that it cannot compile a function.
 
-    No part of the function has run then. The exceptions have no public names. They are imported only here, because the
-    import takes a second.
+    When one of them is raised, no part of the function has run. The exceptions have no public names. They are imported
+    only here, because the import takes a second.
     """
     from torch._dynamo import exc
 

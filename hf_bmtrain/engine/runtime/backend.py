@@ -193,14 +193,14 @@ def open_backend(
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
     def open_communicator(name: str, groups: Groups = (range(size),), alike: bool = True) -> Communicator:
-        """Open a communicator in each of `groups`, which must have equal sizes. Return that of this rank's group.
+        """Open one communicator for each of `groups`. Return the communicator of this rank's group.
 
         Collective: every rank must call it.
 
         name: the communicator's name, for messages.
-        groups: the groups into which all ranks are divided, each as a list of ranks.
-        alike: whether all groups exchange tensors of the same sizes. If so, the collectives of different groups are
-            compared too, to find errors.
+        groups: the groups of equal size into which all ranks are divided, each as a list of ranks.
+        alike: whether all groups exchange tensors of the same sizes. True also compares the collectives of different
+            groups, to find errors.
         """
         members = next(group for group in groups if rank in group)
         if len(members) == 1:
@@ -233,7 +233,8 @@ def open_backend(
     @functools.cache
     def open_groups(groups: tuple[range, ...]) -> Communicator:
         name = f"groups of {len(groups[0])} at a distance of {groups[0].step}"
-        # Groups of consecutive ranks process different rows of the batch, so their activations may differ in size.
+        # Groups of consecutive ranks process different rows of the batch, so the activations that they exchange may
+        # differ in size between groups.
         return open_communicator(name, groups, alike=groups[0].step > 1)
 
     def open_group(group_size: int, stride: int = 1) -> Communicator:
@@ -273,9 +274,9 @@ def _divide(
     open_inside: Callable[[str], Communicator],
     open_rail: Callable[[str], Communicator],
 ) -> _Division:
-    """Choose the ranks between which the shards are divided, and log the choice if there are several hosts.
+    """Return the ranks between which the shards are divided according to `shard_over`, and their communicators.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. With several hosts, it also logs how parameters are all-gathered.
 
     Args:
         rank: this process's rank.
@@ -362,7 +363,9 @@ def _choose_ranks(
     open_rail: Callable[[str], Communicator],
     exchange: Callable[[Any], list[Any]],
 ) -> str:
-    """Choose between the values of `shard_over` if the user passed "auto". Return the value, and log the reason.
+    """Choose the value of `shard_over` if the user passed "auto", and log the reason.
+
+    The choice depends on the hosts, on `gather`, and on measured bandwidths inside and between hosts.
 
     Collective: every rank must call it. All ranks get the same value:
 
@@ -395,8 +398,9 @@ def _choose_ranks(
         return "host"
     mine = [_bytes_a_second(each, device) for each in (open_inside("gather"), open_rail("reduce"))]
     inside, between = (min(values) for values in zip(*exchange(mine)))
-    # Prefer "host+world" to "host": it sends as much between hosts, and needs little more memory than "world". "host"
-    # is faster, but the optimizer states must fit on one host. This is unknown here, because there is no model yet.
+    # Prefer "host+world" to "host". Both send the same amount of data between hosts. "host+world" needs little more
+    # memory than "world". "host" is faster, but all optimizer states must fit on one host. Whether they do is unknown
+    # here, because there is no model yet.
     kept = "host" if gather == "collective" else "host+world"
     chosen = kept if between < SLOW_LINK * inside else "world"
     faster = ""
@@ -473,7 +477,8 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     met = monitor.meet(rank, size, timeout, init_method)
     # By default, torch's NCCL backend asks the store every second whether a rank has timed out, to save a trace of its
     # operations. If rank 0, which serves the store, is killed, these requests log some 60 lines that do not say which
-    # rank failed, before `monitor` does. So switch them off. The backend reads the variable only during this call.
+    # rank failed, before `monitor` names it. So switch the requests off. The backend reads the variable only during
+    # init_process_group.
     chosen = _TRACE_ON_TIMEOUT in os.environ
     os.environ.setdefault(_TRACE_ON_TIMEOUT, "0")
     try:
@@ -492,7 +497,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
-    """Check that `facts` are equal on all ranks. Otherwise, close `control` and raise RuntimeError.
+    """Check that `facts` are equal on all ranks. If they differ, close `control` and raise RuntimeError.
 
     Collective: every rank must call it.
 
@@ -534,8 +539,8 @@ def _smallest_copied(
     """Return the size in bytes from which shards are exchanged with peer copies, or None to use only collectives.
 
     Peer copies read and write the memory of other ranks directly. Only collectives are used if the user chose them, or
-    if the ranks `members` cannot access each other's memory. They are also the default on the CPU, where peer copies
-    are slower. Collective: every rank must call it.
+    if the ranks `members` cannot access each other's memory. Collectives are also the default on the CPU, where peer
+    copies are slower. Collective: every rank must call it.
 
     rank: this process's rank, for the log.
     device: this rank's device.

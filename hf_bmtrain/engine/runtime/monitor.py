@@ -16,8 +16,8 @@ EXIT = "the end of the program"
 class Monitor:
     """Watches the other ranks, to find out whether one has failed, is missing, or has issued different collectives.
 
-    If so, the monitor stops this rank, which would otherwise wait for the other rank forever. This base class, whose
-    methods do nothing, is used for a single process and in simulations.
+    In each of these cases the monitor stops this rank, which would otherwise wait for the other rank forever. This base
+    class, whose methods do nothing, is used for a single process and in simulations.
 
     Attributes:
         names: {number of a flat buffer: the name by which messages refer to the buffer}.
@@ -81,7 +81,10 @@ class Monitor:
         """
 
     def missing(self) -> str:
-        """Return a text about ranks that wait for others: how long, for what, and at which line the others are."""
+        """Return a text about ranks for which others are waiting now: at which line of the program they are, and why.
+
+        The text also says how long the others have waited, and in which operations.
+        """
         return ""
 
     def end(self, how: str) -> None:

@@ -99,8 +99,8 @@ class World:
             distances of `stride`, and returns the communicator of this rank's group.
         saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, only
             one does.
-        norms: the communicator for gradient norms and for the search for inf and nan, if these need more ranks than
-            those of `shard_group`. None uses `shard_group`.
+        norms: the communicator for gradient norms and for the search for inf and nan, if it must connect more ranks
+            than `shard_group` does. None uses `shard_group`.
         grid: the tensor-parallel groups, or None without tensor parallelism.
         split_kind: a function that takes the dimension on which a parameter is split over a tensor-parallel group (-1
             if it is not split), and returns how such parameters are stored. None without tensor parallelism.

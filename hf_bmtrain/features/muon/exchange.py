@@ -68,7 +68,8 @@ class Round:
     def receive(self) -> list[torch.Tensor]:
         """Return this rank's elements of the orthogonalized matrices, one tensor for each of `matrices`.
 
-        Their owners send them in `orthogonalize`. The device's current stream waits until they have arrived.
+        The ranks that orthogonalized the matrices have sent them in `orthogonalize`. The device's current stream waits
+        until they have arrived.
         """
         self._ticket.wait()
         results = self._received

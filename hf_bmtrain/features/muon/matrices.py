@@ -36,9 +36,9 @@ def refuse_parts(parameters: Iterable[torch.Tensor]) -> None:
 def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """Return two lists of a model's parameters: the matrices of hidden layers, and all others, in the model's order.
 
-    A parameter is a matrix of a hidden layer if it has two dimensions, only modules in blocks (transformer layers) use
-    it, and none of them is an embedding or a convolution. A parameter with three dimensions counts as a stack of
-    matrices, such as the experts of a layer.
+    The first list contains matrices, and stacks of matrices (such as the experts of a layer), with at least two rows
+    and two columns. Only modules in blocks (transformer layers) use them, and none of these modules is an embedding or
+    a convolution.
     """
     inside = {module for block in model.modules() if isinstance(block, CheckpointBlock) for module in block.modules()}
     refuse_parts(model.parameters())
@@ -81,7 +81,7 @@ class Matrix:
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop), the indices of the matrix's elements among the elements of the parameter on `rank`.
+        """Return (start, stop) of the matrix's elements on `rank`, as indices into `rank`'s elements of the parameter.
 
         Returns (0, 0) if `rank` stores no element of the matrix.
         """
@@ -131,8 +131,8 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
     """Choose the rank that orthogonalizes each matrix, its owner, so that all ranks have about the same cost.
 
     All ranks make the same choice. Matrices are assigned in descending order of cost. A matrix goes to the rank that
-    stores most of it, which saves traffic, unless this rank's total cost would then exceed the mean over ranks. In that
-    case it goes to the rank with the smallest total.
+    stores most of it, which saves traffic, unless the total cost of that rank would then exceed the mean over ranks. In
+    that case it goes to the rank with the smallest total.
 
     matrices: the matrices. Their `owner` is set.
     size: the number of ranks.

@@ -243,9 +243,9 @@ class MuonOptimizer(AdamOptimizer):
 
     @property
     def _skip(self) -> torch.Tensor | None:
-        """Whether to skip this step because a gradient is inf or nan, as a boolean scalar on the device.
+        """Whether to skip this step because a gradient is inf or nan, as a boolean scalar tensor on the device.
 
-        None if gradients are not checked, that is, if neither OptimManager nor GradScaler has set `found_inf`.
+        It is None if gradients are not checked, that is, if neither OptimManager nor GradScaler has set `found_inf`.
         """
         found_inf = getattr(self, "found_inf", None)
         return None if found_inf is None else found_inf.reshape(()) != 0

@@ -1,4 +1,4 @@
-"""Muon's arithmetic on full matrices: the Newton–Schulz iteration, and the factor of the learning rate.
+"""Muon's arithmetic on full matrices: the Newton–Schulz iteration, and the factor that multiplies the learning rate.
 
 Both repeat torch.optim.Muon's operations in the same order, so that the results for a 2-D matrix are bitwise equal.
 """
@@ -16,15 +16,16 @@ _FACTORS: dict[str, Callable[[int, int], float]] = {
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
 }
 ADJUST_LR = tuple(_FACTORS)
-"""The values of `adjust_lr_fn`, which select the factor of the learning rate. None selects the first."""
+"""The values of `adjust_lr_fn`, which select the formula of the factor by which Muon multiplies the learning rate. None
+selects the first."""
 
 
 def rate_factor(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
-    """Return the factor of the learning rate for matrices of `shape`, (..., rows, columns).
+    """Return the factor by which Muon multiplies the learning rate for matrices of `shape`.
 
     Args:
         adjust_lr_fn: one of ADJUST_LR, which selects the formula of the factor. None selects "original".
-        shape: the shape of a matrix, or of a stack of matrices.
+        shape: (..., rows, columns), the shape of a matrix or of a stack of matrices.
     """
     return _FACTORS[adjust_lr_fn or ADJUST_LR[0]](shape[-2], shape[-1])
 

@@ -10,7 +10,7 @@ from ...engine.ops.adam_step import Hyper
 from ...engine.optim.runs import RunState, stored_numel
 from ...engine.runtime.world import current_world
 
-PIECE = 1 << 20  # elements per operation; small, so that temporary tensors take little memory
+PIECE = 1 << 20  # the elements that one operation processes: few, so that temporary tensors take little memory
 
 
 def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
@@ -40,7 +40,8 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
         sums[0] += sum(stored_numel(parameter) for parameter in state.run.parameters)
         for delta in _deltas(state, values):
             sums[1:] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
-    # Sums of sharded parameters are added over the ranks. Ordinary parameters are on every rank, so their sums are not.
+    # Add the sums of sharded parameters over the ranks. Ordinary (unsharded) parameters are complete on every rank,
+    # and so are their sums.
     if any(state.run.buffer is not None for state in states):
         current_world().shard_group.all_reduce(sharded).wait()
     count, first, second = totals.sum(0)

@@ -94,14 +94,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return type(self)(groups, record_delta=self._delta is not None, exp_avg_dtype=self._exp_avg_dtype)
 
     def get_avg_delta(self) -> float:
-        """Return the mean of the last step's update in units of the learning rate; 0 without `record_delta`.
+        """Return the mean, over all elements, of the last step's update divided by lr; 0 without `record_delta`.
 
         Waits for the device. A skipped step does not change the value.
         """
         return 0.0 if self._delta is None else self._delta[0].item()
 
     def get_var_delta(self) -> float:
-        """Return the variance of the last step's update in units of lr²; 0 without `record_delta`.
+        """Return the variance, over all elements, of the last step's update divided by lr; 0 without `record_delta`.
 
         Waits for the device. A skipped step does not change the value.
         """
@@ -136,9 +136,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. Step 1 may have split runs, because parameters that were updated during the backward and others cannot be
-        # in the same run. Forget which parameters are active: the next backward then updates none early, and the next
-        # step forms the runs anew and merges adjacent parameters.
+        # 4. The grouping in 1. may have split runs, because parameters that were updated during the backward and others
+        # cannot be in the same run. Forget which parameters are active: the next backward then updates none early, and
+        # the next call of `step` forms the runs anew and merges adjacent parameters.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
@@ -204,7 +204,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
         * ordinary parameters (those that are not sharded),
         * the parameters of a flat buffer (those that are sharded together) in the first step, in the first step after a
-          load, and when the set of them that have gradients has changed since the step before,
+          load, and when the step before had gradients for different parameters of the buffer,
         * all parameters of a model whose ranks may enter different blocks, because a rank may still need a block when
           others have reduced its gradient.
 
@@ -262,11 +262,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return bool(self._early.parameters)
 
     def _update_early(self, local_params: list[Any]) -> None:
-        """Update parameters during the backward instead of in `step`. A hook calls it when their gradients are reduced.
+        """Update the parameters of one flat buffer as soon as their gradients are reduced, before `step`.
 
-        If a different set of them had gradients in the last step, this does nothing, and `step` updates them.
+        A hook calls this during the backward. If the last step had gradients for different parameters of the buffer,
+        this does nothing, and leaves the update to `step`.
 
-        local_params: this rank's elements of the parameters of one flat buffer (those that are sharded together).
+        local_params: this rank's elements of the buffer's parameters (those that are sharded together).
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
@@ -351,7 +352,7 @@ class _EarlyUpdates:
     `_check_early` raises an error if a gradient or setting has changed since, because the change would have no effect.
 
     Attributes:
-        parameters: the updated parameters, each with the gradient tensor that was used and its version.
+        parameters: {updated parameter: (the gradient that was used, torch's counter of writes to this gradient)}.
         settings: the settings of the parameter groups in the update, as `_snapshot` returns them.
     """
 

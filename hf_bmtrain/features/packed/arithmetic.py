@@ -1,10 +1,12 @@
 """Packed weights: 4-bit NormalFloat or 8-bit floating-point numbers, with a scale for every 64 elements.
 
-A tensor is packed in independent cells of CELL (16,384) elements. A cell of `nf4` contains, in bytes:
+A tensor is packed in independent cells of CELL (16,384) elements. A cell of `nf4` contains:
 
-    8192 codes       indices into the 16 `Format.values`, two per byte, the first one in the upper half
-    256 scales       one per 64 elements: indices into the 256 `dynamic_values`
-    4 + 4 + 8        float32 factor of this cell's scales; float32 mean of the tensor's scales; padding
+    8192 bytes    codes: indices into the 16 `Format.values`, two per byte, the first one in the upper half
+    256 bytes     scales, one per 64 elements: indices into the 256 `dynamic_values`
+    4 bytes       the factor of this cell's scales, float32
+    4 bytes       the mean of the tensor's scales, float32
+    8 bytes       padding
 
 An unpacked element is the value of its code times its scale, computed in float32 and rounded once. A scale is its
 dynamic value times the factor, plus the mean; the product and the sum are rounded to float32. The bits equal those of
@@ -14,8 +16,9 @@ A cell of `nf4_float32` has the same codes, followed by 256 scales in float32, a
 statistics.
 
 A cell of `fp8` has 16,384 elements in float8_e4m3fn, followed by 256 scales in float32 (the largest magnitude / 448).
-The scales are not compressed, because they take only 0.5 of the 8.5 bits per element. One scale per 64 elements,
-instead of 128 x 128, allows a tensor of any shape to be divided into cells, and a single kernel to unpack all formats.
+The scales are not compressed, because they take only 0.5 of the 8.5 bits per element. Each scale belongs to 64
+consecutive elements and not to a tile of 128 x 128. So a tensor of any shape can be divided into cells, and a single
+kernel unpacks all formats.
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ class Format:
         """Compute the scales of each packed cell (CELL elements), and write them into `tails`.
 
         Args:
-            tails: the bytes of each cell that follow its codes.
+            tails: (cells, bytes) uint8, the bytes of each cell after its codes.
             absmax: the largest magnitude in each group of 64 elements, (cells, 256) float32.
             count: the number of these groups that belong to the tensor. The others are padding of the last cell.
 
@@ -132,7 +135,7 @@ class Format:
     def _scales(self, tails: Tensor) -> Tensor:
         """Return the scales of packed cells (of CELL elements each), one per 64 elements: (cells, 256) float32.
 
-        tails: the bytes of each cell that follow its codes. They contain the scales.
+        tails: (cells, bytes) uint8, the bytes of each cell after its codes. They contain the scales.
         """
         if self.scale_bits == 32:
             return tails.contiguous().view(torch.float32)
@@ -235,7 +238,7 @@ FORMATS = {
     each.name: each
     for each in (
         Format("nf4", 4, 8, _NF4),
-        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # bitsandbytes without double quantization
+        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # as bitsandbytes packs without double quantization
         Format("fp8", 8, 32),
     )
 }
@@ -297,6 +300,6 @@ def variant(form: Format, dtype: torch.dtype) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return the variants (combinations of macros) of this module's CUDA source: one for each format and output dtype.
 
-    arch: the GPU architecture, such as 90. Not used.
+    arch: the GPU architecture, such as 90. The result does not depend on it.
     """
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

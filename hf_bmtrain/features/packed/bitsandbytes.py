@@ -47,7 +47,7 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 
 
 def admit_quantized(model: torch.nn.Module) -> None:
-    """Raise ValueError if a weight of `model` that bitsandbytes has quantized cannot be sharded as it is."""
+    """Raise ValueError if bitsandbytes has quantized a weight of `model` in a way that `auto_wrap` does not support."""
     for name, place in _find(model).items():
         reason = _refusal(*place)
         if reason is not None:
@@ -75,7 +75,7 @@ def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
 
 
 def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
-    """Replace the weights that bitsandbytes has quantized by packed or ordinary parameters.
+    """Turn the weights that bitsandbytes has quantized into packed or ordinary parameters.
 
     A weight of only one block becomes a PackedParameter, which is later sharded without being unpacked. A weight that
     is outside blocks, or shared by several, is unpacked into an ordinary parameter. The layers of all these weights

@@ -54,7 +54,11 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
 
 
 def _holds_matrices(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether `parameter`, stored as `key` in `module`, is a matrix or stack of matrices to quantize."""
+    """Return whether `parameter` is a matrix, or a stack of matrices, of a size and dtype that can be quantized.
+
+    module: the module with the parameter. Parameters of embeddings, convolutions and parametrizations are refused.
+    key: the parameter's name in the module. A matrix must be named "weight", a stack may have any name.
+    """
     if isinstance(module, _NO_MATRICES) or parameter.dtype not in _DTYPES or parameter.numel() < CELL:
         return False
     if parameter.dim() == 3:

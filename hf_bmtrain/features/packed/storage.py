@@ -120,7 +120,7 @@ class PackedStorage(Storage):
 
         Collective: every rank must call it. Parameters are broadcast one at a time, so that at most one full parameter
         is in memory. Every rank receives the full parameter, packs it in cells of CELL elements, and copies its own
-        cells. A PackedParameter, whose values are packed already, is broadcast as it is.
+        cells. A PackedParameter, whose values are packed already, is broadcast in packed form.
 
         Raises ValueError for values that `form` cannot represent.
         """
@@ -274,7 +274,7 @@ def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
 
 
 def _told(parameter: DistributedParameter | ShardTensor) -> str:
-    """Return how errors refer to a quantized parameter: by its shape and, unless it is a copy, its name."""
+    """Return a text by which errors refer to a quantized parameter: its shape and, unless it is a copy, its name."""
     origin = getattr(parameter, "origin", None)
     name = "" if origin is None else f" ('{origin.path}')"
     return f"A quantized parameter of shape {tuple(parameter.full_shape)}{name}"

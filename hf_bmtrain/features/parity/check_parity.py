@@ -145,7 +145,9 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
 
 
 def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> str | None:
-    """Return an error message if this rank has too little memory for two full copies and gradients; otherwise None.
+    """Return an error message if this rank has too little memory for the full weights, and None if it has enough.
+
+    The memory must suffice for two full copies of the weights, and for full gradients.
 
     sharded_params: the sharded parameters of the model that is to be compared.
     world: the ranks over which it is sharded.
@@ -198,7 +200,7 @@ class _Comparison:
         return max(_BOUNDS.get(dtype.to_real(), 1e-5) for dtype in dtypes)
 
     def _add(self, kind: str, block: str, name: str, got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
-        """Add the Difference between `got`, a tensor of the sharded step, and `wanted`, the same one of the plain step.
+        """Add the Difference between `got`, a tensor of the sharded step, and `wanted`, the plain step's tensor.
 
         kind: "output" or "update".
         block, name: the names of the block and of the module or parameter to which the tensor belongs.

@@ -52,7 +52,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of `check_parity`, the same on every rank. Its `str` is a table with a line per kind and block.
+    """The result of `check_parity`, the same on every rank.
+
+    Its `str` is a table. It has up to three lines for each block, and for each module or parameter outside blocks: the
+    largest differences of its outputs, of its gradients and of its weight updates.
 
     `check_parity` runs one training step twice: with the sharded model, and with full weights in plain torch (the plain
     step).
@@ -91,7 +94,7 @@ class Parity:
 
 
 def _cells(each: Difference) -> tuple[str, ...]:
-    """Return the texts in the row of Parity's table that describes the Difference `each`."""
+    """Return the row of Parity's table for the Difference `each`, as one text per column."""
     mark = "  <- differs" if each.differs else ""
     inside = each.name[len(each.block) :].lstrip(".") if each.name.startswith(each.block) else each.name
     numbers = f"{each.largest:.3g}", f"{each.allowed:.3g}", f"{each.rank}{mark}"

@@ -18,8 +18,8 @@ class TrainingState:
 
     Only this rank's shards of the weights are copied. Creating this object also changes the model until `restore`:
     sharded parameters have no gradients and no gradient hooks, and the backward recomputes every block (transformer
-    layer) that training may recompute. So use_checkpoint="auto", which measures the memory of training steps, does not
-    measure the steps of `check_parity`.
+    layer) that training may recompute. This replaces use_checkpoint="auto", which would otherwise measure the memory of
+    the steps of `check_parity`.
 
     Args:
         model: the wrapped model.

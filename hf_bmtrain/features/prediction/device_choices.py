@@ -19,8 +19,8 @@ _FLASH_WIDTH = 256
 def cuda_choices() -> Iterator[None]:
     """Return a context in which dropout, softmax and attention of meta tensors allocate the same tensors as on CUDA.
 
-    In this context, `torch.autocast("meta")` does nothing. Otherwise it would raise an error, because torch has no
-    autocast for the meta device. If autocast would be enabled, a line is logged: the prediction does not include it.
+    Without this context, `torch.autocast("meta")` raises an error, because torch has no autocast for the meta device.
+    In this context, the call has no effect. If the call would enable autocast, a warning is logged once.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")
@@ -29,8 +29,8 @@ def cuda_choices() -> Iterator[None]:
     library.impl("_softmax_backward_data", _softmax_backward, "AutogradMeta")
     make = torch.autocast.__init__
 
-    # PEFT disables autocast around adapters on fused experts. A sharded model enables it if the program has an
-    # Accelerator with mixed precision.
+    # This replaces the constructor of torch.autocast. PEFT calls it to disable autocast around adapters on fused
+    # experts. A sharded model calls it to enable autocast if the program has an Accelerator with mixed precision.
     def without_meta(self, device_type, dtype=None, enabled=True, cache_enabled=None) -> None:
         meta = device_type == "meta"
         if meta and enabled:

@@ -42,7 +42,7 @@ class Prediction:
     """The predicted memory of a training step on one rank, including the optimizer's state. Its `str` is a table.
 
     Attributes:
-        table: {purpose: bytes at the peak}. A purpose is the first item of an entry of `ROWS`, such as "gradient".
+        table: {purpose: bytes at the peak}. A purpose says what memory is used for, such as "gradient" (see `ROWS`).
         mapped: the bytes in `table` that are outside torch's allocator: shards and received gradients in memory that
             other ranks on the host access.
         context: the bytes on the device for the CUDA context and libraries, which belong to no tensor.
@@ -136,10 +136,10 @@ def predict(
 def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]) -> dict[str, int]:
     """Return the live bytes at the peak of the simulation's last step as {purpose: bytes}.
 
-    A purpose is the first item of an entry of `ROWS`, such as "gradient".
+    A purpose says what memory is used for, such as "gradient" (see `ROWS`).
 
     done: the simulation.
-    vocabulary: the size of the model's vocabulary, or None.
+    vocabulary: the size of the model's vocabulary, by which logits are recognized; None if it is unknown.
     shapes: the shapes of all parameters.
     """
     live = most = 0
@@ -162,16 +162,16 @@ def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]
 
 
 def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[tuple[int, ...]]) -> str:
-    """Guess the purpose of a tensor storage that has no parameters, gradient shards or optimizer state.
+    """Guess what a tensor storage without parameters, gradient shards and optimizer state is used for.
 
     Args:
         label: the part of the step in which the storage was allocated (see `simulation._label`).
         shape: the shape of the first tensor in it.
-        vocabulary: the size of the vocabulary, or None.
+        vocabulary: the size of the vocabulary, by which logits are recognized; None if it is unknown.
         shapes: the shapes of all parameters.
 
     Returns:
-        The purpose: the first item of an entry of `ROWS`, such as "logits".
+        The purpose, such as "logits" (see `ROWS`).
     """
     if label in ("backward", "recomputation", "outside"):
         if tuple(shape) in shapes or (label == "backward" and not shape):

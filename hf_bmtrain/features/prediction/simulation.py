@@ -22,7 +22,8 @@ from .live_bytes import Change, LiveBytes
 from .quiet_world import META, quiet_world
 
 _STEPS = 2
-"""Two steps are simulated, because only the second step begins with the optimizer's state in memory."""
+"""The number of simulated steps: two, because only the second step begins with the optimizer's state in memory.
+use_checkpoint="auto" adds one."""
 Phase = tuple[str, int, int]
 """(name, live bytes at the end, peak of live bytes) of a phase of a step: "forward", "backward" or "optimizer"."""
 
@@ -35,7 +36,7 @@ class Simulated:
         changes: every allocation, release and change in size of a storage since the start of the simulation.
         begin: the index in `changes` at which the last step begins.
         kinds: {number of a tensor storage: its purpose} for storages with parameters, gradients or optimizer state. A
-            purpose is the first item of an entry of `prediction.ROWS`, such as "gradient". The purposes of other
+            purpose says what the memory is used for, such as "gradient" (see `prediction.ROWS`). The purposes of other
             storages are not known.
         host: the bytes of page-locked host memory.
         mapped: the bytes that are outside torch's allocator in real training. `changes` includes them.
@@ -53,7 +54,7 @@ class Simulated:
 
 
 class _Memory:
-    """Replaces `DeviceMemory`, which reports a device's memory in bytes, by the numbers of the simulated device.
+    """Stands in for `DeviceMemory` in a simulation: its methods return the memory of the simulated device in bytes.
 
     live: the counter of the bytes in use.
     usable: the bytes that are available for tensors.
@@ -169,9 +170,9 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
 
 
 def _peak(live: LiveBytes, first: int) -> int:
-    """Return the largest number of live bytes since `live.changes[first]`.
+    """Return the largest number of live bytes since the change `live.changes[first]`.
 
-    It is computed from the changes, because use_checkpoint="auto" may have reset `live.peak` since then.
+    It is computed from the changes, because use_checkpoint="auto" may have reset `live.peak` in the meantime.
     """
     now = live.live
     most = now
@@ -204,8 +205,8 @@ def _keeps(block: Any) -> bool:
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:
     """Return the purposes of the storages with parameters, gradients or optimizer state.
 
-    The result is {number of a storage: its purpose}. A purpose is the first item of an entry of `prediction.ROWS`, such
-    as "gradient".
+    The result is {number of a storage: its purpose}. A purpose says what the memory is used for, such as "gradient"
+    (see `prediction.ROWS`).
 
     model: the wrapped model.
     optimizer: its optimizer.

@@ -150,4 +150,7 @@ def init_distributed(
     if watch is not None:
         install(world, watch, found.opened, joined)
     kind = type(found.shards).__name__
-    _log.info("rank %d of %d on %s: all-gathers use the class %s, zero_level %d", rank, size, device, kind, zero_level)
+    _log.info(
+        "rank %d of %d on %s: all-gathers use hf_bmtrain's class %s, and zero_level is %d",
+        rank, size, device, kind, zero_level,
+    )  # fmt: skip

@@ -143,7 +143,10 @@ def load_state(
         if world.rank == 0:
             _log.info("load_state has loaded the checkpoint %s, saved at step %d", each, loading.manifest.step)
         return Resumed(loading.manifest.step, each, extra)
-    raise RuntimeError(f"load_state: no checkpoint in {root} is intact. {'; '.join(passed_over)}")
+    raise RuntimeError(
+        f"load_state: no checkpoint in {root} is intact. {'; '.join(passed_over)}. Restore a checkpoint from a copy, "
+        "or leave load_state out to train from the beginning"
+    )
 
 
 def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
@@ -274,8 +277,9 @@ class _Loading:
         left = [name for name in left if name not in tensors]
         if left and self._world.rank == 0:
             _log.warning(
-                "load_state: %d parameters that were trainable earlier are frozen now, and %s (saved with "
-                "trained_only=True) does not contain them. They keep the values that they have now in the model: %s",
+                "load_state: %d parameters are frozen now, but were trainable at some time after auto_wrap. The "
+                "checkpoint %s was saved with trained_only=True and does not contain them, so they keep their present "
+                "values: %s. If these values were trained, load the model again before load_state",
                 len(left), self._folder, ", ".join(left[:5]),
             )  # fmt: skip
 

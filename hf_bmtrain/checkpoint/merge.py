@@ -107,8 +107,8 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
     beside = output.absolute().parent == checkpoint.folder.absolute().parent
     if beside and (with_optimizer or output.name.startswith("checkpoint-")):
         raise ValueError(
-            f"{output} would be taken for a checkpoint of the training that saves to {output.absolute().parent}. "
-            "Choose an --output in another folder"
+            f"{output} is beside the checkpoint {checkpoint.folder}, so the training that saves there would take it "
+            "for one of its own checkpoints. Choose an --output in another folder"
         )
 
 

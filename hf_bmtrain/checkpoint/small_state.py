@@ -83,9 +83,9 @@ def decode(data: bytes) -> dict[str, Any]:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            "extra and the states of schedulers and optimizers may contain only tensors, numbers, strings, lists and "
-            "dicts. If the optimizer keeps other objects, save only the model (save_only_model=True in "
-            f"TrainingArguments). {' '.join(str(error).split())[:300]}"
+            "The argument extra of save_state, and the states of schedulers and optimizers, may contain only tensors, "
+            "numbers, strings, lists and dicts. If the optimizer keeps other objects, save only the model "
+            f"(save_only_model=True in TrainingArguments). {' '.join(str(error).split())[:300]}"
         ) from error
 
 
@@ -139,7 +139,7 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     _log.info(
         "load_state: %d ranks load a checkpoint that %d ranks saved, so the random generators "
         "are seeded with %d (derived from rank 0's saved generator and the step), and every "
-        "rank gets the extra that rank 0 saved", world.size, len(ranks), seed,
+        "rank gets what rank 0 passed to save_state as extra=", world.size, len(ranks), seed,
     )  # fmt: skip
 
 

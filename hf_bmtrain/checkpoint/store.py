@@ -62,8 +62,8 @@ class Saving:
             self._thread.join()
         if self._error is not None:
             raise RuntimeError(
-                f"{self._thread.name}: the file could not be written, and an earlier file was not changed. "
-                f"{self._error}"
+                f"{self._thread.name}: the file could not be written, and an earlier file with this name was not "
+                f"changed. {self._error}"
             ) from self._error
 
 

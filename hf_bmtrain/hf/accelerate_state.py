@@ -221,8 +221,8 @@ def _names(folder: Path) -> str:
 def _refuse_existing(folder: Path) -> None:
     if folder.exists():
         raise ValueError(
-            f"{folder} already exists. To continue the numbers of the existing checkpoints, call load_state() before "
-            "the first save, or set ProjectConfiguration(iteration=...)."
+            f"{folder} already exists. To continue the numbering of the existing checkpoints, call load_state() before "
+            "the first save_state(), or pass the next free number as ProjectConfiguration(iteration=...)."
         )
 
 

@@ -55,7 +55,7 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
         raise ValueError(
             "auto_find_batch_size=True does not work with a sharded model: if one rank runs out of memory and tries "
             "again, the other ranks wait for it forever. Leave it out and choose a smaller "
-            "per_device_train_batch_size. More gradient_accumulation_steps keep the global batch size."
+            "per_device_train_batch_size. To keep the global batch size, increase gradient_accumulation_steps."
         )
     if getattr(args, "enable_jit_checkpoint", False) and current_world().size > 1:
         raise ValueError(

@@ -365,8 +365,8 @@ def _weights_were_replaced(checkpoint: Path) -> bool:
     replaced = current_world().control.broadcast_object(replaced)
     if replaced and current_world().rank == 0:
         _log.warning(
-            "The checkpoint %s: the files of %s have replaced its weights. Trainer has loaded these files, but they "
-            "cannot be verified, because they have no checksums",
+            "The checkpoint %s: its weights were replaced after it was saved, by the files that %s lists. Trainer has "
+            "loaded these files, but they cannot be verified, because they have no checksums",
             checkpoint, index.name,
         )  # fmt: skip
     return replaced

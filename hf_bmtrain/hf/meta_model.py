@@ -19,8 +19,8 @@ def read_config(path: str | os.PathLike) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise ValueError(
-            f"CONFIG {os.fspath(path)!r} is not a configuration that transformers {transformers.__version__} can read: "
-            f"{str(error).strip().splitlines()[0]} Pass a config.json, or the folder that contains one."
+            f"CONFIG {os.fspath(path)!r} is not a configuration that transformers {transformers.__version__} can read "
+            f"({str(error).strip().splitlines()[0]}). Pass a config.json, or the folder that contains one."
         ) from error
 
 

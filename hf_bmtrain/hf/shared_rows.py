@@ -66,13 +66,13 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     if not args.average_tokens_across_devices:
         raise ValueError(
             f"average_tokens_across_devices=False does not work with {name}={size}: {size} ranks share each row, but "
-            "Trainer would count the tokens of each rank separately, and the loss would be wrong. Leave this argument "
-            "out."
+            "Trainer would count the tokens of each rank separately, and the loss would be wrong. Leave out "
+            "average_tokens_across_devices."
         )
     if args.eval_use_gather_object:
         raise ValueError(
             f"eval_use_gather_object=True does not work with {name}={size}: it would gather each row {size} times. "
-            "Leave this argument out."
+            "Leave out eval_use_gather_object."
         )
     share_batches(size, world)
     shared = _SharedRows(tp_size=size, dp_shard_size=world.size // size, dp_replicate_size=1, cp_size=1, sp_size=1)

@@ -68,8 +68,8 @@ class TrainerMixin:
             problem = find_damage(Path(given))
             if problem is not None:
                 raise RuntimeError(
-                    f"The checkpoint {given} is damaged: {problem}. Resume from another checkpoint, or pass True for "
-                    "the newest intact one."
+                    f"The checkpoint {given} is damaged: {problem}. Resume from another checkpoint, or pass "
+                    "resume_from_checkpoint=True for the newest intact one."
                 )
         given = str(given) if isinstance(given, Path) else given
         return super().train(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -217,9 +217,10 @@ def _enter_containers(
         names = [name for cls in type(leaf).__mro__ for name in getattr(cls, "__slots__", ())]
         if any(getattr(getattr(leaf, name, None), "requires_grad", False) for name in names):
             raise RuntimeError(
-                f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
-                "replaced by ones that all-gather the weights in backward, because the class has __slots__. Return "
-                "tensors, tuples, dicts, dataclasses without slots, or a transformers ModelOutput."
+                f"The forward of a sharded layer or model returned a {type(leaf).__name__}, a class with __slots__. "
+                "hf_bmtrain must replace the tensors in it, so that their backward all-gathers the weights, but cannot "
+                "do so in such a class. Return tensors, tuples, dicts, dataclasses without slots, or a transformers "
+                "ModelOutput."
             )
     if not found:
         return outputs, False

@@ -120,8 +120,9 @@ class ForwardPass:
         """
         if token != [reader.version for reader in self.readers]:
             raise RuntimeError(
-                "Weights outside the blocks changed between the forward and its backward, for example by an optimizer "
-                "step or by loading weights, so the gradients would be wrong. Run forward again."
+                "Weights outside the blocks (transformer layers) changed between the forward and its backward, for "
+                "example by an optimizer step or by loading weights, so the gradients would be wrong. Run forward "
+                "again."
             )
         self._enter(self)
         readers = list(self.readers.items())

@@ -389,8 +389,8 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
     names = [key for key in state if isinstance(key, str)]
     if names:
         raise RuntimeError(
-            f"{type(optimizer).__name__} keeps its state under {len(names)} names, the first of which is '{names[0]}', "
-            "and not under parameters. It cannot be saved, because it is unknown which state belongs to which "
+            f"{type(optimizer).__name__} keeps its state under {len(names)} names (strings such as '{names[0]}') "
+            "instead of under its parameters. It cannot be saved, because it is unknown which state belongs to which "
             "parameter. Save the model alone (bmt.save, or save_only_model=True in TrainingArguments), or use an "
             "optimizer of torch."
         )

@@ -335,9 +335,9 @@ class ShardedBuffer:
         if written and self.sharded:
             raise RuntimeError(
                 f"The forward modified sharded parameters in place (shapes {[tuple(full.shape) for full in written]}"
-                f"). With {self.communicator.size} ranks the change would be lost, or would reach only one rank. Load "
-                "the weights again. Keep values that a forward changes in a buffer (register_buffer), or do not wrap "
-                "the module that changes them."
+                f"). With {self.communicator.size} ranks the change would be lost, or would reach only one rank. The "
+                "weights may be wrong now, so load them again. Keep values that a forward changes in a buffer "
+                "(register_buffer), or do not wrap the module that changes them."
             )
 
     def _refuse_cast(self) -> NoReturn:
@@ -347,6 +347,6 @@ class ShardedBuffer:
         shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
         raise RuntimeError(
             f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}, but "
-            "the optimizer would not update the cast values. Cast this module before auto_wrap (for example a router "
-            "that computes in float32), or cast the activations in its forward instead."
+            "the optimizer would not update the cast values. Cast the module that has these parameters before "
+            "auto_wrap (for example a router that computes in float32), or cast the activations in its forward instead."
         )

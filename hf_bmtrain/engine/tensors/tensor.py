@@ -710,8 +710,9 @@ class _Call:
                 )
             if full.shape != target.full_shape or full.dtype != target.dtype:
                 raise RuntimeError(
-                    f"{self.name} changes the shape {tuple(target.full_shape)} or the dtype {target.dtype} of a "
-                    "sharded tensor, which is not possible after auto_wrap. Resize and cast before auto_wrap."
+                    f"{self.name} would change a sharded tensor from shape {tuple(target.full_shape)} and "
+                    f"{target.dtype} to shape {tuple(full.shape)} and {full.dtype}, which is not possible after "
+                    "auto_wrap. Resize and cast before auto_wrap."
                 )
             target.settle()
             with torch.no_grad():
@@ -748,7 +749,7 @@ class Address:
     def __init__(self, tensor: Any) -> None:
         storage = tensor.untyped_storage()
         self._key = (id(tensor.placement), storage._cdata, tensor.storage_offset())
-        self._told = f"shape {tuple(tensor.full_shape)} is not available, since this rank stores only {len(tensor)}"
+        self._told = f"{len(tensor)} of the elements of this sharded tensor of shape {tuple(tensor.full_shape)}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Address) and self._key == other._key
@@ -761,8 +762,8 @@ class Address:
 
     def _refuse(self, *args: object) -> NoReturn:
         raise RuntimeError(
-            f"data_ptr() of a sharded tensor of {self._told} of its elements. Pass `tensor.part`, a plain "
-            "tensor of these elements, to element-wise kernels."
+            f"data_ptr() cannot be used as a number here, because this rank stores only {self._told}. Pass "
+            "`tensor.part`, a plain tensor of these elements, to element-wise kernels."
         )
 
     __index__ = __int__ = __float__ = __add__ = __radd__ = __sub__ = __rsub__ = __mod__ = __and__ = __lt__ = _refuse

@@ -255,8 +255,8 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
             guard.finish()
         elif known and world.rank == 0:
             _log.warning(
-                "float8: this model has %d layers that can use float8, but the checkpoint records for only %d of them "
-                "whether they do. So the next training step measures all of them again, and results may differ "
+                "float8: this model has %d layers that can use float8, but the checkpoint says for only %d of them "
+                "whether they use it. So the next training step measures all of them again, and results may differ "
                 "slightly from those of the run that saved the checkpoint. To avoid this, pass the same float8= and "
                 "keep= to auto_wrap as in that run.", len(found), len(known),
             )  # fmt: skip

@@ -62,7 +62,7 @@ class FusedCrossEntropy(torch.nn.Module):
             given = {"weight": weight is not None, "inplace": inplace, "z_loss": z_loss != 0, "softcap": softcap != 0}
             if any(given.values()):
                 names = ", ".join(name for name, is_given in given.items() if is_given)
-                raise ValueError(f"FusedCrossEntropy(parallel=True) does not support {names}. Leave it out.")
+                raise ValueError(f"FusedCrossEntropy(parallel=True) does not support {names}. Leave out {names}.")
         # Check the arguments now, not in the first forward.
         criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)
         self.register_buffer("weight", weight)

@@ -50,9 +50,9 @@ class MlpChunks(Extension):
         self._found = [module for module in inside if _is_mlp(module, plan.shared)]
         if not self._found:
             raise ValueError(
-                f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__}. An "
-                "MLP is a module whose class name ends in MLP, and which takes one tensor, has no dropout and no "
-                "router, and shares no weights. Leave mlp_chunks out."
+                f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__} that "
+                "can be computed in chunks: a module whose class name ends in MLP, which takes one tensor, has no "
+                "dropout and no router, and shares no weights. Leave mlp_chunks out."
             )
 
     def prepare(self, plan: WrapPlan) -> None:

@@ -307,8 +307,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             return
         raise RuntimeError(
             f"update_in_backward() updated {len(parameters)} parameters during the backward. Afterwards {problem}, "
-            "which is too late for these parameters. Make the change before the backward (with OptimManager, call "
-            "manager.backward), or do not use update_in_backward."
+            "which is too late for these parameters. Set lr and other settings before the backward (OptimManager steps "
+            "its schedulers in time if you call manager.backward). If you clip, scale or change gradients, do not "
+            "use update_in_backward()."
         )
 
     # -- runs and state -----------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Format:
         if not (scales if self.values else scales * _FP8_MOST).to(values.dtype).isfinite().all():
             raise ValueError(
                 f"the tensor's largest magnitude, {absmax.max().item():.6g}, would overflow {values.dtype} when it is "
-                "unpacked"
+                "dequantized"
             )
         for number, chunk in enumerate(flat.split(_CHUNK * CELL)):
             own = slice(number * _CHUNK, (number + 1) * _CHUNK)

@@ -51,7 +51,7 @@ def admit_quantized(model: torch.nn.Module) -> None:
     for name, place in _find(model).items():
         reason = _refusal(*place)
         if reason is not None:
-            raise ValueError(f"auto_wrap: '{name}', a weight of bitsandbytes, {reason}")
+            raise ValueError(f"auto_wrap: '{name}', a bitsandbytes weight, {reason}")
 
 
 def refuse_quantized(model: torch.nn.Module, why: str) -> None:
@@ -155,7 +155,7 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
             "Load the model again, and call auto_wrap before any evaluation."
         )
     if parameter.requires_grad:
-        return "requires a gradient, but packed weights cannot be trained. Call requires_grad_(False) on it."
+        return "requires a gradient, but quantized weights cannot be trained. Call requires_grad_(False) on it."
     nbytes = parameter.numel() * parameter.element_size()
     if tuple(state.shape) != wanted or nbytes != -(-math.prod(state.shape) // 2):
         return (

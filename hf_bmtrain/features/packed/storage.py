@@ -234,8 +234,8 @@ class QuantizedParameter(DistributedParameter):
     def requires_grad(self, required: bool) -> None:
         if required:
             raise RuntimeError(
-                f"{_told(self)} cannot be trained, because its packed values cannot change. To train it, set "
-                "requires_grad=True before auto_wrap(quantize_frozen=...), which packs only frozen parameters. If "
+                f"{_told(self)} cannot be trained, because its quantized values cannot change. To train it, set "
+                "requires_grad=True before auto_wrap(quantize_frozen=...), which quantizes only frozen parameters. If "
                 "bitsandbytes quantized it, load the model without load_in_4bit=True."
             )
 
@@ -268,7 +268,7 @@ class UnpackedSlice(ShardTensor):
 def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
     """Return the error to raise for a write to a quantized parameter."""
     return RuntimeError(
-        f"{_told(parameter)} was written, but its packed values cannot change, so the write would be lost. Load or "
+        f"{_told(parameter)} was written, but its quantized values cannot change, so the write would be lost. Load or "
         "change weights before auto_wrap. To merge adapters, load the model without quantize_frozen or load_in_4bit."
     )
 

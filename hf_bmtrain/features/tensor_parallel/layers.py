@@ -87,7 +87,9 @@ def _own_part(name: str, size: int) -> int:
     """
     expect_number(name, size, "positive and below 2**48", lambda size: 1 <= size < 2**48, integer=True)
     if size % parts():
-        raise ValueError(f"{name}={size} must be a multiple of tp_size={parts()}, over which it is split")
+        raise ValueError(
+            f"{name}={size} must be a multiple of tp_size={parts()}, the number of ranks over which the layer is split"
+        )
     return size // parts()
 
 

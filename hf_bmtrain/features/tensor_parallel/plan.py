@@ -81,7 +81,7 @@ class SplitByPlan(Extension):
             if (count := getattr(config, heads, None)) is not None and count % grid.size:
                 raise ValueError(
                     f"auto_wrap: {heads}={count} must be a multiple of tp_size={grid.size}, the argument of "
-                    "init_distributed. Choose a divisor of it."
+                    f"init_distributed. Choose a tp_size that divides {count}."
                 )
         found = [*_matching(plan.model, styles)]
         if not any(style in _SPLIT for _, _, style in found):
@@ -96,8 +96,8 @@ class SplitByPlan(Extension):
         if unnamed := _beside_parts(plan, found):
             raise ValueError(
                 f"auto_wrap: {unnamed} belongs to a module with layers that are split over {grid.size} ranks, but the "
-                f"tensor-parallel plan of {type(plan.model).__name__} does not name it. If each rank uses it for its "
-                "own features, its gradient would be wrong. Call init_distributed without tp_size."
+                f"tensor-parallel plan of {type(plan.model).__name__} does not name it. If each rank applies it only "
+                "to its own part of the features, its gradient would be wrong. Call init_distributed without tp_size."
             )
         self._modules = [(module, style) for _, module, style in found]
 
@@ -184,13 +184,15 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
         )
     if module.weight.is_meta or isinstance(module.weight, SourcedParameter):
         raise ValueError(
-            f"auto_wrap: with tp_size, {name} must have values, but it is on the meta device or was loaded by "
-            "bmt.hf.from_pretrained. Load the model with its own from_pretrained."
+            f"auto_wrap: with tp_size, every rank needs all values of {name}, but it is on the meta device, or was "
+            "loaded by bmt.hf.from_pretrained, which does not load all values on every rank. Load the model with "
+            "from_pretrained of its own class."
         )
     if module.weight.shape[dim] % parts:
         raise ValueError(
-            f"auto_wrap: dimension {dim} of {name}.weight, {tuple(module.weight.shape)}, must be a multiple of "
-            f"tp_size={parts}, the argument of init_distributed. Choose a divisor of it."
+            f"auto_wrap: dimension {dim} of {name}.weight, of shape {tuple(module.weight.shape)}, must be a multiple "
+            f"of tp_size={parts}, the argument of init_distributed. Choose a tp_size that divides "
+            f"{module.weight.shape[dim]}."
         )
     if dim == 1 and module.bias is not None:
         raise ValueError(

@@ -65,7 +65,7 @@ class PartStorage(WholeStorage):
         shape = self.whole_shape(index)
         if whole.shape != shape:
             raise ValueError(
-                f"the tensor must have the full shape of the parameter before it is split over {self.grid.size} ranks, "
-                f"{tuple(shape)}, got {tuple(whole.shape)}"
+                f"the tensor must have shape {tuple(shape)}, that of the whole parameter, which tp_size splits over "
+                f"{self.grid.size} ranks, but it has shape {tuple(whole.shape)}"
             )
         return whole.chunk(self.grid.size, self.dim)[self.grid.place]

@@ -69,8 +69,9 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         if right is not None:
             if of_pairs and not told and world.rank == 0:
                 _log.info(
-                    "the last evaluation batch has %d pairs for %d ranks, so Accelerate fills it up with pairs of the "
-                    "first batch. They do not count in the evaluation loss, but they count in the other metrics of %s",
+                    "the last evaluation batch has %d pairs of rows (chosen and rejected) for %d ranks, so Accelerate "
+                    "fills it up with pairs of the first batch. These do not count in the evaluation loss, but they "
+                    "count in the other metrics of %s",
                     left, world.size, type(trainer).__name__,
                 )  # fmt: skip
                 told = True

@@ -418,7 +418,7 @@ def test_refused():
         model = stand_in(True)
         spoil(model.model.layers[1].self_attn.q_proj)
         before = [type(module) for module in model.modules()]
-        with pytest.raises(ValueError, match=rf"'model.layers.1.self_attn.q_proj.weight', a weight of .*{message}"):
+        with pytest.raises(ValueError, match=rf"'model.layers.1.self_attn.q_proj.weight', a bitsandbytes .*{message}"):
             bmt.auto_wrap(model)
         assert before == [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match="quantized by bitsandbytes. Leave out quantize_frozen='nf4'"):

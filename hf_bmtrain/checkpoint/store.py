@@ -63,7 +63,7 @@ class Saving:
         if self._error is not None:
             raise RuntimeError(
                 f"{self._thread.name}: the file could not be written, and an earlier file with this name was not "
-                f"changed. {self._error}"
+                f"changed. {type(self._error).__name__}: {self._error}. Save again when the cause is removed."
             ) from self._error
 
 

@@ -98,7 +98,7 @@ def test_as_one_process(world, tmp_path, name, size, accumulation):
     results = world(size)(trained, str(tmp_path), name, 2, accumulation)
     for ours in results:
         check_same(ours, plain)
-    assert sum(f"adds it {size * accumulation} times" in line for line in results[0][2]) == 1
+    assert sum(f"{size * accumulation} times in a step" in line for line in results[0][2]) == 1
 
 
 def kept(folder):

@@ -52,7 +52,8 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
         if not told and current_world().rank == 0:
             _log.info(
                 "the routers' auxiliary loss of %s is averaged over micro-batches and ranks, and multiplied by its "
-                "coefficient, %g. Without BMTrainCallback, or with average_router_loss=False, Trainer adds it %d times",
+                "coefficient, %g. Trainer alone adds it once per micro-batch and rank, %d times in a step, which makes "
+                "it larger by this factor. For that, pass average_router_loss=False to BMTrainCallback",
                 type(base).__name__, coefficient, times,
             )  # fmt: skip
         told = True

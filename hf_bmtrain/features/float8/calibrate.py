@@ -163,9 +163,9 @@ class CalibrationInStep(Calibration):
 class CalibrationAhead(Calibration):
     """Measures the float8 noise of layers in a separate forward, just before the first training forward.
 
-    Right after it, the ranks decide which layers keep using float8. The separate forward gets copies of the training
-    forward's arguments. It is not compiled and runs without gradients. Random generators and the model's buffers,
-    attributes and containers are restored afterwards, even if it raises.
+    The separate forward gets copies of the training forward's arguments. It is not compiled and runs without gradients.
+    Right after it, the ranks decide which layers keep using float8. Random generators and the model's buffers,
+    attributes and containers are restored, even if the separate forward raises an error.
     """
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -110,13 +110,13 @@ class Float8Kind(StorageKind):
 
 
 class Float8Storage(Storage):
-    """Stores the shard of a flat buffer with float8 layers' weights. They are all-gathered in float8 after `switch`.
+    """Stores the shard of a flat buffer with weights of float8 layers, and all-gathers the weights in float8.
 
-    Before `switch`, the weights are all-gathered in their own dtype. Afterwards, an all-gather sends them rounded to
-    float8, one byte per element. Each rank rounds its shard before the all-gather if the shard has changed. The layers
-    compute with `factors`, which then contains the gathered weights: bit for bit the full weights rounded to float8.
-    The full weights in their own dtype are in memory only within `full_values`. Outside of it, all their elements read
-    as NaN, so that an unexpected read is noticed.
+    Before `switch` is called, the weights are all-gathered in their own dtype. Afterwards, each rank rounds its shard
+    to float8 when it has changed, and an all-gather sends one byte per element. The layers compute with `factors`,
+    which then contains the gathered weights: bit for bit the full weights rounded to float8. The full weights in their
+    own dtype are in memory only within the context `full_values`. Outside of it, all their elements read as NaN, so
+    that an unexpected read is noticed.
 
     The flat buffer also contains the block's small parameters (norms, biases), so that they need no all-gather and
     reduction of their own. They are at the start of the buffer, rank 0 stores all of them, and they are sent unrounded.
@@ -139,7 +139,7 @@ class Float8Storage(Storage):
 
     def __init__(self, small: int = 0) -> None:
         self._small = small
-        self._shown: list[torch.Tensor] = []  # a view of each small parameter (see `_show_small`)
+        self._shown: list[torch.Tensor] = []  # a view of each small parameter (norm or bias), full
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
         # Parameters start at multiples of this many elements, not bytes, because they must also be aligned in the
@@ -177,8 +177,8 @@ class Float8Storage(Storage):
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
         Call it while no forward is waiting for its backward. The weights are all-gathered immediately, to check that
-        they arrive correctly. The check leaves a resident buffer (one that stays unsharded between steps) unsharded.
-        Otherwise a later all-gather would deadlock if only some ranks run its block.
+        they arrive correctly. A buffer that was resident (unsharded between steps) remains unsharded afterwards. It may
+        belong to a block that only some ranks run, and another all-gather would then wait for the other ranks forever.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.
@@ -327,7 +327,8 @@ class Float8Storage(Storage):
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
         """Write this rank's parts of the k weights, rounded to float8, into the memory that the next all-gather sends.
 
-        The small parameters (norms, biases) are copied there unrounded, and the scales are copied to `factors`.
+        The small parameters (norms, biases) are copied there unrounded. The scales are copied to where the layers read
+        them.
 
         bits: (k,) int32, the absmax (largest magnitude) of each full weight as the bit pattern of a float32.
         scales: (k, 1) float32, the scale of each weight.

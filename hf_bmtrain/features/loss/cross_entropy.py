@@ -17,7 +17,7 @@ from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
 SCRATCH = 640  # bytes of shared memory besides the row's copy, equal to SCRATCH (40 x 16) in kernels/cross_entropy.cu
-SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three of these fit in the 227 KiB of an SM
+SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three thread blocks fit in the 227 KiB of an SM
 BYTES_A_THREAD = 256  # bytes of a row per thread, which loads sixteen 16-byte vectors concurrently
 # 16-byte vectors of a row per thread block, for kernels that copy no row to shared memory (gradient, rescale)
 PART_VECTORS = 2048
@@ -60,9 +60,9 @@ class Plan(NamedTuple):
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
     """Return the number of thread blocks for each row, their threads, and how much of the row is in shared memory.
 
-    A row is divided between 1, 2, 4 or 8 thread blocks. It is the smallest number for which the parts are so small that
-    three thread blocks fit on an SM, or 8. A thread block copies its part of the row to shared memory, and reads what
-    does not fit twice from global memory.
+    A row is divided between 1, 2, 4 or 8 thread blocks: the fewest with which three thread blocks fit on an SM, or 8 if
+    they never fit. A thread block copies its part of the row to shared memory. What does not fit there is read from
+    global memory twice.
 
     Args:
         row_bytes: the size of a row in bytes.
@@ -142,7 +142,7 @@ class CrossEntropy:
         return self._launch_rows("cross_entropy_losses", logits, targets)
 
     def losses_and_gradient_(self, logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (losses, lses) as `losses` does, and overwrite the logits with the gradient of sum(scale * losses).
+        """Return each row's loss and logsumexp, and overwrite the logits with the gradient of sum(scale * losses).
 
         On a GPU, one kernel launch does both.
 

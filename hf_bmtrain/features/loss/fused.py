@@ -63,7 +63,7 @@ class FusedCrossEntropy(torch.nn.Module):
             if any(given.values()):
                 names = ", ".join(name for name, is_given in given.items() if is_given)
                 raise ValueError(f"FusedCrossEntropy(parallel=True) does not support {names}. Leave out {names}.")
-        # Check the arguments now, not in the first forward.
+        # Check the arguments now, so that a wrong one raises an error here and not in the first forward.
         criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing

@@ -93,7 +93,7 @@ class MemoryPlanner(Observer):
             self.activations.begin_together(shapes_of(args, kwargs))
 
     def finish_backward(self) -> None:
-        """Store the memory measured in the backward that is ending. Called before its last reduced gradients arrive."""
+        """Store the memory measured in the backward that is ending, from which the next plan is made."""
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -121,7 +121,7 @@ def planner_of(world: World) -> MemoryPlanner | None:
 def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompute:
     """Return the recomputation policy that `use_checkpoint` selects for `block`.
 
-    The block asks this object, for each training forward, whether it is to be recomputed in backward.
+    In each training forward, the block asks this policy whether to recompute the forward in backward.
 
     Args:
         use_checkpoint: the argument of `auto_wrap`. True recomputes the block in backward, False does not, and

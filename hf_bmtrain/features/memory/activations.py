@@ -107,9 +107,9 @@ class AutoCheckpoint(Recompute):
 
     @property
     def attention_nbytes(self) -> int:
-        """The bytes of the block's outputs of attention when backward begins, a part of its activations.
+        """The bytes that the outputs of attention take among the block's activations when backward begins.
 
-        It is 0 if they cannot be kept without the other activations.
+        It is 0 if these outputs cannot be kept without the other activations.
         """
         return self._attention * self.calls
 
@@ -168,8 +168,8 @@ class AutoCheckpoint(Recompute):
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the block's training forward that is about to begin is recomputed in backward.
 
-        Call it before the block's all-gather. Until the first plan is made, the first call after a backward is
-        collective: every rank must make it, because the ranks exchange their measurements.
+        Call it before the block's all-gather. Before the first plan of which blocks are recomputed, the first call
+        after each backward is collective: every rank must make it, because the ranks exchange their measurements.
 
         Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
         block), because these hooks decide which tensors are kept. Also returns True inside a backward.
@@ -225,14 +225,14 @@ class Activations:
     """The plan for all blocks of a world with use_checkpoint="auto": which are recomputed, and which stay unsharded.
 
     A pass lasts from the first training forward of a block after a backward to the end of the next backward. The first
-    passes are measured, and later the rest of any pass in which inputs are larger than all measured ones. In a measured
-    pass every block is recomputed, and two peaks of allocated memory are recorded: the backward's, while recomputed
-    activations of a block are alive, and the forward's, in the rest of the pass.
+    passes are measured. Later, inputs that are larger than all measured ones start a measurement, until the end of the
+    pass. While a pass is measured, every block is recomputed, and two peaks of allocated memory are recorded: the
+    backward's (while recomputed activations of a block are alive) and the forward's (during the rest of the pass).
 
-    The first plan is made once an optimizer has stepped, and so has allocated its state. The ranks make it together,
-    and assume the largest activations and the least free memory of any rank. Later plans are made if inputs have grown,
-    or if less memory is free than before. They change only which blocks are recomputed. Each rank makes them by itself,
-    because recomputation usually involves no collective.
+    The ranks make the first plan together, once an optimizer has stepped and so has allocated its state. They assume
+    the largest activations and the least free memory of any rank. Each rank makes later plans by itself, if its inputs
+    have grown, or if less memory is free than before. These plans change only which blocks are recomputed, which
+    usually involves no collective.
 
     There are two exceptions. Ranks of an uneven model, which may enter different blocks, make even the first plan by
     themselves. If layers call collectives in their forwards (`together`), all ranks make every plan together.
@@ -267,7 +267,7 @@ class Activations:
 
     @property
     def beside_residents(self) -> bool:
-        """True if a wrapped model has keep_frozen="auto", and may keep frozen parameters unsharded between steps."""
+        """True if any model has keep_frozen="auto", so that its frozen parameters may stay unsharded between steps."""
         return bool(self._planner.residents)
 
     @property
@@ -297,9 +297,10 @@ class Activations:
     # -- a pass -------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin a pass if this training forward of a block is the first one since the last backward.
+        """Plan which blocks are recomputed, if this is the first training forward since the last backward.
 
-        A pass lasts until the end of the next backward.
+        Call it at the start of each training forward. A plan that is still valid is kept. While it is too early for the
+        first plan, begin to measure memory instead.
         """
         if not self.in_backward and self._meter.enters_pass(self._schedule.backwards):
             self._begin_pass(self._present())
@@ -341,7 +342,7 @@ class Activations:
             self._plan_again(blocks, self._free)
 
     def measure(self) -> None:
-        """From now until the end of the next backward, recompute every block and measure the memory that it takes."""
+        """Recompute every block, and measure how much memory that takes, until the end of the next backward."""
         if not self.measuring:
             self.measuring, self._stale, self._recomputed = True, True, False
             self._meter.memory.reset_peak()
@@ -431,7 +432,7 @@ class Activations:
             self._meter.has_stepped(_buffers(blocks)), self._rooms(free), tuple(block.nbytes for block in blocks),
             tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
         )  # fmt: skip
-        # Ranks of an uneven model plan alone: they have measured different blocks, and negotiate their collectives.
+        # Each rank of an uneven model plans alone, because the ranks may have entered and measured different blocks.
         agreed = agree(world, mine) if self._schedule.negotiated is None else combine([mine])
         if agreed is None:
             return False
@@ -451,8 +452,8 @@ class Activations:
         """Choose anew which blocks are recomputed: on this rank alone, or on all ranks if they plan together.
 
         blocks: the measured blocks.
-        free: the number of bytes to plan with. It is the smallest number that was free at the start of a pass (at the
-            first training forward after a backward) since the first plan.
+        free: the number of bytes to plan with: the fewest that were free at any first training forward after a
+            backward, since the first plan.
         """
         world = self._planner.world
         mine = Reading(
@@ -475,7 +476,7 @@ class Activations:
 
 
 def _attention_first(blocks: Sequence[AutoCheckpoint]) -> bool:
-    """Return whether, for most blocks, keeping only attention's outputs saves more time per byte than keeping all.
+    """Return whether most blocks save more time per byte by keeping only attention's outputs than all activations.
 
     Only blocks with measured attention count. A majority decides, because some measured times are wrong: that of the
     first block often includes compilation.

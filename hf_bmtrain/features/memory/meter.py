@@ -211,8 +211,8 @@ class Meter:
     def taken(self) -> int:
         """Return how many more bytes were allocated at the peak than when `begin` was called.
 
-        The peak is the largest number of allocated bytes since `memory.reset_peak()`, which `begin` does not call. The
-        bytes that resident buffers (those kept unsharded between steps) take now are subtracted from it.
+        The peak is the largest number of allocated bytes since the last call of `memory.reset_peak()`. The bytes that
+        resident buffers (those kept unsharded between steps) take now are subtracted from the peak.
         """
         return self.memory.peak() - self._resident_bytes() - self.began
 

@@ -64,9 +64,9 @@ class Plan:
 def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     """Choose which blocks keep activations instead of being recomputed, and which stay unsharded until backward.
 
-    Two loops over the blocks choose which keep all activations, and which keep only the outputs of attention. The loop
-    that saves more time per byte comes first. Each loop skips a block whose activations do not fit. Blocks stay
-    unsharded only if all keep their activations.
+    One loop over the blocks chooses which keep all activations. Another chooses which keep only the outputs of
+    attention. The choice that saves more time per byte is made first. A block whose activations do not fit is skipped.
+    Blocks stay unsharded only if all of them keep all their activations.
 
     Args:
         sizes: the bytes that each block can keep.
@@ -80,9 +80,10 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     kept, attention = [False] * count, [False] * count
 
     def fits(index: int, size: int) -> bool:
-        """Return whether block `index` can keep `size` more bytes until backward. If so, record them in `taken`."""
+        """Return whether block `index` can keep `size` more bytes until backward. If it can, add them to `taken`."""
         before, taken[index] = taken[index], size
-        # The last block's activations do not count at the backward's peak: if it is recomputed, they are there too.
+        # The last block's activations do not count at the backward's peak, because backward starts with this block:
+        # its activations are in memory then even if it is recomputed.
         if sum(taken) <= forward_room and sum(taken[:-1]) <= backward_room:
             return True
         taken[index] = before

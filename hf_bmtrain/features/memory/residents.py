@@ -80,8 +80,8 @@ class Residents:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         modules: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
         inside = {buffer for block in modules for buffer in block._bmt.buffers}
-        # Weak references, so that a deleted part of the model can be garbage-collected. For blocks, their states are
-        # listed instead of their buffers, because a later auto_wrap may add a buffer to a block.
+        # The references are weak, so that a deleted part of the model can be garbage-collected. For blocks, their
+        # states are listed instead of their buffers, because a later auto_wrap may add a buffer to a block.
         self._root = [weakref.ref(buffer) for buffer in buffers_of(model) if buffer not in inside]
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
@@ -163,7 +163,7 @@ class Residents:
         self._forwards += 1
 
     def _begin_pass(self) -> None:
-        """Begin a pass. Called at the first training forward after a backward.
+        """Prepare a pass (the training forwards between two backwards). Called at the first forward of each pass.
 
         Stores the input shapes that were measured in the last pass. Sets `_idle` to whether nothing is to be done in
         this pass, because no buffer was chosen to stay unsharded or, before the choice, because too few parameters are
@@ -221,7 +221,10 @@ class Residents:
 
     @property
     def _is_planned(self) -> bool:
-        """Whether blocks have use_checkpoint="auto". The plan for their activations then sets the available memory."""
+        """Whether blocks have use_checkpoint="auto".
+
+        Frozen parameters are then kept unsharded only in the memory that the plan for these blocks leaves.
+        """
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:

@@ -40,7 +40,7 @@ class Replay:
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        # A weak reference, because the layer refers to this object, and a strong one would make a cycle.
+        # This reference is weak, because the layer refers to this object, so a strong one would make a cycle.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
         # For each mode (the key is `layer.training`): the indices in `_places` of the buffers that a forward changes,
@@ -222,8 +222,8 @@ class Snapshot:
 
     def _restore_others(self) -> Callable[[], None]:
         """Restore attributes, containers and generators, but not buffers. Return a function that undoes this."""
-        # Unchanged attributes, which are cheap to recognize, need not be copied for `undo`: it restores the saved ones,
-        # which are the same.
+        # If the attributes are still the saved ones, which is cheap to check, they need not be copied here: `undo` can
+        # restore them from the saved ones.
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
         arguments, generators = self.arguments.restore(), self.generators.restore()
@@ -327,7 +327,7 @@ class Attributes:
             hooked = module._forward_hooks or module._forward_pre_hooks
             if hooked or not type(module).__module__.startswith("torch.nn."):
                 own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
-                names = [*own, "training", "_modules"]  # at least two, for which itemgetter returns a tuple
+                names = [*own, "training", "_modules"]  # itemgetter returns a tuple only for two names or more
                 self._modules.append((attributes, own))
                 self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
         self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])

@@ -18,8 +18,9 @@ _log = logging.getLogger("hf_bmtrain")
 class RouterLoad(Observer):
     """Counts how many tokens a model's routers send to each expert in training, from its creation until `close`.
 
-    The counts stay on the device until `read`, the only method for which the host waits. A training forward launches
-    one more kernel per layer. Recomputations are not counted. For a model without experts, this class does nothing.
+    The counts stay on the device until `read`, the only method that waits for the GPU. Counting takes one more kernel
+    launch per layer in a training forward. Recomputations are not counted. For a model without experts, this class does
+    nothing.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -2,8 +2,8 @@
 
 The function exchanges queries, keys and values, so that each rank has all tokens of some heads. For these heads it
 calls the model's own attention function ("sdpa", "flash_attention_2", ...). For each such function, the function of
-this file is registered with transformers under a new name, such as "sequence_of_sdpa", and transformers makes the same
-masks. No existing entry is replaced.
+this file is registered with transformers under a new name, such as "sequence_of_sdpa". transformers makes the same
+masks for it as for the model's own function. No existing name is redefined.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ class Heads:
                 for heads in self.of_queries]  # fmt: skip
 
     def repeated(self, rank: int) -> list[int] | None:
-        """Return the key-value head of each query head of `rank`, if attention functions could not infer it.
+        """Return which key-value head each query head of `rank` uses, if they are not grouped evenly.
 
-        They assume that each key-value head belongs to the same number of consecutive query heads.
+        Attention functions assume that each key-value head belongs to the same number of consecutive query heads.
 
         Returns:
             For each query head of the rank, an index into the rank's key-value heads. None if the assumption is true.

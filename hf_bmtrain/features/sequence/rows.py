@@ -281,8 +281,9 @@ class SharedRows:
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
         """Keep only this rank's tokens of the hidden states that `trunk`, the module that calls the blocks, returns.
 
-        This removes the padding of `_after_last_layer`. In a mixture of experts, also gather the routers' logits of all
-        tokens, from which the model computes the auxiliary loss.
+        In some models, other ranks' tokens are present as zeros, with which `_after_last_layer` padded the hidden
+        states. In a mixture of experts, also gather the routers' logits of all tokens, from which the model computes
+        the auxiliary loss.
         """
         parts = self._active
         if parts is None:

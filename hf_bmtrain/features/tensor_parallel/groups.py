@@ -118,10 +118,10 @@ class Part(StorageKind):
 
 
 class _Posts(ObjectComm):
-    """Exchanges texts between the ranks that have the same part of split tensors: one rank per tensor-parallel group.
+    """Exchanges texts among the ranks that have the same part of split tensors: one rank per tensor-parallel group.
 
-    The texts go through the key-value store of all ranks, without collectives. Their keys begin with the index of the
-    part, which keeps them apart from the texts of ranks with other parts.
+    The texts are stored in the key-value store of all ranks, without collectives. Each key begins with the index of the
+    part, so that ranks with other parts do not read these texts.
     """
 
     def __init__(self, control: ObjectComm, size: int, group: int) -> None:

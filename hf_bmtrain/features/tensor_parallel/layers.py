@@ -219,8 +219,7 @@ class VPEmbedding(DistributedModule):
     """Embedding whose vocabulary is split over a tensor-parallel group. It also projects hidden states to logits.
 
     Collective: every rank must call it. Each rank has vocab_size / tp_size rows of `weight`; state dicts contain all
-    rows. The weight is zero until it is loaded, or until `init_parameters` draws it from a normal distribution. "All
-    ranks" here are those of this rank's tensor-parallel group.
+    rows. The weight is zero until it is loaded, or until `init_parameters` draws it from a normal distribution.
 
     Args:
         vocab_size: the total number of tokens in the vocabulary, a multiple of tp_size.
@@ -228,8 +227,8 @@ class VPEmbedding(DistributedModule):
         dtype: a floating dtype. None uses torch's default dtype.
         init_mean: the mean of the normal distribution.
         init_std: the standard deviation of the normal distribution.
-        same_rows: whether the inputs are equal on all ranks. Otherwise each rank has different rows (dimension 0; the
-            same number on all ranks).
+        same_rows: True: the inputs are equal on all ranks of this rank's tensor-parallel group. False: each rank has
+            different rows (dimension 0; equally many on all ranks).
 
     Raises:
         ValueError: a size is not positive or cannot be split, or `dtype` is not a floating dtype.

@@ -157,10 +157,10 @@ def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[
 
 
 def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]]) -> str | None:
-    """Return the name of a parameter in a split MLP or attention that the model's tensor-parallel plan does not name.
+    """Return the name of a parameter, in a split MLP or attention, that belongs to no module named by the model's plan.
 
-    Returns None if there is no such parameter. Its gradient could be wrong, so the model is refused. An MLP or
-    attention is split if the plan splits one of its layers.
+    Returns None if there is no such parameter. The gradient of such a parameter could be wrong, so the model is
+    refused. An MLP or attention is split if the model's tensor-parallel plan splits one of its layers.
 
     plan: the model to wrap, and its blocks.
     found: the (name, module, style) of all modules that the model's tensor-parallel plan names.
@@ -202,7 +202,7 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
 
 
 def _split(module: Any, dim: int) -> None:
-    """Replace the weight and bias of a linear layer by this rank's parts of the values on rank 0.
+    """Split a linear layer: replace its weight and bias by this rank's parts of rank 0's weight and bias.
 
     Also add the hook that communicates in each forward or backward. Collective: every rank must call it.
 

@@ -40,7 +40,7 @@ class SameRowsCheck(Observer):
         self._world = world
         self._squares: dict[tuple[bool, str], torch.Tensor] = {}
         self._seen: set[tuple[bool, str]] = set()
-        self._quiet = 0  # number of backwards since a parameter last had its first gradient
+        self._quiet = 0  # number of consecutive backwards in which no parameter had its first gradient
         self.handle = world.schedule.observe(self)
 
     def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class SameRowsCheck(Observer):
             )
             if len(equal) == undeclared > 1:
                 raise RuntimeError(told)
-            # Only a warning, because with a loss such as y.sum(), a bias has equal gradients for different rows.
+            # Do not raise here, because with a loss such as y.sum(), a bias has equal gradients for different rows too.
             if self._world.rank == 0:
                 _log.warning("%s", told)
         if unlike:

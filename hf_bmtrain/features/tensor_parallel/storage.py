@@ -52,8 +52,9 @@ class PartStorage(WholeStorage):
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
         """Return the shape of a split parameter in checkpoints, and the flat index at which this rank's elements begin.
 
-        Checkpoints contain the parts one after another, so that the elements of each rank are contiguous. For a split
-        on dimension 0, that is the whole tensor. Otherwise it is a stack of the parts, (grid.size, *shape of a part).
+        Checkpoints contain the parts one after another, so that the elements of each rank are contiguous. If the tensor
+        is split on dimension 0, the saved shape is that of the whole tensor. If it is split on another dimension, the
+        parts are saved as a stack, (grid.size, *shape of a part).
 
         index: the index of the parameter among those that are stored (and sharded) together.
         """

@@ -171,9 +171,12 @@ def _ranks(comm: Any) -> _Ranks:
 
 def _check_tensor(function: str, name: str, x: Any) -> None:
     """Raise ValueError if `x` is not a tensor, or is on the meta device. The message names `function` and `name`."""
-    if not isinstance(x, torch.Tensor) or x.is_meta:
-        kind = "one on the meta device" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{function}: {name} must be a tensor with values, not {kind}. Pass torch.tensor(...).")
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{function}: {name} must be a tensor, not a {type(x).__name__}. Pass torch.tensor({name}).")
+    if x.is_meta:
+        raise ValueError(
+            f"{function}: {name} is on the meta device, so it has no values. Pass a tensor on another one."
+        )
 
 
 def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> None:

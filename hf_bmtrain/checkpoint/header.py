@@ -154,7 +154,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, LARGEST_HEADER):
             raise Damaged(
-                f"{path.name} has {size:,} bytes, but its first 8 bytes announce a header of {length:,} bytes"
+                f"{path.name} is cut off, or is not a safetensors file: it has {size:,} bytes, but its first 8 bytes "
+                f"give {length:,} bytes as the length of its header"
             )
         text = file.read(length)
     try:

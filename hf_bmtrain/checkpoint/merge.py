@@ -184,9 +184,10 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
     strange = [name for name in trained if name not in base]
     if strange:
         raise ValueError(
-            f"--base lacks {len(strange)} of the {len(trained)} trained tensors: {', '.join(strange[:5])}. Adapters "
-            "are not part of a base model. To export them, load the checkpoint into the model with adapters "
-            "(bmt.load_state), and call its save_pretrained, or PEFT's merge_and_unload and then save_pretrained"
+            f"--base lacks {len(strange)} of the {len(trained)} trained tensors: {', '.join(strange[:5])}. Pass the "
+            "model from which training started, with all its files. If these tensors are adapters, which are not part "
+            "of a base model, load the checkpoint into the model with adapters instead (bmt.load_state), and call its "
+            "save_pretrained, or PEFT's merge_and_unload and then save_pretrained"
         )
     shapes = [
         f"{name} {mine.stored.shape} (in --base {base[name].stored.shape})"

@@ -322,10 +322,11 @@ class Schedule:
             self._pass.blocks.add(block)
 
     def gather(self, buffer: ShardedBuffer) -> None:
-        """Start the all-gather of a flat buffer, unless it is unsharded already. Collective: every rank must call it.
+        """Start the all-gather of a flat buffer, unless it is unsharded already.
 
-        All ranks must pass the same buffer, unless they agree on each collective of this forward or backward (see
-        `Negotiation`).
+        Collective: every rank must call it with the same buffer. The exception is a model whose ranks may enter
+        different blocks. There, each rank passes the buffer that it needs, and `Negotiation` makes all ranks take part
+        in its all-gather.
         """
         entry = self.negotiated
         if entry is None:

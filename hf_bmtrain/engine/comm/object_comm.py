@@ -42,7 +42,7 @@ class ObjectComm:
         self.occasions: dict[int, str] = {}
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER) if size > 1 else None
         self._store: Any = default_store() if size > 1 else None
-        self._last: Any = None  # the last operation of `any` or `smallest`, for `close`
+        self._last: Any = None  # the last operation of `any` or `smallest`; while it runs, `close` keeps the group
 
     def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
         """Return the values that all ranks pass, in rank order. Collective: every rank must call it.

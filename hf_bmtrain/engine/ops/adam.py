@@ -67,7 +67,8 @@ def macros(
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
     if master == torch.int16 and weight != torch.bfloat16:
         raise ValueError(
-            f"float32 master weights can be stored as int16 residuals only for bfloat16 weights, got {weight}"
+            f"float32 master weights can be stored as int16 residuals only for bfloat16 weights, but the dtype of the "
+            f"weights is {weight}. Store the masters as float32."
         )
     return (
         ("COUPLED", "true" if coupled else "false"),

@@ -117,9 +117,9 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
-    # 2ᴱ is the largest power of two that does not exceed the block's largest magnitude. But if that magnitude exceeds
-    # the second largest number that codes can represent, 2ᴱ is the next power of two. With a smaller E, values
-    # above the largest number would be clamped to it, and a moment there could not grow.
+    # A code stands for a number below 2, which is multiplied by 2ᴱ. 2ᴱ is the largest power of two that does not exceed
+    # the block's largest magnitude. But if this magnitude exceeds 2ᴱ times the second largest code, E is one larger:
+    # otherwise magnitudes above the largest code would be clamped to it, and the moment could not grow.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]

@@ -125,10 +125,11 @@ class SourcedParameter(torch.nn.Parameter):
 
 
 def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
-    """Copy this rank's share of each loaded parameter to memory, unless all ranks have the parameter in a mapped file.
+    """Make each loaded parameter either mapped from a file on all ranks, or divided among them in memory.
 
-    A share is 1/N of the elements. Afterwards, `mapped` of each parameter is equal on all ranks, as
-    `SourcedParameter.move` requires. Collective: every rank must call it.
+    If a parameter is mapped on this rank but not on all ranks, copy this rank's share of its elements to memory. (On
+    ranks where it is not mapped, it is divided already.) Afterwards, `mapped` of each parameter is equal on all ranks,
+    as `SourcedParameter.move` requires. Collective: every rank must call it.
 
     parameters: the parameters by name. All ranks must pass the same names.
     """

@@ -633,14 +633,14 @@ class _Call:
     # -- functions of full tensors --------------------------------------------------------------------------------
 
     def _on_full(self, counted: bool = True) -> Any:
-        """Run the function on full copies of the sharded tensors on every rank, and copy modified ones back.
+        """Run this call's torch function on full copies of the sharded tensors, and copy the modified ones back.
 
         Collective: every rank must call it.
 
         Args:
-            counted: how to find the arguments that the function has modified: by their version counters (True), or by
-                comparing their values before and after the call (False). Operators of torch.ops declare these arguments
-                in their schemas, so neither is needed.
+            counted: how to find out which copies the function has modified: by their version counters (True), or by
+                comparing their values before and after (False, for torch.distributed's collectives). It has no effect
+                for operators of torch.ops, whose schemas declare the arguments that they modify.
         """
         unique = {id(each): each for each in self.slices}
         barrier_outside(f"{self.name} of a sharded tensor")

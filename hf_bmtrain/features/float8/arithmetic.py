@@ -199,9 +199,9 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 
 
 def scales_of(bits: Tensor) -> Tensor:
-    """Return the float8 scales of n weights, (n,) float32.
+    """Return the scales of n weight matrices, (n,) float32. A weight is its float8 values times its scale.
 
-    bits: (n,) int32, the absmax (largest magnitude) of each weight as the bit pattern of a float32.
+    bits: (n,) int32, the absmax (largest magnitude) of each matrix as the bit pattern of a float32.
     """
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
     # The divisor is a tensor, because `absmax / MOST` on a GPU is a multiplication by 1 / MOST, which is rounded.
@@ -255,9 +255,9 @@ def _by_kernels(x: Tensor) -> bool:
     True on GPUs, and on the meta device, which stands for a GPU. False for an empty x, and while torch.compile traces
     the caller, because Inductor then generates kernels from torch's operations.
     """
-    # In compiled code `quantize_both` is a custom operator. It is not traced, so this returns True inside it, and the
-    # CUDA kernels quantize. Inductor would compute the column-wise absmax in the kernel that computes the elements,
-    # which takes 1.3 ms; separate kernels take 0.6 ms (H200, backward of a SwiGLU of 8192 x 14336).
+    # The exception is `quantize_both`: compiled code calls it as a custom operator, whose body is not traced, so this
+    # returns True there. The kernels take 0.6 ms. Inductor would compute the column-wise absmax in the kernel that
+    # computes the elements, which takes 1.3 ms (H200, backward of a SwiGLU of 8192 x 14336).
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
 

@@ -177,8 +177,8 @@ class Float8Storage(Storage):
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
         Call it while no forward is waiting for its backward. The weights are all-gathered immediately, to check that
-        they arrive correctly. A buffer that was resident (unsharded between steps) remains unsharded afterwards. It may
-        belong to a block that only some ranks run, and another all-gather would then wait for the other ranks forever.
+        they arrive correctly. A buffer that was resident (unsharded between steps) remains unsharded afterwards:
+        if only some ranks run its block next, their all-gather would wait for the other ranks forever.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.

@@ -121,20 +121,20 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
     """Return y + Σ s · u @ factor, the sum over all adapters of a layer; s is the adapter's scaling.
 
-    y is changed in place, except in compiled code. The exception is due to torch 2.11: if it compiles an
-    autograd.Function that modifies its output in place, the gradients become zero.
+    In forward, y is the output of the frozen layer, u = x Aᵀ and the factor is Bᵀ. y is changed in place, except in
+    compiled code.
 
     Args:
         y: (rows, width).
-        us: for each adapter, the tensor u, (rows, r). If split, each is s u as four bfloat16 parts, (rows, 4 r).
+        us: for each adapter, the tensor u, (rows, r). If split, it is s u as four bfloat16 parts, (rows, 4 r).
         factors: for each adapter, the matrix by which u is multiplied, (r, width) or, if split, (4 r, width).
         scalings: for each adapter, s; not used if split.
-        split: whether the adapters are split (`Adapter.split`). The products of all are then added as one matrix
-            product, so that y is rounded once.
+        split: whether the adapters' float32 matrices are represented by sums of bfloat16 matrices.
     """
-    if split and len(us) > 1:
+    if split and len(us) > 1:  # one product for all adapters, so that y is rounded once
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
     for u, factor, scaling in zip(us, factors, scalings):
+        # If torch 2.11 compiles an autograd.Function that modifies its output in place, the gradients become zero.
         add = torch.addmm if torch.compiler.is_compiling() else Tensor.addmm_
         y = add(y, u, factor, alpha=1.0 if split else scaling)
     return y

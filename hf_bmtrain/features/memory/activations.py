@@ -261,8 +261,9 @@ class Activations:
 
     @property
     def left(self) -> int | None:
-        # Activations are planned first, because keeping them saves the computation of a forward. A frozen block that
-        # stays unsharded saves two all-gathers, which overlap with computation anyway.
+        # Frozen blocks that stay unsharded between steps get what an up-to-date plan of the activations leaves.
+        # Activations come first, because keeping them saves the computation of a forward. Keeping a frozen block
+        # unsharded saves two all-gathers, which overlap with computation anyway.
         return None if self._stale or self._free is None else self._left
 
     @property

@@ -221,7 +221,10 @@ class Snapshot:
         return undo
 
     def _restore_others(self) -> Callable[[], None]:
-        """Restore attributes, containers and generators, but not buffers. Return a function that undoes this."""
+        """Set attributes, containers in the arguments, and random generators, but not buffers, to their saved state.
+
+        Return a function that sets them back to their state before this call.
+        """
         # If the attributes are still the saved ones, which is cheap to check, they need not be copied here: `undo` can
         # restore them from the saved ones.
         attributes = self.attributes

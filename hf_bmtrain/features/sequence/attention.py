@@ -171,10 +171,11 @@ class _Share:
     """A proxy of an attention module, through which transformers' attention function computes only this rank's heads.
 
     It replaces the module as the function's argument `module`. Its `num_key_value_groups` and `sinks` are those of
-    this rank's heads, and its `config._attn_implementation` is `inner`. All other attributes are those of the module.
+    this rank's heads. Its `config._attn_implementation` is `inner`, where the module's own may be the name of a
+    function of this file, such as "sequence_of_sdpa". All other attributes are those of the module.
 
     Args:
-        module: the attention module. Its configuration names the function that exchanges heads, instead of `inner`.
+        module: the attention module.
         inner: the name of the attention function that gets the proxy, such as "sdpa".
         heads: this rank's query heads. None means all.
         groups: the number of query heads for each key-value head. None means the module's `num_key_value_groups`.

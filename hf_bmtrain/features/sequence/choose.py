@@ -1,4 +1,7 @@
-"""Choose the blocks of a model that process rows (sequences) shared by several ranks, or say why none can."""
+"""Choose the blocks of a model for sequence parallelism, or raise an error that says why it is not supported.
+
+In these blocks, the tokens of each row (sequence) are divided among several ranks.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,10 @@ class Groups:
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return how to shard parameters with `tp_mode=True`: a `Part` if they are split, otherwise a `SameRows`.
+        """Return how to shard parameters with `tp_mode=True`, and over which ranks to average their gradients.
+
+        If the parameters are split, this is a `Part`: over the ranks that have the same part, one in each group.
+        Otherwise it is a `SameRows`: over all ranks, because those of a group use the parameters for the same rows.
 
         dim: the dimension on which the whole tensors are split over a tensor-parallel group, or -1 if the parameters
             are not split.

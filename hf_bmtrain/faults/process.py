@@ -7,10 +7,11 @@
 * `sys.exit`, `exit` and `quit` record the calling line and the exit code, because an exit handler cannot find them out.
 * An exit handler waits for the other ranks, and closes the communicators.
 
-Two other files also affect processes. When every rank must stop, for example after the timeout of `init_distributed`,
+Three other files also affect processes. When every rank must stop, for example after the timeout of `init_distributed`,
 `watch.py` kills suspended and blocked processes of this host (`os.kill`), and ends this process if its program cannot
 raise the error (`os._exit`). `bmtrain/init.py` adds a hook to torch's optimizers, which checks before every step that
-they can update sharded parameters.
+they can update sharded parameters. If several ranks share rows, `engine/wrap/accelerator.py` replaces a method of
+Accelerate's class Accelerator, which does the same as before for other models.
 """
 
 from __future__ import annotations

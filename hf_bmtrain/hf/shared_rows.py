@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.utils import recursively_apply
 from transformers import Trainer
 
 from ..engine.runtime.world import current_world
@@ -83,32 +81,17 @@ def follow_shared_rows(model: Any, args: Any) -> None:
 def count_rows_once(trainer: Trainer) -> None:
     """Make `trainer` gather and count each row once, although several ranks share it.
 
-    In evaluations, the outputs for each row are taken from the first of the ranks that share it. In training,
-    `num_input_tokens_seen` and `total_flos`, which Trainer adds up over all ranks, are divided by the number of ranks
-    that share a row.
+    In evaluations, `Accelerator.gather_for_metrics` returns each row once. In training, `num_input_tokens_seen` and
+    `total_flos`, which Trainer adds up over all ranks, are divided by the number of ranks that share a row.
     """
-    size, accelerator, ranks = ranks_per_row(trainer.model), trainer.accelerator, current_world().size
-    # TRL's SFTTrainer divides numbers of gathered tokens by `_tp_size`, but below shared rows are gathered only once.
+    size = ranks_per_row(trainer.model)
+    # TRL's SFTTrainer divides numbers of gathered tokens by `_tp_size`, but shared rows are gathered only once.
     if size > 1 and hasattr(trainer, "_tp_size"):
         trainer._tp_size = 1  # pyright: ignore[reportAttributeAccessIssue]
-    if size == 1 or "gather_for_metrics" in vars(accelerator):
+    if size == 1 or "get_tp_size" in vars(trainer):
         return
-    gather, cut = accelerator.gather, accelerator.gather_for_metrics
-
-    # Accelerate removes the rows with which it has filled up the last batch from the end of the gathered rows. With
-    # several copies of each row, it would remove the wrong ones.
-    def first_of_groups(gathered: torch.Tensor) -> torch.Tensor:
-        return gathered.unflatten(0, (ranks // size, size, len(gathered) // ranks))[:, 0].flatten(0, 1)
-
-    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        accelerator.gather = lambda tensor: recursively_apply(first_of_groups, gather(tensor))
-        try:
-            return cut(input_data, use_gather_object)
-        finally:
-            del accelerator.gather
-
-    accelerator.gather_for_metrics = gather_for_metrics
-    trainer.gather_function = functools.partial(gather_for_metrics, use_gather_object=False)
+    # Read the method again, because the model may have been wrapped after the trainer had read it.
+    trainer.gather_function = functools.partial(trainer.accelerator.gather_for_metrics, use_gather_object=False)
     trainer.get_tp_size = lambda: size  # older versions of Trainer read it here, not in the Accelerator
     track, operations = getattr(trainer, "_track_num_input_tokens", None), trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: operations(inputs) / size  # pyright: ignore[reportAttributeAccessIssue]

@@ -57,8 +57,15 @@ def bert() -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
 
 
+def llama_tokens() -> Any:
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(**_SIZES, num_labels=VOCABULARY, classifier_dropout=0.0)
+    return transformers.LlamaForTokenClassification(config)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": causal("Llama"),
+    "llama-tokens": llama_tokens,
     "llama-9-heads": causal("Llama", num_attention_heads=9, num_key_value_heads=3),
     "llama-1-key": causal("Llama", num_key_value_heads=1),
     "llama-eager": causal("Llama", attn_implementation="eager"),

@@ -5,7 +5,7 @@ ranks or shards models itself, or if the Trainer lacks this package's callback (
 transformers is imported here. Transformers is found in `sys.modules`, and `World.accelerator` is Accelerate's state.
 
 If a group of ranks shares the rows (sequences) of a batch, Accelerate's data loaders are made to give the same batches
-to all ranks of the group.
+to all ranks of the group, and its `gather_for_metrics` to return each row once.
 """
 
 from __future__ import annotations
@@ -168,7 +168,48 @@ def ranks_per_row(model: Any) -> int:
 def share_batches(size: int, world: World) -> None:
     """Make the data loaders that Accelerate prepares from now on give each group of `size` ranks the same batches.
 
-    This has no effect if no Accelerator has been created.
+    `Accelerator.gather_for_metrics` then returns each row once. This has no effect if no Accelerator has been created.
     """
-    if world.accelerator is not None:
-        world.accelerator.device_mesh = GroupMesh(size, world.size)
+    if world.accelerator is None:
+        return
+    world.accelerator.device_mesh = GroupMesh(size, world.size)
+    _gather_rows_once(sys.modules["accelerate"].Accelerator)
+
+
+@functools.cache  # the class is changed once
+def _gather_rows_once(kind: Any) -> None:
+    """Make `gather_for_metrics` return each row once if several ranks share it. Other Accelerators are not affected.
+
+    The rows come from the first rank of each group. Accelerate removes from their end those with which it has filled up
+    the last batch. If each row were gathered several times, it would remove others.
+
+    kind: the class accelerate.Accelerator. It is changed, because a program may create its Accelerator later.
+    """
+    gather_for_metrics: Callable[..., Any] = kind.gather_for_metrics
+
+    @functools.wraps(gather_for_metrics)
+    def gather(accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        mesh, plain = getattr(accelerator.state, "device_mesh", None), accelerator.gather
+        if not isinstance(mesh, GroupMesh):
+            return gather_for_metrics(accelerator, input_data, use_gather_object)
+        groups, size = mesh["dp_shard"].size(), mesh["cp"].size()
+        apply: Callable[..., Any] = sys.modules["accelerate.utils"].recursively_apply
+        try:
+            apply(lambda each: each, input_data, error_on_other_type=True)
+        except TypeError:  # not only tensors: Accelerate gathers objects in such cases
+            use_gather_object = True
+        if use_gather_object:
+            # The lists of all ranks are joined, so the other ranks of a group contribute empty ones.
+            own = input_data if accelerator.process_index % size == 0 else []
+            return gather_for_metrics(accelerator, own, use_gather_object=True)
+
+        def first_of_groups(gathered: torch.Tensor) -> torch.Tensor:
+            return gathered.unflatten(0, (groups, size, len(gathered) // (groups * size)))[:, 0].flatten(0, 1)
+
+        accelerator.gather = lambda tensors: apply(first_of_groups, plain(tensors))
+        try:
+            return gather_for_metrics(accelerator, input_data)
+        finally:
+            del accelerator.gather
+
+    kind.gather_for_metrics = gather

@@ -5,9 +5,12 @@ In these blocks, the tokens of each row (sequence) are divided among several ran
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +106,8 @@ def loss_kind(model: Any) -> str | None:
     Returns:
         "shifted": transformers' causal loss, which shifts the labels by one, or gets shifted ones as `shift_labels`.
         "plain": another loss of transformers, which does not shift the labels and takes `num_items_in_batch`.
-        "mean": the mean of torch's CrossEntropyLoss over labels that are not shifted.
+        "mean": the mean over labels that are not shifted, which ignores `num_items_in_batch`: torch's CrossEntropyLoss,
+            or a loss of transformers to which the forward does not pass its keyword arguments.
         None: any other loss, which is not supported.
     """
     forward = inspect.unwrap(type(model).forward)
@@ -113,11 +117,26 @@ def loss_kind(model: Any) -> str | None:
     names = {*code.co_names, *code.co_varnames}
     if "loss_function" in names:
         function = getattr(getattr(model, "loss_function", None), "__name__", "")
-        takes_more = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
-        known = "shifted" if function in _SHIFTED else "plain" if function in _PLAIN else None
-        return known if takes_more else None
+        if not _passes_keywords(forward):
+            return "mean" if function in _PLAIN else None
+        return "shifted" if function in _SHIFTED else "plain" if function in _PLAIN else None
     unshifted = any(each in type(model).__name__ for each in ("MaskedLM", "TokenClassification"))
     return "mean" if "CrossEntropyLoss" in names and unshifted else None
+
+
+@functools.cache
+def _passes_keywords(forward: Callable[..., Any]) -> bool:
+    """Return whether `forward` passes its additional keyword arguments (`**kwargs`) to `self.loss_function`.
+
+    False also if the source of `forward` is not available.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(forward))
+    except (OSError, TypeError):
+        return False
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    losses = [call for call in calls if getattr(call.func, "attr", "") == "loss_function"]
+    return bool(losses) and all(any(each.arg is None for each in call.keywords) for call in losses)
 
 
 def _why_not(model: Any, config: Any, text: Any) -> str | None:

@@ -157,16 +157,17 @@ class SharedRows:
             if targets is None:
                 targets = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
             given["shift_labels"] = parts.take(targets, 1).contiguous()
-        count = given.pop(_COUNT, None)
-        count = targets.ne(_IGNORED).sum() if count is None else count
+        present_in_rows = targets.ne(_IGNORED).sum()
         given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
             # The model divides the sum of this rank's losses by this count, and the results are averaged over the
             # group. So that the whole sum is divided by `count`, pass `count / parts.size`.
-            given[_COUNT] = count / parts.size
+            count = given.get(_COUNT)
+            given[_COUNT] = (present_in_rows if count is None else count) / parts.size
             return
+        # The model ignores `num_items_in_batch`, as it does in one process.
         present = own.ne(_IGNORED).sum()
-        self._weight = present * parts.size / count
+        self._weight = present * parts.size / present_in_rows.clamp(min=1)
         # A mean over no labels would be nan. Use a mean over one label instead, and multiply it by 0.
         own[0, 0] = torch.where(present == 0, 0, own[0, 0])
 
@@ -193,8 +194,8 @@ class SharedRows:
             shapes = ", ".join(str(tuple(each[:2])) for each in found)
             raise RuntimeError(
                 f"sequence_parallel={self.size}: {self.size} consecutive ranks must get the same rows, but these got "
-                f"different rows (shapes {shapes}). With Trainer, add bmt.hf.BMTrainCallback(), and for an "
-                "IterableDataset pass accelerator_config={'dispatch_batches': False}. With Accelerate, create the "
+                f"different rows (shapes {shapes}). With Trainer, pass callbacks=[bmt.hf.BMTrainCallback()], and for "
+                "an IterableDataset accelerator_config={'dispatch_batches': False}. With Accelerate, create the "
                 f"Accelerator before auto_wrap. In another loop, let rank r read the data of rank r - r % {self.size}: "
                 f"DistributedSampler(data, num_replicas=world_size() // {self.size}, rank=rank() // {self.size})."
             )

@@ -140,8 +140,9 @@ def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, An
     if len({*everyone.tolist()}) > 1:
         raise RuntimeError(
             f"{type(model).__name__}: the {grid.size} ranks of a tensor-parallel group must get the same batch, "
-            "but their inputs differ. With Trainer, add bmt.hf.BMTrainCallback(), and for an IterableDataset pass "
-            "accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator before auto_wrap. "
+            "but their inputs differ. With Trainer, pass callbacks=[bmt.hf.BMTrainCallback()], and for an "
+            "IterableDataset accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator "
+            "before auto_wrap. "
             f"In another loop, let rank r read the same data as rank r - r % {grid.size}. In generate with "
             "do_sample=True, give these ranks the same seed."
         )

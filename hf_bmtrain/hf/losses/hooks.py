@@ -48,15 +48,18 @@ def hook_loss(
     """
 
     # Whether Trainer passed num_items_in_batch. This is recorded before other hooks run, which may add the argument.
-    asked = False
+    # The labels are recorded too, because `sequence_parallel` replaces them by those of this rank's tokens.
+    asked, labels = False, None
 
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
-        nonlocal asked
-        asked = given.get(COUNT) is not None
+        nonlocal asked, labels
+        asked, labels = given.get(COUNT) is not None, given.get("labels")
         if around is not None and asked:
             around[0]()
 
     def after(module: Any, inputs: tuple, given: dict[str, Any], outputs: Any) -> Any:
+        nonlocal labels
+        given, labels = {**given, "labels": labels}, None
         if not asked:
             return None
         if around is not None:

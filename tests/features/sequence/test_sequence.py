@@ -95,7 +95,8 @@ def from_logits(model, batch):
     labels = batch.pop("labels")
     logits = model(**batch).logits
     assert logits.shape == (*labels.shape, VOCABULARY)
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    return torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))  # as most programs do
 
 
 @on_ranks(2, full=(3,))

@@ -12,6 +12,8 @@ from ranks import on_ranks
 from sequence_models import MODELS, TOKENS, VOCABULARY, batch_of
 
 ROWS, RATE = 16, 0.1
+MEANS = ("bert", "llama-tokens")
+"""Models whose loss is a mean that ignores `num_items_in_batch`. Trainer adds up those of the micro-batches."""
 
 
 def rows(count=ROWS):
@@ -35,11 +37,13 @@ class Seen:
 
 
 def train_plainly(name, steps, norm):
-    """Train on the (ids, labels) of each step, and return the losses and the model."""
+    """Train on the (ids, labels) of each micro-batch of each step, and return the losses and the model."""
     model, losses = MODELS[name](), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for ids, labels in steps:
-        loss = model(input_ids=ids, labels=labels).loss
+    for batches in steps:
+        if name not in MEANS:
+            batches = [tuple(torch.cat(tensors) for tensors in zip(*batches))]
+        loss = sum(model(input_ids=ids, labels=labels).loss for ids, labels in batches)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
         optimizer.step()
@@ -48,7 +52,7 @@ def train_plainly(name, steps, norm):
     return losses, model
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", *MEANS])
 @pytest.mark.parametrize("accumulation", by_default([1, 2], 2))
 @on_ranks(4, full=(2,))
 def test_trainer(folder, name, accumulation):
@@ -85,8 +89,8 @@ def compare_training(folder, name, accumulation):
     assert sorted(ids.tolist()) == sorted(row["input_ids"].tolist() for row in rows())
     steps = []
     for step in range(trainer.state.global_step):
-        taken = [b for each in once for b in each[step * accumulation : (step + 1) * accumulation]]
-        steps.append(tuple(torch.cat(tensors) for tensors in zip(*taken)))
+        taken = zip(*(each[step * accumulation : (step + 1) * accumulation] for each in once))
+        steps.append([tuple(torch.cat(tensors) for tensors in zip(*groups)) for groups in taken])
     losses, plain = train_plainly(name, steps, 0.7)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == pytest.approx(losses, rel=2e-4)
@@ -142,11 +146,13 @@ def test_samples_are_counted_once():
 
 @on_ranks(4)
 def test_accelerate_loader():
+    """The groups train on different rows, and an evaluation gathers each row once, also of a short last batch."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
-    model, loader = accelerator.prepare(model, torch.utils.data.DataLoader(rows(), batch_size=2))
+    loaders = [torch.utils.data.DataLoader(rows(count), batch_size=2) for count in (ROWS, 7)]
+    model, loader, short = accelerator.prepare(model, *loaders)
     seen = []
     for batch in loader:
         model(**batch).loss.backward()
@@ -154,3 +160,8 @@ def test_accelerate_loader():
     everyone = bmt.current_world().gather_objects(seen)
     assert everyone[0] == everyone[1] and everyone[2] == everyone[3]
     assert sorted(everyone[0] + everyone[2]) == sorted(row["input_ids"].tolist() for row in rows())
+    gathered, objects = [], []
+    for batch in short:
+        gathered += accelerator.gather_for_metrics(batch)["input_ids"].tolist()
+        objects += accelerator.gather_for_metrics(batch["input_ids"].tolist())
+    assert gathered == objects == [row["input_ids"].tolist() for row in rows(7)]

@@ -51,6 +51,15 @@ top_saved_tensors_hooks: Any = getattr(_C._autograd, "_top_saved_tensors_default
 """`top_saved_tensors_hooks(also_under_tracing)` returns the innermost active (pack, unpack) hooks, or None. The public
 context manager sets hooks but cannot read them. In torch 2.6 nothing can, and this name is None."""
 
+
+def inside_hooks() -> bool:
+    """Return whether saved-tensor hooks are active. In torch 2.6, which cannot tell, return False.
+
+    Such hooks, for example those of torch's checkpoint or of offloading, decide which tensors are kept.
+    """
+    return top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None
+
+
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 """Return whether a transform of torch.func is active. There is no public equivalent."""
 
@@ -130,6 +139,14 @@ def compile_errors() -> tuple[type[Exception], ...]:
         "FailOnRecompileLimitHit",
     )  # fmt: skip
     return tuple(getattr(exc, name) for name in names if hasattr(exc, name))
+
+
+def compile_reason(error: Exception) -> str:
+    """Return why a function cannot be compiled, in one line. `error` is one of `compile_errors()`."""
+    if type(error).__name__ == "FailOnRecompileLimitHit":  # its message says only that fullgraph=True was passed
+        return "it needs more graphs than torch._dynamo.config.recompile_limit allows"
+    lines = 2 if type(error).__name__ == "BackendCompilerFailed" else 1  # its first line names only the backend
+    return " ".join(str(error).strip().split("\n")[:lines]) or type(error).__name__
 
 
 def schema_of(operator: Any) -> Any:

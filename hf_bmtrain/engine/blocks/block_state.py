@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..base.torch_internals import inside_hooks, top_saved_tensors_hooks
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot
 from .autograd import enter_backward, leave_backward, uncached_autocast
+from .containers import tensors_in
 from .recompute import ALWAYS, InputStore, Keeps, Recompute, Replay
-from .recomputed_graph import CannotRecompute, RecomputedGraphs
+from .recomputed_graph import CannotRecompute, NotCompiled, RecomputedGraphs
 from .schedule import Schedule
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
@@ -80,8 +82,6 @@ class BlockState:
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
     _entered: bool = field(default=False, init=False)  # backward reached the block, but has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
-    # Selects the outputs that the graph keeps of the last training forward. None if the graph does not recompute it.
-    _kept: Keeps | None = field(default=None, init=False)
 
     @property
     def keeps_no_cache(self) -> bool:
@@ -165,13 +165,16 @@ class BlockState:
         layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the forward.
         """
-        self._kept = self._kept_in_graph(args, kwargs)
-        if self._kept is not None:
+        keeps = self._kept_in_graph(args, kwargs)
+        if keeps is not None:
+            assert self.graphs is not None
             try:
-                return self._forward_in_graph(self._kept, args, kwargs)
+                with self.replay.record(args, kwargs):  # raises an error if the forward changes buffers
+                    return self._inside(self.graphs.run, keeps, args, kwargs)
             except CannotRecompute as reason:
-                _log_once(_WHOLE_FORWARD, f"torch.compile cannot trace it together with the backward: {reason}")
-                self._kept = None
+                _log_once(_WHOLE_FORWARD, str(reason))
+                if isinstance(reason, NotCompiled):  # when backward recomputes it, torch.compile may compile again
+                    layer_forward = self.graphs.eager
         nothing = nullcontext()
         around_first, around_again = self.recompute.contexts(args, kwargs, self.pending) or (nothing, nothing)
         again = False
@@ -210,14 +213,25 @@ class BlockState:
         Returns None for torch's checkpoint, and for the graph a function that tells which operators' outputs the graph
         keeps. The checkpoint is used
 
-        * if the block is not compiled, or if its inputs are kept in host memory.
+        * if the block is not compiled, if its inputs are kept in host memory, or if nothing requires a gradient.
         * if layers issue collectives in their forwards: the graph of each rank could recompute them in another order.
+        * if saved-tensor hooks are active, such as those of offloading, which would get the full parameters that the
+          graph saves, or those of a checkpoint around the block, whose recomputation must run like the first forward.
         * if the forward changes buffers, or may do so: the graph would recompute with the changed values.
         * if the block's Recompute object decides so.
 
         args, kwargs: the arguments of the forward.
         """
         if self.graphs is None or self.inputs is not None or self.schedule.collective_layers:
+            return None
+        trained = any(buffer.gradient.trainable for buffer in self.buffers)
+        if not trained and next(tensors_in((*args, *kwargs.values()), set(), []), None) is None:
+            return None  # without a backward, torch cannot compile a checkpoint that contains random operators
+        if top_saved_tensors_hooks is None:
+            _log_once(_WHOLE_FORWARD, "torch before 2.7 cannot tell whether saved-tensor hooks are active around it")
+            return None
+        if inside_hooks():
+            _log_once(_WHOLE_FORWARD, "saved-tensor hooks, such as those of a checkpoint, are active around it")
             return None
         # If it is not known yet whether forwards change buffers (None), let torch's checkpoint recompute this forward.
         # `Replay.record` then finds out whether they do.
@@ -227,16 +241,6 @@ class BlockState:
                 _log_once(_WHOLE_FORWARD, "it changes buffers of the layer")
             return None
         return self.recompute.kept_in_graph(args, kwargs, self.pending)
-
-    def _forward_in_graph(self, keeps: Keeps, args: tuple, kwargs: dict) -> Any:
-        """Run the layer's compiled forward, whose backward includes the recomputation, and return its outputs.
-
-        keeps: tells which operators' outputs backward does not recompute.
-        args, kwargs: the arguments of the forward.
-        """
-        assert self.graphs is not None
-        with self.replay.record(args, kwargs):  # raises an error if the forward changes buffers
-            return self._inside(self.graphs.run, keeps, args, kwargs)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
         with self.schedule.inside:
@@ -252,8 +256,7 @@ class BlockState:
         """Run the forward again, because an activation checkpoint around this block (not its own) recomputes it.
 
         Unshard the block if necessary, because its backward may not have started yet. If the first forward ran under
-        the block's own checkpoint, or in a compiled graph with its own recomputation, run this one in the same way,
-        because autograd must save the same tensors again.
+        the block's own checkpoint, run this one in the same way, because autograd must save the same tensors again.
 
         layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the recomputation.
@@ -263,8 +266,6 @@ class BlockState:
             self.unshard(None)
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
-            if self._recomputed and self._kept is not None:
-                return self._forward_in_graph(self._kept, args, kwargs)
             return checkpoint(run, *args, use_reentrant=False) if self._recomputed else run(*args)
         finally:  # also after an exception, which torch raises to end a recomputation early
             if closed:

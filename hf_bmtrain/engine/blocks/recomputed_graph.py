@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..base.torch_internals import compile_errors
+from ..base.torch_internals import compile_errors, compile_reason
 from .recompute import Keeps, keep_nothing
 
 
@@ -51,6 +51,7 @@ class RecomputedGraphs:
             kwargs: its keyword arguments.
 
         Raises:
+            NotCompiled: torch.compile does not compile this call, but runs it eagerly. No part of the forward has run.
             CannotRecompute: torch.compile cannot trace the layer as one graph. No part of the forward has run.
         """
         if keeps not in self._compiled:
@@ -60,14 +61,25 @@ class RecomputedGraphs:
         if source.refused:
             raise CannotRecompute(source.refused)
         try:
-            return compiled(*args, **kwargs) if self._layer is None else compiled(self._layer(), *args, **kwargs)
+            return self._call(compiled, args, kwargs)
         except compile_errors() as error:
-            source.refused = str(error).strip().split("\n")[0] or type(error).__name__
+            source.refused = f"torch.compile cannot trace it together with the backward: {compile_reason(error)}"
             raise CannotRecompute(source.refused) from error
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the forward, run without torch.compile."""
+        return self._call(self._forward, args, kwargs)
+
+    def _call(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs) if self._layer is None else function(self._layer(), *args, **kwargs)
 
 
 class CannotRecompute(Exception):
-    """torch.compile cannot trace a layer and its recomputation as one graph. The message is torch's reason."""
+    """No compiled graph can run and recompute the forward of a layer. The message is the reason."""
+
+
+class NotCompiled(CannotRecompute):
+    """torch.compile runs a forward eagerly, because it is disabled or because of a context around the forward."""
 
 
 class _Source:
@@ -96,10 +108,17 @@ def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():  # torch's checkpoint would not restore the layer's state
+            raise NotCompiled(
+                "torch.compile is disabled, or runs them eagerly in a context such as a TorchDispatchMode"
+            )
         return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
 
-    # Copy the code object, because torch.compile caches graphs by code object and limits the number of graphs for each.
-    return _Source(types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__))
+    # Copy the code object, because torch.compile caches graphs by code object and limits the number of graphs of each.
+    # Rename it, because torch.compile remembers by name which sizes vary, and would make those dynamic that differ only
+    # between the classes of two layers.
+    name = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
+    return _Source(types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__))
 
 
 _of_class = functools.cache(_checkpointed)  # cached, so that all layers of a class share one function and its graphs

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...engine.base.pinned import pinned_bytes
-from ...engine.base.torch_internals import top_saved_tensors_hooks
+from ...engine.base.torch_internals import inside_hooks
 from ...engine.comm.streams import DONE, Event, WorkStream, work_stream
 
 _INSTEAD = "pass offload_activations=False"
@@ -47,7 +47,7 @@ class HostInputs:
         saved-tensor hooks, because these decide where tensors are saved. (With torch 2.6, which cannot detect such
         hooks, the result is never None.)
         """
-        if top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None:
+        if inside_hooks():
             return None
         self._saved = [each for each in self._saved if each() is not None]
         newest = self._saved[-1]() if self._saved else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ...engine.base.torch_internals import modes_see_compiled, pytree
+from ...engine.base.torch_internals import inside_hooks, modes_see_compiled, pytree
 from ...engine.blocks.recompute import InputStore, Keeps, Recompute, keep_nothing
 from ...engine.sharding.buffer import ShardedBuffer
 from .attention import AttentionMeter, Contexts, is_kept, keep_attention
@@ -27,7 +27,6 @@ from .meter import (
     Stopwatch,
     agree,
     combine,
-    inside_hooks,
     shapes_of,
 )  # fmt: skip
 from .plan import Sizes, make_plan

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ...engine.base.torch_internals import TorchDispatchMode, pytree, schema_of
-from ...engine.blocks.recompute import Keeps, Recompute, keep_nothing
-from .meter import Stopwatch, inside_hooks
+from ...engine.base.torch_internals import TorchDispatchMode, inside_hooks, pytree, schema_of
+from ...engine.blocks.recompute import Keeps, Recompute
+from .meter import Stopwatch
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -185,4 +185,4 @@ class KeepAttention(Recompute):
         return None if inside_hooks() else keep_attention()
 
     def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
-        return keep_nothing if inside_hooks() else is_kept
+        return is_kept

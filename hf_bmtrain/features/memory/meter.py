@@ -56,14 +56,6 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def inside_hooks() -> bool:
-    """Return whether saved-tensor hooks are active. In torch 2.6, which cannot tell, return False.
-
-    Such hooks, for example those of torch's checkpoint or of offloading, decide which tensors are kept.
-    """
-    return top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None
-
-
 class Stopwatch:
     """A context that measures how long a GPU takes for the operations that are queued inside it on the current stream.
 

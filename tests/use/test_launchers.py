@@ -14,7 +14,7 @@ import pytest
 
 from cases import full, rows_in_full
 from launched_job import plain_losses
-from processes import environment
+from processes import environment, kill_all
 from ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,6 +141,33 @@ def test_ray(folder):
 
 
 # -- two hosts ------------------------------------------------------------------------------------------------
+
+RESTARTED = """
+import os, signal, sys
+import torch, hf_bmtrain as bmt
+bmt.init_distributed(timeout=60)
+assert bmt.sum_loss(torch.tensor(float(bmt.rank()))) == 0.5
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and bmt.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+bmt.synchronize()
+bmt.print_rank("done after", os.environ["TORCHELASTIC_RESTART_COUNT"])
+"""
+
+
+def test_restarted_by_torchrun(tmp_path):
+    """The ranks do not try to connect to those of the first start, whose addresses torchrun's store still has."""
+    (tmp_path / "job.py").write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    command += ["--nproc-per-node", "2", str(tmp_path / "job.py")]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        try:
+            output, _ = job.communicate(timeout=SECONDS)
+        finally:
+            kill_all(job)
+    assert job.returncode == 0 and "done after 1" in output, output[-4000:]
+
 
 ADDRESSES = "10.213.7.1", "10.213.7.2"
 WIRE = "wire0"

@@ -481,13 +481,21 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     # init_process_group.
     chosen = _TRACE_ON_TIMEOUT in os.environ
     os.environ.setdefault(_TRACE_ON_TIMEOUT, "0")
+    where: dict[str, Any] = {"init_method": init_method}
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if isinstance(met, dist.TCPStore) and restarts != "0":
+        # torchrun keeps its store when it restarts the ranks. They would try to connect to the addresses of the ranks
+        # that have ended, so use keys of their own.
+        met.set_timeout(timeout)
+        where = {"store": dist.PrefixStore(f"restart {restarts}", met)}
+    begun = time.monotonic()
     try:
-        dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, **where, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {rank}: not all {size} ranks found each other in init_distributed within "
-            f"{timeout.total_seconds():.0f} s. Another rank raised an error or ended earlier (look for the first error "
-            "in the logs of all ranks), hangs, was not started, or was given another address. "
+            f"rank {rank}: the {size} ranks did not connect to each other in init_distributed (error after "
+            f"{time.monotonic() - begun:.0f} s). Another rank raised an error or ended earlier (look for the first "
+            "error in the logs of all ranks), hangs, was not started, or was given another address. "
             f"({str(error).strip().splitlines()[0]})"
         ) from None
     finally:

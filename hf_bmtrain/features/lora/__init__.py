@@ -35,7 +35,10 @@ class Lora(Extension):
         chosen = [block for block in blocks if COMPILES or not block._bmt.compiled]
         fused = sum(fuse_lora(block.modules(), plan.world.device) for block in chosen)
         if fused and plan.world.rank == 0:
-            _log.info("%d LoRA layers can run a fused forward, which is faster than PEFT's", fused)
+            _log.info(
+                "%d LoRA layers can run a fused forward, which is faster than PEFT's, if they compute in bfloat16 or "
+                "float16 (in Trainer with bf16=True or fp16=True)", fused,
+            )  # fmt: skip
             for name, module in plan.model.named_modules():
                 if isinstance(module, FusedLoraLinear):
                     vars(module)["_bmt_name"] = name

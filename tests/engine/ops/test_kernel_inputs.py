@@ -85,7 +85,7 @@ def test_adam_update_refuses(name: str, value: torch.Tensor, message: str) -> No
 
 @pytest.mark.parametrize("weight", [torch.ones(8).half(), *in_full(None)], ids=["fp16", "none"])
 def test_a_residual_needs_a_bfloat16_weight(weight: torch.Tensor | None) -> None:
-    with pytest.raises(ValueError, match=r"int16 residuals only for bfloat16 weights, got (None|torch.float16)"):
+    with pytest.raises(ValueError, match=r"only for bfloat16 weights, but .* (None|torch.float16)"):
         adam.adam_update(**{**tensors(), "weight": weight, "master": torch.ones(8).short()})
 
 

@@ -43,7 +43,7 @@ def main() -> None:
             return
         for cell in cells:
             check(cell)
-    device = start([cell.engine for cell in cells], options.gather)
+    device = start([cell.engine for cell in cells], options.gather, options.shard_over)
     bmt.print_rank(f"{bmt.world_size()} ranks joined after {time.perf_counter() - begin:.1f} s", flush=True)
     failed = 0
     try:

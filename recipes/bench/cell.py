@@ -8,8 +8,8 @@ from pathlib import Path
 class Cell:
     """One engine on one job.
 
-    layers: of the model, 0 for as many as it has. batch: rows per process. seq: tokens per row. The other fields are
-    the options of the same names.
+    layers: of the model, 0 for as many as it has. batch: rows per process, or per group of processes that share rows.
+    seq: tokens per row. The other fields are the options of the same names.
     """
 
     engine: str
@@ -20,6 +20,11 @@ class Cell:
     recompute: str
     compile: bool
     offload: bool
+    offload_activations: bool
+    state_bits: int
+    sequence_parallel: int
+    shard_over: str
+    mlp_chunks: int
     tuned: bool
     linear_loss: bool
     float8: str
@@ -29,13 +34,17 @@ class Cell:
     steps: int
     largest_batch: bool
     profile: Path | None
+    trace: bool
 
     def name(self, gather: str) -> str:
         """Return the engine and its options, as the table shows them. gather: the option of that name."""
         recompute = "" if self.recompute == "none" else f"recompute={self.recompute}"
         chosen = {
-            gather: self.engine == "ours" and gather != "auto", "tuned": self.tuned, "compiled": self.compile,
-            recompute: bool(recompute), "offload": self.offload, "linear-loss": self.linear_loss,
+            gather: self.engine == "ours" and gather != "auto",
+            f"shard_over={self.shard_over}": self.shard_over != "world", "tuned": self.tuned, "compiled": self.compile,
+            recompute: bool(recompute), "offload": self.offload,
+            "offload-activations": self.offload_activations, f"mlp-chunks={self.mlp_chunks}": self.mlp_chunks > 1,
+            f"state-bits={self.state_bits}": self.state_bits != 32, "linear-loss": self.linear_loss,
             f"float8={self.float8}": self.float8 != "none",
             f"within {self.memory_limit:g} GB": self.memory_limit > 0,
         }  # fmt: skip
@@ -44,5 +53,7 @@ class Cell:
     def job(self, ranks: int) -> str:
         """Return the job's name: runs are compared if theirs is equal."""
         size = f"largest batch x{self.seq}" if self.largest_batch else f"{self.batch}x{self.seq}"
+        if self.sequence_parallel > 1:
+            size += f" over {self.sequence_parallel}"
         layers = f" of {self.layers} layers" if self.layers else ""
         return f"{self.model}{layers} {size} {ranks} ranks"

@@ -3,6 +3,7 @@
 import contextlib
 import statistics
 import time
+from pathlib import Path
 
 import torch
 
@@ -23,32 +24,45 @@ def measure(cell: Cell, name: str, device: torch.device) -> dict:
     engine = ENGINES[cell.engine](cell, config, device)
     watch.lap("build")
     try:
-        rank, count = bmt.rank(), cell.warmup + cell.steps
-        batches = [make_batch(config, cell.batch, cell.seq, 1000 * step + rank, device) for step in range(count)]
-        losses, _ = timed(engine.step, batches[:1])
-        watch.lap("first step")
-        losses += timed(engine.step, batches[1 : cell.warmup])[0] if cell.warmup > 1 else []
+        group, count = bmt.rank() // cell.sequence_parallel, cell.warmup + cell.steps
+        batches = [make_batch(config, cell.batch, cell.seq, 1000 * step + group, device) for step in range(count)]
+        losses = []
+        if cell.warmup:
+            losses += timed(engine.step, batches[:1])[0]
+            watch.lap("first step")
+        if cell.warmup > 1:
+            losses += timed(engine.step, batches[1 : cell.warmup])[0]
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        received = received_bytes()
         more, seconds = timed(engine.step, batches[cell.warmup :])
+        received = received_bytes() - received
         watch.lap("other steps")
         report = {
             "engine": name,
             "described": engine.described,
             "job": cell.job(bmt.world_size()),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            **speed(seconds, cell.batch * cell.seq, engine.flops_a_token),
+            **speed(seconds, cell.batch * cell.seq // cell.sequence_parallel, engine.flops_a_token),
+            "network_GB": received / cell.steps / 1e9,
             "losses": [bmt.sum_loss(loss).item() for loss in losses + more],
         }
         if device.type == "cuda":
             report["peak_GB"] = (torch.cuda.max_memory_allocated(device) + mapped_bytes()) / 1e9
             report["gemm_TFLOPs"] = gemm_speed(device)
-            report |= profiled(lambda: engine.step(batches[-1]), cell)
-            watch.lap("profile")
+            if cell.trace:
+                report |= profiled(lambda: engine.step(batches[-1]), cell)
+                watch.lap("profile")
     finally:
         with contextlib.suppress(Exception):  # or it would hide the engine's own error
             engine.close()
     return report | {"seconds": watch.laps}
+
+
+def received_bytes() -> int:
+    """Return the bytes that this machine's network interfaces have received, among them the loopback device."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[0]) for line in lines)
 
 
 def limit_memory(gigabytes: float, device: torch.device) -> None:

@@ -13,8 +13,9 @@ from bench.models import NAMED
 from common.command_line import at_least, positive
 
 RECOMPUTE = ("none", "full", "attention", "auto")
+SHARD_OVER = ("world", "host", "host+world", "auto")
 FLOAT8 = ("none", "rows", "tensor")
-OF_THE_PROCESS = ("gather", "output", "plot", "plot_recorded", "cells")
+OF_THE_PROCESS = ("gather", "shard_over", "output", "plot", "plot_recorded", "cells")
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[list[Cell], argparse.Namespace]:
@@ -58,23 +59,40 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("job").add_argument
     add("--model", default="tiny", help=f"{', '.join(NAMED)}, or a folder or hub name (%(default)s)")
     add("--layers", type=at_least(1), default=0, help="layers of the model (as many as it has)")
-    add("--batch", type=at_least(1), default=8, help="rows per process (%(default)s)")
+    add("--batch", type=at_least(1), default=8, help="rows per process, or per group that shares rows (%(default)s)")
     add("--seq", type=at_least(1), default=512, help="tokens per row (%(default)s)")
+    add(
+        "--sequence-parallel",
+        type=at_least(1),
+        default=1,
+        metavar="P",
+        help="split each row over P ranks (%(default)s)",
+    )
     add("--lr", type=positive, default=1e-4, help="learning rate (%(default)s)")
     add = parser.add_argument_group("engine").add_argument
     add("--engine", choices=ENGINES, default="ours", help="what trains (%(default)s)")
     add("--recompute", choices=RECOMPUTE, default="none", help="layers to recompute (%(default)s)")
     add("--compile", action="store_true", help="torch.compile every layer")
     add("--offload", action="store_true", help="optimizer state in host memory (fsdp2: the weights too)")
+    add("--offload-activations", action="store_true", help="inputs of recomputed layers in host memory")
+    add("--mlp-chunks", type=at_least(1), default=1, help="ours: chunks of tokens that an MLP computes (%(default)s)")
+    add("--state-bits", type=int, choices=(32, 8), default=32, help="ours: bits of each moment of AdamW (%(default)s)")
     add("--tuned", action="store_true", help="the engine's own settings, see bench/engines/<engine>.py")
-    add("--linear-loss", action="store_true", help="ours: a loss without whole logits")
+    add("--linear-loss", action="store_true", help="a loss without whole logits")
     add("--float8", choices=FLOAT8, default="none", help="products in float8: a scale a row, or a tensor (%(default)s)")
     add("--memory-limit", type=positive, default=0.0, metavar="GB", help="memory that a rank may use of its GPU (all)")
     add("--gather", choices=("auto", "collective", "peer"), default="auto", help="how ours gathers (%(default)s)")
+    add(
+        "--shard-over",
+        choices=SHARD_OVER,
+        default="world",
+        help="with several hosts, as in init_distributed (%(default)s)",
+    )
     add = parser.add_argument_group("measurement").add_argument
-    add("--warmup", type=at_least(1), default=3, help="steps that are not timed (%(default)s)")
+    add("--warmup", type=at_least(0), default=3, help="steps that are not timed (%(default)s)")
     add("--steps", type=at_least(1), default=8, help="steps that are timed (%(default)s)")
     add("--largest-batch", action="store_true", help="search the largest batch that fits, starting at --batch")
+    add("--no-trace", dest="trace", action="store_false", help="leave out the step under the profiler")
     add("--profile", type=Path, help="write a Chrome trace of one step there")
     add("--cells", type=Path, help="file of option lines: one cell after another in one process group")
     add = parser.add_argument_group("results").add_argument

@@ -20,12 +20,12 @@ PATIENCE = 60.0
 """Seconds that a rank which has failed or finished waits for the others."""
 
 
-def start(engines: Iterable[str], gather: str) -> torch.device:
+def start(engines: Iterable[str], gather: str, shard_over: str) -> torch.device:
     """Initialize hf_bmtrain, and torch's process group first if one of the engines needs it. Return the device."""
     if set(engines) - set(OWN_GROUP) and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
-    bmt.init_distributed(seed=0, gather=gather)
+    bmt.init_distributed(seed=0, gather=gather, shard_over=shard_over)
     return bmt.current_world().device
 
 

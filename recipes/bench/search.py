@@ -99,7 +99,7 @@ class Trials:
             torch.cuda.reset_peak_memory_stats(self._device)
         rows = self._batch(batch)
         _, seconds = timed(engine.step, [rows, rows])
-        result = speed(seconds[1:], batch * self._cell.seq, engine.flops_a_token)
+        result = speed(seconds[1:], batch * self._cell.seq // self._cell.sequence_parallel, engine.flops_a_token)
         if self._device.type == "cuda":
             result["peak_GB"] = (torch.cuda.max_memory_allocated(self._device) + mapped_bytes()) / 1e9
         return result
@@ -113,7 +113,7 @@ class Trials:
         torch.cuda.set_per_process_memory_fraction(self.limit / total, self._device)
 
     def _batch(self, rows: int) -> dict:
-        return make_batch(self._config, rows, self._cell.seq, bmt.rank(), self._device)
+        return make_batch(self._config, rows, self._cell.seq, bmt.rank() // self._cell.sequence_parallel, self._device)
 
     def drop(self) -> None:
         """Close the engine and free its memory. Collective."""

@@ -24,10 +24,15 @@ class Engine:
     close: Callable[[], None] = lambda: None
 
 
-def checkpoint_layers(model, recompute: str) -> None:
-    """Recompute every layer through transformers' own gradient checkpointing, if `recompute` is "full"."""
+def checkpoint_layers(model, recompute: str, offload: bool = False) -> None:
+    """Recompute every layer through transformers' own gradient checkpointing, if `recompute` is "full".
+
+    offload: keep the layers' inputs in host memory.
+    """
     if recompute == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}, **({"offload": True} if offload else {})
+        )
 
 
 def adamw(parameters, lr: float) -> torch.optim.AdamW:

@@ -17,7 +17,15 @@ def ours(cell: Cell, config, device: torch.device) -> Engine:
     model = make_model(config, torch.bfloat16, device)
     flops = flops_a_token(model, cell.seq)
     float8 = cell.float8 == "rows"
-    model = bmt.auto_wrap(model, use_checkpoint=RECOMPUTED[cell.recompute], compile=cell.compile, float8=float8)
+    model = bmt.auto_wrap(
+        model,
+        use_checkpoint=RECOMPUTED[cell.recompute],
+        compile=cell.compile,
+        float8=float8,
+        sequence_parallel=cell.sequence_parallel,
+        offload_activations=cell.offload_activations,
+        mlp_chunks=cell.mlp_chunks,
+    )
     if cell.linear_loss and not bmt.hf.fuse_causal_loss(model):
         raise ValueError(f"--linear-loss: {type(model).__name__} keeps its own loss, the log says why")
     optimizer = make_optimizer(cell, model)
@@ -30,4 +38,4 @@ def ours(cell: Cell, config, device: torch.device) -> Engine:
 def make_optimizer(cell: Cell, model: torch.nn.Module) -> bmt.optim.AdamOptimizer:
     if cell.offload:
         return bmt.optim.AdamOffloadOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY)
-    return bmt.optim.AdamOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY)
+    return bmt.optim.AdamOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY, state_bits=cell.state_bits)

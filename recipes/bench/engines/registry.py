@@ -32,10 +32,37 @@ OPTIONS = {
         "offload",
         "linear-loss",
         "float8 rows",
-    ),  # fmt: skip
-    "fsdp2": ("recompute none", "recompute full", "compile", "offload", "tuned", "float8 rows", "float8 tensor"),
+        "sequence-parallel",
+        "offload-activations",
+        "mlp-chunks",
+        "state-bits",
+        "shard-over host",
+        "shard-over host+world",
+        "shard-over auto",
+    ),
+    "fsdp2": (
+        "recompute none",
+        "recompute full",
+        "compile",
+        "offload",
+        "tuned",
+        "linear-loss",
+        "float8 rows",
+        "float8 tensor",
+        "sequence-parallel",
+        "offload-activations",
+        "shard-over host",
+    ),
     "ddp": ("recompute none", "recompute full", "compile", "tuned"),
-    "deepspeed": ("recompute none", "recompute full", "offload", "tuned"),
+    "deepspeed": (
+        "recompute none",
+        "recompute full",
+        "offload",
+        "tuned",
+        "linear-loss",
+        "sequence-parallel",
+        "offload-activations",
+    ),
     "megatron-fsdp": ("recompute none", "recompute full", "tuned"),
     "bmtrain": ("recompute full", "offload"),
 }
@@ -48,9 +75,19 @@ OWN_GROUP = ("ours", "bmtrain")
 
 def check(cell: Cell) -> None:
     """Raise ValueError if the engine does not support an option of the cell."""
-    flags = {"compile": cell.compile, "offload": cell.offload, "tuned": cell.tuned, "linear-loss": cell.linear_loss}
+    flags = {
+        "compile": cell.compile,
+        "offload": cell.offload,
+        "tuned": cell.tuned,
+        "linear-loss": cell.linear_loss,
+        "sequence-parallel": cell.sequence_parallel > 1,
+        "offload-activations": cell.offload_activations,
+        "mlp-chunks": cell.mlp_chunks > 1,
+        "state-bits": cell.state_bits != 32,
+    }
     asked = [f"recompute {cell.recompute}", *(name for name, on in flags.items() if on)]
     asked += [f"float8 {cell.float8}"] * (cell.float8 != "none")
+    asked += [f"shard-over {cell.shard_over}"] * (cell.shard_over != "world")
     missing = [option for option in asked if option not in OPTIONS[cell.engine]]
     if missing:
         raise ValueError(f"--engine {cell.engine} has no --{missing[0]}; it has: {', '.join(OPTIONS[cell.engine])}")

@@ -6,7 +6,8 @@
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 
 `engine` shards and gathers parameters, reduces gradients and updates weights. Each folder in `features` contains one
-feature, such as float8 or LoRA. `bmtrain`, `hf`, `checkpoint` and `faults` are the interface for users. README.md in
+feature, such as float8 or LoRA. `checkpoint` saves and loads training, and `faults` finds ranks that hang or fail.
+Users call `bmtrain` (functions with BMTrain's names) and `hf` (for Hugging Face's Trainer and Accelerate). README.md in
 this folder describes the source, and which folder may import which.
 """
 

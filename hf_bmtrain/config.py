@@ -1,4 +1,4 @@
-"""`bmt.config`: the rank, world size and other properties of this process under BMTrain's keys."""
+"""`bmt.config`: a read-only mapping with this process's rank, world size, device and settings, under BMTrain's keys."""
 
 from .bmtrain.config import config
 

@@ -1,4 +1,4 @@
-"""Cross-entropy losses of logits, computed by fused kernels, or of hidden states, without storing the full logits."""
+"""Fused cross-entropy losses of logits or, in `linear_cross_entropy`, of hidden states without storing all logits."""
 
 from .features.loss.fused import FusedCrossEntropy, cross_entropy
 from .features.loss.linear import linear_cross_entropy

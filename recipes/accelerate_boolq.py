@@ -32,7 +32,7 @@ def main() -> None:
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision="fp16" if options.dtype == "float16" else "no",
-        dataloader_config=DataLoaderConfiguration(split_batches=True),  # each loader makes the batches of all processes
+        dataloader_config=DataLoaderConfiguration(split_batches=True),  # Accelerate splits batches over the processes
         step_scheduler_with_optimizer=True,
     )
     report = train(job, options, accelerator)
@@ -41,7 +41,15 @@ def main() -> None:
 
 
 def train(job: Job, options: argparse.Namespace, accelerator: Accelerator) -> Report:
-    """Wrap the job's model in place and train it. Return the measurements."""
+    """Shard the job's model in place, train it, and evaluate it after each epoch. Return the measurements.
+
+    Collective: every rank must call it.
+
+    Args:
+        job: the model, its tokenizer, and the training and validation rows.
+        options: the options of the command line, all of them set.
+        accelerator: the Accelerator, created with `split_batches=True`.
+    """
     rows_a_step = options.batch_size * accelerator.num_processes
     batches, _ = training_batches(job.train_rows, job.tokenizer, rows_a_step, rank=0, world_size=1, seed=options.seed)
     evaluated = validation_batches(job.validation_rows, job.tokenizer, rows_a_step, rank=0, world_size=1)
@@ -81,7 +89,12 @@ def train(job: Job, options: argparse.Namespace, accelerator: Accelerator) -> Re
 
 
 class Linear:
-    """Factor of the learning rate: rises to 1 over `warmup` steps, then falls to 0 at `end`."""
+    """The factor by which LambdaLR multiplies the learning rate: rises from 0 to 1, then falls to 0, both linearly.
+
+    Args:
+        warmup: the step at which the factor is 1.
+        end: the step from which on the factor is 0.
+    """
 
     def __init__(self, warmup: int, end: int) -> None:
         self.warmup, self.end = warmup, end
@@ -94,7 +107,15 @@ class Linear:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, batches: DataLoader, accelerator: Accelerator) -> dict[str, float]:
-    """Return the scores over all validation rows, each counted once. Collective."""
+    """Return the scores (see `boolq.report.score`) of the model on all validation rows, each counted once.
+
+    Collective: every rank must call it.
+
+    Args:
+        model: the sharded model.
+        batches: the loader of the validation rows, prepared by `accelerator`.
+        accelerator: the Accelerator.
+    """
     model.eval()
     predictions, labels = [], []
     for batch in batches:
@@ -106,8 +127,11 @@ def evaluate(model: torch.nn.Module, batches: DataLoader, accelerator: Accelerat
 
 
 def save(job: Job, report: Report, options: argparse.Namespace, accelerator: Accelerator) -> None:
-    """Write the model, its tokenizer and the report into a folder that `from_pretrained` opens. Collective."""
-    state = accelerator.get_state_dict(job.model)  # whole tensors, gathered from all ranks
+    """Write the model, its tokenizer and the report to `options.output`, which `from_pretrained` can load.
+
+    Collective: every rank must call it. Only rank 0 writes.
+    """
+    state = accelerator.get_state_dict(job.model)  # full tensors, gathered from all ranks
     if accelerator.is_main_process:
         job.model.save_pretrained(options.output, state_dict=state)
         job.tokenizer.save_pretrained(options.output)

@@ -1,10 +1,10 @@
-"""Fine-tune a BERT on BoolQ: a passage, a question about it, yes or no.
+"""Fine-tune BERT on BoolQ, a data set of passages with yes/no questions about them.
 
     python recipes/finetune_bert_boolq.py
     torchrun --nproc-per-node 2 recipes/finetune_bert_boolq.py --model MODEL_FOLDER --data DATA_FOLDER
 
-Every use of hf_bmtrain is a call of `bmt`; the rest is a training loop of plain torch. The modules in `boolq/` read the
-questions, load the model and write the results.
+Every call that begins with `bmt.` is one of hf_bmtrain; the rest is a training loop of plain torch. The modules in
+`boolq/` read the questions, load the model and write the results.
 """
 
 import argparse
@@ -32,7 +32,15 @@ def main() -> None:
 
 
 def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report:
-    """Wrap the job's model in place and train it. Return the measurements."""
+    """Shard the job's model in place, train it, and evaluate it after each epoch. Return the measurements.
+
+    Collective: every rank must call it.
+
+    Args:
+        job: the model, its tokenizer, and the training and validation rows.
+        options: the options of the command line, all of them set.
+        device: this rank's device.
+    """
     rank, world_size = bmt.rank(), bmt.world_size()
     batches, sampler = training_batches(
         job.train_rows, job.tokenizer, options.batch_size, rank=rank, world_size=world_size, seed=options.seed
@@ -54,7 +62,13 @@ def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report
 
 
 def make_manager(model: torch.nn.Module, options: argparse.Namespace, steps: int) -> bmt.optim.OptimManager:
-    """Return AdamW with linear warm-up and decay over `steps` steps, and a loss scale for fp16."""
+    """Return an OptimManager with AdamW, linear warm-up and decay of the learning rate, and a loss scale for fp16.
+
+    Args:
+        model: the sharded model.
+        options: the options of the command line, of which `lr` and `dtype` are used.
+        steps: the number of steps after which the learning rate is 0.
+    """
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr, weight_decay=WEIGHT_DECAY)
     scheduler = bmt.lr_scheduler.Linear(
         optimizer, start_lr=options.lr, warmup_iter=round(WARMUP_SHARE * steps), end_iter=steps
@@ -72,11 +86,20 @@ def train_epoch(
     epoch: int,
     device: torch.device,
 ) -> None:
-    """Train on all of this rank's batches once."""
+    """Train for one epoch, on all of this rank's batches. Collective: every rank must call it.
+
+    Args:
+        model: the sharded model.
+        manager: contains one optimizer and its scheduler.
+        batches: this rank's batches.
+        curve: receives the loss, gradient norm and learning rate of every step.
+        epoch: the number of the epoch, from 1.
+        device: this rank's device, to which the batches are moved.
+    """
     (optimizer,), (scheduler,) = manager.optimizers, manager.schedulers
     loss_function = bmt.loss.FusedCrossEntropy()
     model.train()
-    # None: a bar in a terminal, nothing in a log file
+    # disable=None shows the bar in a terminal, but not if the output is a log file.
     bar = tqdm(batches, f"epoch {epoch}", disable=None if bmt.rank() == 0 else True)
     for batch in bar:
         batch = batch.to(device)
@@ -93,7 +116,15 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(job: Job, batch_size: int, device: torch.device) -> dict[str, float]:
-    """Return the scores over all validation rows, each counted once. Collective."""
+    """Return the scores (see `boolq.report.score`) of the model on all validation rows, each counted once.
+
+    Collective: every rank must call it.
+
+    Args:
+        job: the model and the validation rows.
+        batch_size: the number of rows per rank in each forward.
+        device: this rank's device.
+    """
     model, rows, world_size = job.model, job.validation_rows, bmt.world_size()
     batches = validation_batches(rows, job.tokenizer, batch_size, rank=bmt.rank(), world_size=world_size)
     model.eval()
@@ -107,8 +138,11 @@ def evaluate(job: Job, batch_size: int, device: torch.device) -> dict[str, float
 
 
 def save(job: Job, report: Report, options: argparse.Namespace) -> None:
-    """Write the model, its tokenizer and the report into a folder that `from_pretrained` opens. Collective."""
-    state = job.model.state_dict()  # whole tensors, gathered from all ranks
+    """Write the model, its tokenizer and the report to `options.output`, which `from_pretrained` can load.
+
+    Collective: every rank must call it. Only rank 0 writes.
+    """
+    state = job.model.state_dict()  # full tensors, gathered from all ranks
     if bmt.rank() == 0:
         job.model.save_pretrained(options.output, state_dict=state)
         job.tokenizer.save_pretrained(options.output)

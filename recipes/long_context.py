@@ -54,7 +54,10 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, in this process and the others that were started with it, or try one step. Return the exit status."""
+    """Train together with the other ranks. With `--trial`, take only one step, to see whether memory suffices.
+
+    Collective: every rank must call it. Returns the exit status of the process, 0 or `NO_MEMORY`.
+    """
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
     device = bmt.current_world().device
     quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
@@ -73,13 +76,13 @@ def run(options: argparse.Namespace) -> int:
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    train_step(model, manager, optimizer, next(batches(1, 64)))  # allocates its state
+    train_step(model, manager, optimizer, next(batches(1, 64)))  # allocates the optimizer state, before the limit
     if options.memory is not None:
         limit_memory(options.memory, device)
     if options.trial:
         return trial(model, manager, optimizer, next(batches(1, options.length)), options)
 
-    told = f", {options.memory} MiB beside it for each" if options.memory else ""
+    told = f", each with {options.memory} MiB in addition to the model" if options.memory else ""
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     bmt.print_rank(
         f"{size:.2f} M parameters, {options.dtype}; {bmt.world_size()} x {device.type} share rows of {options.length} "
@@ -114,16 +117,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the model, and a function (count, length) that yields batches of `count` rows with `length` tokens.
+    """Return the model (not yet sharded), and a function (count, length) that returns an endless iterator of batches.
 
-    All processes draw the same rows. Raises ValueError or OSError if the model cannot be loaded or rows are too short.
+    A batch has `count` rows of `length` tokens; with --model it has one row. All processes draw the same rows, because
+    they compute them together. Raises ValueError or OSError if the model cannot be loaded or --length is too small.
     """
     dtype = getattr(torch, options.dtype)
     if options.model:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
         draw = random.Random(options.seed)
-        text_row(tokenizer, options.length, random.Random(0))  # raises if it is too short
+        text_row(tokenizer, options.length, random.Random(0))  # raises ValueError if --length is too small
 
         def texts(count: int, length: int) -> Iterator[dict]:
             while True:
@@ -146,7 +150,16 @@ def prepare(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def train_step(model: Any, manager: Any, optimizer: Any, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Train on one batch. Return the loss and the norm of the gradients."""
+    """Train on one batch. Return the loss and the norm of the gradients before clipping, as scalars on the device.
+
+    Collective: every rank must call it.
+
+    Args:
+        model: the sharded model.
+        manager: the OptimManager that contains `optimizer`.
+        optimizer: the optimizer of the model's parameters.
+        batch: `input_ids` and `labels`, (rows, length), on any device and the same on all ranks.
+    """
     device = bmt.current_world().device
     manager.zero_grad()
     loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
@@ -157,7 +170,15 @@ def train_step(model: Any, manager: Any, optimizer: Any, batch: dict) -> tuple[t
 
 
 def trial(model: Any, manager: Any, optimizer: Any, batch: dict, options: argparse.Namespace) -> int:
-    """Train one step in one process, and print whether memory is sufficient. Return the exit status."""
+    """Take one step in one process, and print whether the memory suffices. Return the exit status, 0 or `NO_MEMORY`.
+
+    Args:
+        model: the sharded model.
+        manager: the OptimManager that contains `optimizer`.
+        optimizer: the optimizer of the model's parameters.
+        batch: `input_ids` and `labels` of the longest rows.
+        options: the options of the command line, for the printed line.
+    """
     told = f"{options.memory} MiB" if options.memory else "the memory of the device"
     try:
         train_step(model, manager, optimizer, batch)
@@ -172,9 +193,13 @@ def trial(model: Any, manager: Any, optimizer: Any, batch: dict, options: argpar
 
 @torch.no_grad()
 def right(model: Any, batch: dict) -> float:
-    """Return the fraction of correct answers in a row.
+    """Return the fraction, from 0 to 1, of the labels in `batch` that the model predicts correctly.
 
     Collective: every rank must call it.
+
+    Args:
+        model: the sharded model.
+        batch: `input_ids` and `labels`, (rows, length), on any device and the same on all ranks.
     """
     device = bmt.current_world().device
     model.eval()

@@ -3,8 +3,8 @@
     python recipes/lora.py
     torchrun --nproc-per-node 2 recipes/lora.py --model MODEL --data ROWS.jsonl
 
-Without arguments a small model, which is made on the spot and has read stories, learns to answer questions about them.
-The modules in `sft/` read the rows, make that model and parse the options.
+Without arguments, a small model is created and trained on generated stories, and then learns to answer questions about
+them. The modules in `sft/` read the rows, create the small model and parse the options.
 """
 
 import argparse
@@ -42,9 +42,15 @@ def main() -> None:
         model, tokenizer, examples = prepare(options)
         training, held_out = cut(examples)
         if len(held_out) < bmt.world_size():
-            raise ValueError(f"{len(examples)} rows are too few for {bmt.world_size()} processes")
+            raise ValueError(
+                f"{len(examples)} rows are too few for {bmt.world_size()} processes, each of which needs one held-out "
+                "row (one row in ten): give --data more rows, or start fewer processes"
+            )
         if len(training) < options.batch_size * bmt.world_size():
-            raise ValueError(f"{len(training)} rows do not fill one step of {options.batch_size * bmt.world_size()}")
+            raise ValueError(
+                f"{len(training)} rows do not fill one step of {options.batch_size * bmt.world_size()} over all "
+                "processes: give --data more rows, or a smaller --batch-size"
+            )
     model = adapt(model, options)
     before = answer(model, tokenizer, held_out)
     record = Record()
@@ -63,14 +69,18 @@ def main() -> None:
 
 
 def check_possible(options: argparse.Namespace) -> None:
-    """Raise ValueError for what is not installed."""
+    """Raise ValueError if PEFT is not installed, or if --output cannot be written to."""
     if importlib.util.find_spec("peft") is None:
-        raise ValueError("the adapters are those of the package peft: pip install peft")
+        raise ValueError("this recipe needs the package peft, which is not installed: pip install peft")
     check_output(options.output)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Any, Any, list[Example]]:
-    """Return the base model, its tokenizer and the examples, read or made. Raises ValueError or OSError."""
+    """Return the base model (not yet sharded, without adapters), its tokenizer and the examples.
+
+    Without --model, create a small model and train it on generated stories. Without --data, generate questions about
+    these stories. Raises ValueError or OSError if a file or model cannot be read.
+    """
     stories = generate_text(options.seed).splitlines()
     examples = read(options.data) if options.data else ask(stories)
     if options.model:
@@ -87,12 +97,17 @@ def prepare(options: argparse.Namespace) -> tuple[Any, Any, list[Example]]:
     if bmt.rank() == 0:
         model.save_pretrained(options.output / "base")
         tokenizer.save_pretrained(options.output / "base")
-    model.name_or_path = str(options.output / "base")  # for those who open the adapter
+    model.name_or_path = str(options.output / "base")  # PEFT writes this path into adapter_config.json
     return model.to(getattr(torch, options.dtype)), tokenizer, examples
 
 
 def adapt(model: Any, options: argparse.Namespace) -> Any:
-    """Put adapters at all linear layers, and shard the model."""
+    """Add LoRA adapters to all linear layers, shard the model, and return it. Collective: every rank must call it.
+
+    Args:
+        model: the base model.
+        options: the options of the command line.
+    """
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(

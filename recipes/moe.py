@@ -3,8 +3,8 @@
     python recipes/moe.py
     torchrun --nproc-per-node 2 recipes/moe.py --lora --model MODEL --data ROWS.jsonl
 
-Without --model a small mixture, which is made on the spot and has read stories, learns to answer questions about them.
-What the routers do is printed beside the loss.
+Without --model, a small mixture of experts is created and trained on generated stories, and then learns to answer
+questions about them. How evenly the routers distribute tokens over the experts is printed beside the loss.
 """
 
 import argparse
@@ -42,12 +42,18 @@ def main() -> None:
         model, tokenizer, examples = prepare(options)
         training, held_out = cut(examples)
         if len(held_out) < bmt.world_size():
-            raise ValueError(f"{len(examples)} rows are too few for {bmt.world_size()} processes")
+            raise ValueError(
+                f"{len(examples)} rows are too few for {bmt.world_size()} processes, each of which needs one held-out "
+                "row (one row in ten): give --data more rows, or start fewer processes"
+            )
         if len(training) < options.batch_size * bmt.world_size():
-            raise ValueError(f"{len(training)} rows do not fill one step of {options.batch_size * bmt.world_size()}")
+            raise ValueError(
+                f"{len(training)} rows do not fill one step of {options.batch_size * bmt.world_size()} over all "
+                "processes: give --data more rows, or a smaller --batch-size"
+            )
         stacks = stacks_of(model)
     if hasattr(model.config, "output_router_logits"):
-        # Adds the auxiliary loss, which teaches routers to spread the tokens; under LoRA they are frozen.
+        # Add the auxiliary loss, which trains the routers to distribute tokens evenly. With LoRA, routers are frozen.
         model.config.output_router_logits = not options.lora
     if options.lora:
         model = adapt(model, stacks, options)
@@ -75,16 +81,20 @@ def main() -> None:
 
 
 def check_possible(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that exclude each other, and for what is not installed."""
+    """Raise ValueError if options exclude each other, PEFT is needed but not installed, or --output is not writable."""
     if options.lora and importlib.util.find_spec("peft") is None:
-        raise ValueError("the adapters are those of the package peft: pip install peft")
+        raise ValueError("--lora needs the package peft, which is not installed: pip install peft")
     if options.quantize and not options.lora:
-        raise ValueError("--quantize stores frozen weights: it needs --lora")
+        raise ValueError("--quantize stores frozen weights, but without --lora none are frozen: add --lora")
     check_output(options.output)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Any, Any, list[Example]]:
-    """Return the model, its tokenizer and the examples, read or made. Raises ValueError or OSError."""
+    """Return the model (not yet sharded), its tokenizer and the examples.
+
+    Without --model, create a small model and train it on generated stories. Without --data, generate questions about
+    these stories. Raises ValueError or OSError if a file or model cannot be read.
+    """
     stories = generate_text(options.seed).splitlines()
     examples = read(options.data) if options.data else ask(stories)
     dtype = getattr(torch, options.dtype)
@@ -102,14 +112,16 @@ def prepare(options: argparse.Namespace) -> tuple[Any, Any, list[Example]]:
         if bmt.rank() == 0:
             model.save_pretrained(options.output / "base")
             tokenizer.save_pretrained(options.output / "base")
-        model.name_or_path = str(options.output / "base")  # for those who open the adapter
+        model.name_or_path = str(options.output / "base")  # PEFT writes this path into adapter_config.json
     return model.to(dtype), tokenizer, examples
 
 
 def stacks_of(model: torch.nn.Module) -> list[str]:
-    """Return the names of the stacks of experts, "experts.down_proj" for example. Raises ValueError if there are none.
+    """Return the names of the parameters that contain the weights of all experts of a layer.
 
-    In Transformers 5 a layer's experts are one module, whose parameters with three dimensions have a matrix for each.
+    In Transformers 5, all experts of a layer are one module. Its parameters have three dimensions, of which the first
+    is the expert. A name is the module's name and the parameter's, such as "experts.down_proj". Raises ValueError if
+    the model has no such parameters.
     """
     found = {
         f"{path.rpartition('.')[2]}.{name}"
@@ -119,12 +131,20 @@ def stacks_of(model: torch.nn.Module) -> list[str]:
         if parameter.dim() == 3
     }
     if not found:
-        raise ValueError(f"{type(model).__name__} has no stacks of experts")
+        raise ValueError(
+            f"{type(model).__name__} has no stacks of experts: give a --model that is a mixture of experts"
+        )
     return sorted(found)
 
 
 def adapt(model: Any, stacks: list[str], options: argparse.Namespace) -> Any:
-    """Put adapters on the stacks of experts and on all linear layers except routers."""
+    """Return the model with LoRA adapters on the experts and on all linear layers except routers.
+
+    Args:
+        model: the model, not yet sharded.
+        stacks: the names of the parameters that contain the weights of experts, from `stacks_of`.
+        options: the options of the command line, of which `rank`, `alpha` and `seed` are used.
+    """
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -136,7 +156,11 @@ def adapt(model: Any, stacks: list[str], options: argparse.Namespace) -> Any:
 
 
 class RouterRecord(Record):
-    """Also records what the routers did in each step, and prints it beside the held-out loss."""
+    """A Record that also collects the metrics router/... of Trainer's log, and prints them after each evaluation.
+
+    Attributes:
+        router: a dict for each step, with the key "step" and the metrics' names.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,10 @@ def main() -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train on one worker. Ray calls this on every worker, and after a failure again on the remaining workers."""
+    """Train on one worker. Ray calls this function on every worker, and after a failure again on those that remain.
+
+    config: {"options": the options of the command line, "save_every": the number of steps between checkpoints}.
+    """
     options: argparse.Namespace = config["options"]
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, shard_over=options.shard_over)
     job = prepare_on_all_ranks(options)  # the batch size is 32 divided by the number of workers, unless it is given
@@ -104,8 +107,9 @@ def report(metrics: dict[str, Any], saved: Any) -> None:
 
     Collective: every rank must call it.
 
-    metrics: the values to report.
-    saved: the result of `save_state`.
+    Args:
+        metrics: the values to report.
+        saved: the result of `save_state`, whose `folder` is the checkpoint.
     """
     bmt.print_rank(f"saved {saved.folder.name}, {metrics}", flush=True)
     ray.train.report(

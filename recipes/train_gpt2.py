@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 recipes/train_gpt2.py --data BOOK.txt --fp16 --num-layers 8 --vocab-size 10240 \
         --dim-model 2560 --dim-head 80 --num-heads 32 --dim-ff 8192 --length 512
 
-It is BMTrain's GPT example from beginning to end. The modules in `gpt2/` hold layers, model, data and report.
+This is BMTrain's GPT example with data, evaluation and a report. The modules in `gpt2/` contain layers, model and data.
 """
 
 import argparse
@@ -62,7 +62,10 @@ def main() -> None:
 
 
 def make_model(options: argparse.Namespace) -> GPT:
-    """Build the model, and load its weights if `options.load` is given."""
+    """Create the sharded model, with random weights or those of the file `options.load`.
+
+    Collective: every rank must call it. If the file does not match the model, print one line and exit with status 2.
+    """
     model = GPT(
         num_layers=options.num_layers,
         vocab_size=options.vocab_size,
@@ -86,7 +89,10 @@ def make_model(options: argparse.Namespace) -> GPT:
 
 
 def count(model: GPT) -> int:
-    """Return the number of parameters, summed over the ranks' slices. Collective."""
+    """Return the number of elements of the model's full parameters: the sum over the shards of all ranks.
+
+    Collective: every rank must call it.
+    """
     everyone = bmt.gather_result(torch.tensor([sum(parameter.numel() for parameter in model.parameters())]))
     return int(everyone.sum())
 
@@ -105,9 +111,20 @@ def train(
     batches,
     options: argparse.Namespace,
 ) -> tuple[Curve, list[dict]]:
-    """Train for `options.steps` steps. Return the curve, and the loss on held-out rows at a few steps.
+    """Train for `options.steps` steps. Return the curve, and the loss on held-out rows after some of the steps.
 
-    chosen: row numbers of the first batch. batches: those of the next ones.
+    Collective: every rank must call it.
+
+    Args:
+        model: the model.
+        training: the training rows.
+        held_out: the held-out rows.
+        chosen: (batch_size,), the indices of this rank's rows of the first step.
+        batches: an iterator of such indices for the following steps.
+        options: the options of the command line, all of them set.
+
+    Returns:
+        The curve, and a list of dicts with the keys step and loss.
     """
     device = bmt.current_world().device
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), weight_decay=options.weight_decay)
@@ -133,7 +150,14 @@ def train(
 
 
 def loss_of(model: GPT, inputs: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss over the targets of this rank's rows, padding excluded."""
+    """Return the mean loss, a scalar, over those targets of this rank's rows that are not padding.
+
+    Args:
+        model: the model.
+        inputs: (batch, length), int64, the tokens.
+        lengths: (batch,), the number of tokens of each row without padding.
+        targets: (batch, length), int64, the next tokens; -100 for padding.
+    """
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     logits = model(inputs, positions, positions < lengths[:, None])
     return bmt.loss.FusedCrossEntropy(ignore_index=-100)(logits.flatten(0, 1), targets.flatten())
@@ -141,7 +165,15 @@ def loss_of(model: GPT, inputs: torch.Tensor, lengths: torch.Tensor, targets: to
 
 @torch.no_grad()
 def evaluate(model: GPT, rows: Rows, options: argparse.Namespace) -> float:
-    """Return the mean loss over held-out rows, equally many on each rank, at most 8 batches each. Collective."""
+    """Return the mean loss over the first held-out rows: equally many on each rank, at most 8 batches per rank.
+
+    Collective: every rank must call it.
+
+    Args:
+        model: the model.
+        rows: the held-out rows, the same on all ranks.
+        options: the options of the command line, of which `batch_size` is used.
+    """
     rank, size, device = bmt.rank(), bmt.world_size(), bmt.current_world().device
     each = max(1, min(8 * options.batch_size, len(rows) // size))
     losses = []
@@ -154,7 +186,15 @@ def evaluate(model: GPT, rows: Rows, options: argparse.Namespace) -> float:
 
 @torch.no_grad()
 def continue_text(model: GPT, tokens: list[int], length: int) -> list[int]:
-    """Extend `tokens` greedily to `length` tokens. Collective: every rank passes the same tokens."""
+    """Append the most probable next token to `tokens` until there are `length` tokens, and return all of them.
+
+    Collective: every rank must call it.
+
+    Args:
+        model: the model.
+        tokens: the first tokens, the same on all ranks.
+        length: the number of tokens to return, at most the model's number of positions.
+    """
     device = bmt.current_world().device
     while len(tokens) < length:
         inputs = torch.tensor([tokens], device=device)

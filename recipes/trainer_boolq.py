@@ -44,7 +44,13 @@ def main() -> None:
 
 
 def make_trainer(job: Job, options: argparse.Namespace, report: Report) -> Trainer:
-    """Wrap the job's model in place and return a Trainer for it."""
+    """Shard the job's model in place, and return a Trainer for it. Collective: every rank must call it.
+
+    Args:
+        job: the model, its tokenizer, and the training and validation rows.
+        options: the options of the command line, all of them set.
+        report: receives the measurements of every step and epoch.
+    """
     weights: Any = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
     model = bmt.auto_wrap(
         job.model.to(weights),
@@ -78,13 +84,13 @@ def training_arguments(options: argparse.Namespace, warmup: int) -> TrainingArgu
         lr_scheduler_type="linear",
         warmup_steps=warmup,
         max_grad_norm=MAX_GRAD_NORM,
-        # BERT's loss is a mean over its rows and does not depend on other ranks' tokens. By default Trainer
-        # multiplies it by the number of ranks, which BMTrainCallback corrects; here it is turned off instead.
+        # BERT's loss is a mean over this rank's rows. By default Trainer multiplies the loss by the number of ranks,
+        # which is wrong for a mean. BMTrainCallback would correct that; here the multiplication is turned off.
         average_tokens_across_devices=False,
         fp16=options.dtype == "float16",
         use_cpu=bmt.current_world().device.type == "cpu",
         seed=options.seed,
-        data_seed=options.seed + 1,  # Trainer counts epochs from 0, the recipe from 1: the same order of rows
+        data_seed=options.seed + 1,  # + epoch: Trainer counts epochs from 0, the other recipes from 1
         eval_strategy="epoch",
         save_strategy="no",
         logging_steps=1,
@@ -99,7 +105,7 @@ def compute_scores(prediction: EvalPrediction) -> dict[str, float]:
 
 
 class Record(TrainerCallback):
-    """Add every step and epoch to the report."""
+    """Callback that adds the measurements of every step and epoch to `report`."""
 
     def __init__(self, report: Report) -> None:
         self.report = report

@@ -40,7 +40,7 @@ class CheckpointBlockContext:
     def enter(self) -> None:
         """All-gather the parameters of the block. Collective: every rank must call it.
 
-        Does nothing if an earlier `enter` has gathered them and `exit` has not freed them yet.
+        Does nothing if an earlier `enter` has gathered them and `exit` was not called since.
         """
         if self._inside is None:
             self._inside = gathered(self._block)

@@ -11,7 +11,7 @@ from ..engine.runtime.world import Grid, World, current_world
 
 
 def _stream(world: World) -> Any:
-    """Return the current stream of the device of `world`."""
+    """Return the current stream (such as a torch.cuda.Stream) of the device of `world`."""
     return torch.get_device_module(world.device).current_stream()
 
 
@@ -29,13 +29,13 @@ class Topology:
         tp_idx: the index of this rank's tensor-parallel group among all such groups.
         zero_idx: the index of the group of all ranks, always 0.
         zero_id: this rank's index in the group of all ranks, equal to `rank`.
-        tp_zero_idx: the index of the group of all ranks with the same `tp_id`, which hold the same parts of the weights
-            that tensor parallelism splits. It is equal to `tp_id`.
-        tp_zero_id: this rank's index in that group.
-        pp_zero_idx: the index of the group of all ranks with the same `stage_id`; equal to `stage_id`.
-        pp_zero_id: this rank's index in that group; equal to `pipe_idx`.
-        pp_tp_zero_idx: the index of the group of all ranks with the same `stage_id` and `tp_id`; equal to `tp_id`.
-        pp_tp_zero_id: this rank's index in that group; equal to `tp_zero_id`.
+        tp_zero_idx: the index of the group of all ranks with this rank's `tp_id`, equal to `tp_id`. These ranks have
+            the same parts of the weights that tensor parallelism splits.
+        tp_zero_id: this rank's index in the group `tp_zero_idx`.
+        pp_zero_idx: the index of the group of all ranks with this rank's `stage_id`, equal to `stage_id`.
+        pp_zero_id: this rank's index in the group `pp_zero_idx`, equal to `pipe_idx`.
+        pp_tp_zero_idx: the index of the group of all ranks with this rank's `stage_id` and `tp_id`, equal to `tp_id`.
+        pp_tp_zero_id: this rank's index in the group `pp_tp_zero_idx`, equal to `tp_zero_id`.
     """
 
     def __init__(self, world: World) -> None:
@@ -52,6 +52,9 @@ class Topology:
             group_name: the kind of process group. "pipe": pipelines. "zero": the group of all ranks. "tp":
                 tensor-parallel groups. "tp_zero": groups of the ranks with the same index in their tensor-parallel
                 groups.
+
+        Raises:
+            KeyError: `group_name` is none of these.
         """
         return {"pipe": self.pipe_idx, "zero": self.zero_idx, "tp_zero": self.tp_zero_idx, "tp": self.tp_idx}[
             group_name
@@ -64,6 +67,9 @@ class Topology:
             group_name: the kind of process group. "pipe": pipelines. "zero": the group of all ranks. "tp":
                 tensor-parallel groups. "tp_zero": groups of the ranks with the same index in their tensor-parallel
                 groups.
+
+        Raises:
+            KeyError: `group_name` is none of these.
         """
         return {"pipe": self.stage_id, "zero": self.zero_id, "tp_zero": self.tp_zero_id, "tp": self.tp_id}[group_name]
 
@@ -106,14 +112,14 @@ class Config(Mapping):
     * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
     * zero_rank and zero_size: this rank's index in the group of all ranks, and its size.
     * tp_rank and tp_size: this rank's index in its tensor-parallel group, and the size of that group.
-    * tp_zero_rank and tp_zero_size: the same for the group of the ranks that hold the same parts of the weights that
-      tensor parallelism splits.
+    * tp_zero_rank and tp_zero_size: this rank's index in the group of the ranks that have the same parts of the weights
+      that tensor parallelism splits, and the size of that group.
     * topology: a `Topology`, which has further indices of this rank in groups.
     * pipe_size and pipe_enabled: 1 and False, because there is no pipeline parallelism.
     * comm and zero_comm: values for the argument `comm` of collectives, such as `distributed.all_reduce`. Both mean all
       ranks.
-    * tp_comm and tp_zero_comm, only with tensor parallelism: such values for this rank's tensor-parallel group, and for
-      the group of tp_zero_rank and tp_zero_size.
+    * tp_comm and tp_zero_comm, only with tensor parallelism: values for the argument `comm` that mean the ranks of this
+      rank's tensor-parallel group, and of the group of tp_zero_rank.
     * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
     """
 
@@ -124,7 +130,7 @@ class Config(Mapping):
         if key in _TOGETHER and (grid := current_world().grid) is not None:
             return _TOGETHER[key](grid)
         if key not in _READ:
-            raise KeyError(f"config has no key {key!r}: of BMTrain's keys it has only {', '.join(self)}")
+            raise KeyError(f"config has no key {key!r}. Its keys are {', '.join(self)}")
         return _READ[key](current_world())
 
     def __iter__(self) -> Iterator[str]:

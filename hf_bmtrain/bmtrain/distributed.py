@@ -29,8 +29,8 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: a communicator from `config`, such as `config["tp_comm"]`, or None for all ranks. If it is given, "all
-            ranks", "world size" and "rank" in this docstring refer to its ranks only.
+        comm: a communicator from `config`, such as `config["tp_comm"]`, or None for all ranks. With a communicator,
+            "all ranks" means the ranks of its group, "world size" their number, and "rank" the index in this group.
 
     Returns:
         (world size, ...), a new tensor on the device of `x`, equal on all ranks.
@@ -89,7 +89,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
         comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
 
     Returns:
-        (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
+        (n, ...), the rows from rank * n up to, but not including, (rank + 1) * n of the reduced tensor.
 
     Raises:
         ValueError: the size of dimension 0 is not a multiple of the world size; `op` is unknown or cannot reduce this
@@ -112,7 +112,7 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        root: the rank whose `x` is returned.
+        root: the rank whose `x` is returned; with `comm`, its index in the communicator's group.
         comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
 
     Returns:
@@ -136,8 +136,8 @@ class _Ranks(NamedTuple):
         reduce: the communicator for reductions.
         groups: the ranks of this group, and of each other group in which the same operation runs at the same time. Each
             rank of the world is in exactly one of these groups.
-        together: whether the ranks of a group compute one loss together, as in tensor parallelism. The gradients of a
-            tensor that is equal on all of them are then not summed.
+        together: whether the ranks of a group compute one loss together, as in tensor parallelism. If so, backward does
+            not sum the gradients that these ranks have for a tensor that is equal on all of them.
     """
 
     gather: Communicator
@@ -155,9 +155,9 @@ class _Ranks(NamedTuple):
 
 
 def _ranks(comm: Any) -> _Ranks:
-    """Return the ranks that a user's argument `comm` stands for: a communicator from `config`, or None for all ranks.
+    """Return the group of ranks that the user selected by the argument `comm` of a collective.
 
-    Raises NotImplementedError for anything else.
+    comm: a communicator from `config`, or None for all ranks. Raises NotImplementedError for anything else.
     """
     world, grid = current_world(), current_world().grid
     if grid is not None and comm is not None:
@@ -210,8 +210,8 @@ def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
 class _AllGather(torch.autograd.Function):
     """Differentiable all-gather: every rank gets the stack of all ranks' inputs.
 
-    Backward depends on `ranks.together`, which tells whether the ranks compute one loss together, as in tensor
-    parallelism. If so, rank r gets row r of its own gradient, otherwise row r of the sum of all ranks' gradients.
+    In backward, rank r gets row r of the sum of all ranks' gradients. If the ranks compute one loss together, as in
+    tensor parallelism (`ranks.together`), rank r gets row r of its own gradient instead.
     """
 
     @staticmethod
@@ -227,8 +227,8 @@ class _AllGather(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     """Differentiable all-reduce: every rank gets the sum of all ranks' inputs.
 
-    Backward depends on `ranks.together`, which tells whether the ranks compute one loss together, as in tensor
-    parallelism. If so, every rank gets its own gradient, otherwise the sum of all ranks' gradients.
+    In backward, every rank gets the sum of all ranks' gradients. If the ranks compute one loss together, as in tensor
+    parallelism (`ranks.together`), every rank gets its own gradient instead.
     """
 
     @staticmethod
@@ -257,7 +257,7 @@ class _Broadcast(torch.autograd.Function):
     """Differentiable broadcast: every rank gets the input of the rank `root`.
 
     In backward, the root gets the sum of all ranks' gradients, and the other ranks get zeros. If the ranks compute one
-    loss together, as in tensor parallelism, the root gets its own gradient instead of the sum.
+    loss together, as in tensor parallelism (`ranks.together`), the root gets its own gradient instead of the sum.
     """
 
     @staticmethod

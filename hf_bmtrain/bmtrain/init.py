@@ -61,8 +61,10 @@ def init_distributed(
             dropout differs between ranks.
         zero_level: 3 frees the full parameters of a block (a transformer layer) between forward and backward; 2 keeps
             them. `auto_wrap` and CheckpointBlock can override it for a model.
-        loss_scale_factor: the default of `OptimManager`'s argument with this name.
-        loss_scale_steps: the default of `OptimManager`'s argument with this name.
+        loss_scale_factor: the factor by which an `OptimManager` multiplies or divides its loss scale, unless it is
+            created with another factor.
+        loss_scale_steps: the number of steps in a row without overflow after which an `OptimManager` raises its loss
+            scale, unless it is created with another number.
         timeout: how many seconds a rank waits for other ranks before all ranks end with an error.
         gather: how weights and gradients are exchanged between the ranks over which they are sharded (`shard_over`).
             "peer": each rank reads shards from the memory of other ranks, and writes gradients of blocks to their

@@ -107,9 +107,9 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
         prefix: a text to put before each name. The pattern must match the name with this prefix.
 
     Returns:
-        A dict for each parameter whose name matches, with the keys name, shape, std (unbiased), mean, max and min of
-        the full parameter, and std and mean of its gradient as grad_std and grad_mean (0.0 without a gradient). A tied
-        parameter has a dict for each of its names.
+        A list with a dict for each parameter whose name matches. Each dict has the keys name, shape, std (unbiased),
+        mean, max and min of the full parameter, and grad_std and grad_mean of its gradient (0.0 without a gradient).
+        For a tied parameter, the list has a dict for each of its names.
     """
     world = current_world()
     expect_module("model", model)
@@ -140,7 +140,8 @@ class _Record:
     """A tensor that `record_tensor` recorded.
 
     wants_gradient: whether the tensor's gradient is also kept.
-    version: torch's counter of in-place writes to the tensor, when it was recorded.
+    version: the value of torch's counter of in-place writes to the tensor when the tensor was recorded. A later
+        in-place write increments the counter.
     """
 
     tensor: torch.Tensor
@@ -185,10 +186,10 @@ class InspectTensor:
         """Compute statistics of the recorded tensors over all ranks. Collective: every rank must call it.
 
         Returns:
-            A dict for each recorded tensor, in order, with the keys name, shape, std (unbiased), mean, max, min,
-            grad_std and grad_mean. The ranks' tensors count as concatenated, so the size of dimension 0 in shape is the
-            sum over the ranks. grad_std and grad_mean are None if there is no gradient. The name is `group.N.name`, or
-            `N.name` without a group, where N counts the tensors of the same group and name, from 0.
+            A list with a dict for each recorded tensor, in order. Each dict has the keys name, shape, std (unbiased),
+            mean, max, min, grad_std and grad_mean; the last two are None if there is no gradient. These describe the
+            concatenation of all ranks' tensors on dimension 0. The name is `group.N.name`, or `N.name` without a group,
+            where N counts the tensors of the same group and name, from 0.
 
         Raises:
             RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place later.
@@ -248,10 +249,9 @@ class InspectTensor:
 
 
 class _Recording(Observer):
-    """The observer that is registered while `inspect_tensor` is active.
+    """Passes tensors from `record_tensor` to an InspectTensor while `inspect_tensor` is active.
 
-    `record_tensor` calls the method `record` of all registered observers. This one passes the tensor to an
-    InspectTensor.
+    It is an observer, because `record_tensor` calls the method `record` of all registered observers.
 
     inspector: the InspectTensor that keeps the recorded tensors.
     """
@@ -300,7 +300,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
         x: the activation, any shape.
         name: its name in the summary.
         group: a prefix of the name, or None.
-        requires_grad: whether to keep its gradient too.
+        requires_grad: whether to keep its gradient too, if `x` requires one.
 
     Raises:
         ValueError: `x` is a parameter, or not a tensor.

@@ -29,7 +29,7 @@ class WarmupLRScheduler:
         start_lr: the peak learning rate.
         warmup_iter: the number of warm-up steps; 0 for none.
         end_iter: the step at which the decay ends. Schedules whose decay does not end ignore it (-1 is customary).
-        num_iter: the number of steps already taken.
+        num_iter: the number of steps already taken; not 0 if training resumes.
 
     Attributes:
         current_lr: the learning rate that was set last.

@@ -131,7 +131,7 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 
 def print_block(title: str, content: str | None = None, file: TextIO | None = None) -> None:
-    """Print a title, centred in a line of 60 `=` characters, and text below it.
+    """Print a title, centered in a line of 60 `=` characters, and text below it.
 
     Args:
         title: the title.

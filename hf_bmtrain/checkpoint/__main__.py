@@ -2,11 +2,11 @@
 
     python -m hf_bmtrain.checkpoint verify FOLDER     read every byte and compare it with its checksum
     python -m hf_bmtrain.checkpoint inspect FOLDER    print the step, files and tensors of a checkpoint
-    python -m hf_bmtrain.checkpoint merge FOLDER      write its model to a new folder that from_pretrained can open
+    python -m hf_bmtrain.checkpoint merge FOLDER      write the model to a new folder that from_pretrained can open
 
-FOLDER is a checkpoint or a folder of checkpoints. In a folder of checkpoints, `merge` uses the newest intact one, and
-the other commands handle all. The exit status is 1 if FOLDER has no checkpoint, if `verify` finds damage, or if `merge`
-writes nothing.
+FOLDER is a checkpoint or a folder of checkpoints. In a folder of checkpoints, `merge` uses the newest checkpoint that
+is intact, and the other commands handle all checkpoints. The exit status is 1 if FOLDER has no checkpoint, if `verify`
+finds damage, or if `merge` writes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main() -> None:
     for folder, reason in damaged:
         print(f"{folder}: damaged: {reason}")
     if not found and not damaged:
-        sys.exit(f"{given.folder} is neither a checkpoint of save_state, nor a folder that contains one")
+        sys.exit(
+            f"{given.folder} is neither a checkpoint of save_state, nor a folder that contains one. Check the path"
+        )
     if given.command == "merge":
         sys.exit(_merge_newest(found, given))
     good = [verify(each) if given.command == "verify" else describe(each) for each in found]
@@ -49,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     for name, purpose in (
         ("verify", "read every byte and compare it with its checksum"),
         ("inspect", "print the step, files and tensors of a checkpoint"),
-        ("merge", "write its model to a new folder that from_pretrained can open"),
+        ("merge", "write the model of a checkpoint to a new folder that from_pretrained can open"),
     ):
         command = commands.add_parser(name, help=purpose, description=purpose)
         command.add_argument("folder", type=Path, help="a checkpoint, or a folder of checkpoints")
@@ -70,7 +72,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _bytes(text: str) -> int:
-    """Convert a size from the command line, such as "500MB" or "2GiB", to a number of bytes."""
+    """Convert a size from the command line, such as "500MB" or "2GiB", to a number of bytes.
+
+    Raises argparse.ArgumentTypeError if `text` is not a size, or is less than one byte.
+    """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
@@ -81,12 +86,13 @@ def _bytes(text: str) -> int:
 
 
 def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
-    """Run the command `merge`: write the model of the newest intact checkpoint in `found` to a new folder.
+    """Run the command `merge`, which writes the model of the newest intact checkpoint to a new folder.
 
-    Returns an error message, or None on success.
+    If damage is found in a checkpoint, the damage is printed and the next older checkpoint is used. Returns an error
+    message, or None on success.
 
-    found: the checkpoints, newest first.
-    given: the command line's arguments.
+    found: the checkpoints whose manifests and file sizes are correct, newest first.
+    given: the arguments of the command line.
     """
     for checkpoint in found:
         output = given.output or checkpoint.folder.with_name(f"merged-{checkpoint.folder.name}")
@@ -102,14 +108,14 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
                 print(f"note: {note}")
             print(f"{output}: written from {checkpoint.folder}, step {checkpoint.manifest.step}")
             return None
-    return f"merge: nothing was written: no checkpoint in {given.folder} is intact"
+    return f"merge: nothing was written: no checkpoint in {given.folder} is intact. Restore a checkpoint from a copy"
 
 
 def verify(checkpoint: Found) -> bool:
-    """Compare all bytes of a checkpoint with their checksums, and print the result. Return whether it is intact.
+    """Compare all bytes of a checkpoint with their checksums, and print the result. Return whether no damage was found.
 
-    Files that Trainer has added to the complete checkpoint are checked too. Files without a checksum are listed, but do
-    not count as damaged.
+    Files that Trainer has added after the checkpoint was complete are checked too. Files without a checksum are listed
+    in the result, but do not count as damaged.
     """
     files = checkpoint.manifest.files
     total = sum(map(checkpoint.manifest.size, files))
@@ -148,7 +154,7 @@ def verify(checkpoint: Found) -> bool:
 def describe(checkpoint: Found) -> bool:
     """Print a checkpoint's step, number of ranks, package versions, files and tensors.
 
-    Always returns True, as `verify` does for an intact checkpoint, because this command does not look for damage.
+    Damage is not searched for, so the result is always True, the value that `verify` returns for an intact checkpoint.
     """
     manifest = checkpoint.manifest
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())

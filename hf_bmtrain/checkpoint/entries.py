@@ -72,8 +72,11 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 def was_trained(name: str, parameter: Any) -> bool:
     """Return whether a parameter is trainable now, or has been at any time since `auto_wrap`.
 
-    PEFT freezes adapters while they are inactive, but checkpoints of trained parameters must contain them. `name` is
-    not used; `model_entries` passes it to every function that chooses parameters.
+    PEFT freezes adapters while they are inactive, but checkpoints of trained parameters must contain them.
+
+    Args:
+        name: the parameter's name. Not used, but `model_entries` passes it to every function that selects parameters.
+        parameter: the parameter, sharded or not.
     """
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
@@ -89,7 +92,7 @@ def refuse_quantized(model: torch.nn.Module) -> None:
 
 
 def refuse_parts(model: torch.nn.Module) -> None:
-    """Raise NotImplementedError if a weight is split over ranks by `tp_size`, which `DCPState` does not support."""
+    """Raise NotImplementedError if tensor parallelism splits a weight, because `DCPState` cannot save such weights."""
     if any(map(is_part, model.parameters())):
         raise NotImplementedError(
             "DCPState does not support weights that are split over ranks by tp_size. Use bmt.save_state and "
@@ -108,10 +111,11 @@ def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torc
 
 
 def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
-    """Return the `Entry` (name, dtype, shape, this rank's elements) of a tensor in a checkpoint.
+    """Return the checkpoint `Entry` (name, dtype, shape, this rank's elements) of a parameter or its optimizer state.
 
     name: the tensor's name in the checkpoint.
-    values: the tensor: `parameter` itself, or optimizer state that is sharded like it.
+    parameter: the parameter, which determines the saved shape, and which elements this rank has.
+    values: the tensor to save. This is the parameter itself, or a tensor of optimizer state sharded like the parameter.
     """
     if not isinstance(parameter, DistributedParameter):
         return _full(name, values)
@@ -123,8 +127,9 @@ def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> E
 def saved_as(parameter: DistributedParameter) -> tuple[tuple[int, ...], int]:
     """Return a parameter's shape in checkpoints, and the index of this rank's first element in the flattened tensor.
 
-    The shape is that of the full weight. But a weight that `tp_size` splits by columns is saved in the shape (tp_size,
-    rows, columns / tp_size).
+    The shape is that of the full weight, with one exception. If tensor parallelism (`tp_size`) splits a weight on
+    another dimension than the first, its parts are saved as a stack, so that the elements of each rank are contiguous.
+    The shape is then (tp_size, *shape of a part).
     """
     shape, first = parameter.buffer.storage.saved_as(parameter.index)
     return tuple(shape), first
@@ -148,7 +153,14 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
 
 
 def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raise TypeError or ValueError if an argument of `save_state` or `load_state` has the wrong type or value."""
+    """Raise TypeError or ValueError if an argument of `save_state` or `load_state` has the wrong type or value.
+
+    Args:
+        folder: must be a path that is not empty.
+        model: must be a torch.nn.Module.
+        optimizer: must be an OptimManager, one or several torch optimizers, or None.
+        scheduler: must be one or several objects with a `load_state_dict` method, or None.
+    """
     expect_path("folder", folder)
     expect_module("model", model)
     for each in optimizers_of(optimizer):
@@ -174,9 +186,17 @@ def file_base(number: int) -> str:
 
 
 def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
-    """Return {name in `model`: parameter} for the parameters of an optimizer, in the optimizer's order.
+    """Return the parameters of an optimizer by their names in the model, in the optimizer's order.
 
-    Raises ValueError if a parameter is not in `model`.
+    Args:
+        optimizer: the optimizer.
+        model: the module that contains all parameters of the optimizer.
+
+    Returns:
+        {name of the parameter in `model`: parameter}.
+
+    Raises:
+        ValueError: a parameter of the optimizer is not in `model`.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -190,7 +210,15 @@ def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str,
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups, in which "params" lists the parameters' names in `model`."""
+    """Return copies of an optimizer's parameter groups, in which "params" lists names instead of parameters.
+
+    Args:
+        optimizer: the optimizer.
+        model: the module that contains its parameters. The names are those of `model.named_parameters()`.
+
+    Raises:
+        ValueError: a parameter of the optimizer is not in `model`.
+    """
     names = {parameter: name for name, parameter in named(optimizer, model).items()}
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
@@ -200,9 +228,10 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
 
     The order of the parameters inside a group may differ.
 
-    kind: the class name of the saved optimizer, for the message.
-    saved: the saved groups. In each, "params" is a list of parameter names.
-    mine: the groups of the optimizer, in the same form.
+    Args:
+        kind: the class name of the saved optimizer, for the message.
+        saved: the saved groups. In each, "params" is a list of parameter names.
+        mine: the groups of the optimizer, in the same form.
     """
     theirs, own = ([sorted(group["params"]) for group in groups] for groups in (saved, mine))
     if theirs != own:
@@ -220,9 +249,22 @@ def optimizer_entries(
 ) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
     """Divide an optimizer's state into tensors that are sharded like their parameters, such as moments, and the rest.
 
-    Collective: every rank must call it. Returns an `Entry` (name, shape, this rank's elements) for each tensor that is
-    sharded like its parameter, named `<parameter>.<key>`; and the rest, such as step counts, copied to the CPU, as
-    {parameter name: {key: value}}. Raises RuntimeError if a tensor is sharded in another way than its parameter.
+    Collective: every rank must call it.
+
+    Args:
+        optimizer: the optimizer.
+        model: the module that contains all parameters of the optimizer.
+        world: this rank's number, device and communicators.
+
+    Returns:
+        First, an `Entry` (name, dtype, shape, this rank's elements) for each tensor that is sharded like its parameter.
+        Its name is PARAMETER.KEY, such as "weight.exp_avg". Second, the rest of the state, such as step counts, copied
+        to the CPU, as {parameter name: {key: value}}.
+
+    Raises:
+        RuntimeError: a tensor is sharded in another way than its parameter, the ranks have state for different
+            parameters, or the optimizer stores state under names instead of parameters.
+        ValueError: a parameter of the optimizer is not in `model`.
     """
     parameters = named(optimizer, model)
     check_keys(optimizer, optimizer.state)
@@ -253,8 +295,8 @@ def _holds_local(value: Any) -> bool:
 class LoadedState:
     """Loads saved state into an optimizer.
 
-    First write the saved values into the tensors that `target` returns, then call `load`. The constructor of this class
-    already discards the present state of an AdamOptimizer, if `names` is not empty.
+    First copy the saved values into the tensors that `target` returns, then call `load`. If `names` is not empty, the
+    constructor already replaces the state of an AdamOptimizer, because `target` returns the new state tensors.
 
     Args:
         optimizer: the optimizer.
@@ -288,13 +330,14 @@ class LoadedState:
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
-            # For bfloat16 weights, AdamOptimizer stores residuals on GPUs, but float32 master weights on CPUs. If the
-            # checkpoint has the other kind, `target` returns new tensors, and `load` converts their values.
+            # For bfloat16 weights, AdamOptimizer stores float32 master weights on CPUs, but on GPUs only residuals (the
+            # differences between masters and weights). If the checkpoint contains the other kind, `target` returns
+            # temporary tensors, and `load` converts their values.
             if all(what in places.get(parameters[name], ()) for name, what in names):
                 self._places = places
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor, which the caller must fill with this rank's elements of a tensor of optimizer state.
+        """Return a 1-D tensor, into which the caller must copy this rank's elements of a tensor of optimizer state.
 
         Args:
             name: the name of the parameter to which the state belongs.
@@ -310,7 +353,7 @@ class LoadedState:
         return values
 
     def load(self) -> None:
-        """Load the saved state into the optimizer. Call this after filling all tensors that `target` returned."""
+        """Load the saved state into the optimizer. Call this after copying values into all tensors from `target`."""
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             self._optimizer.load_state_dict(state)

@@ -65,7 +65,8 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
         raise RuntimeError(f"{holder} is also saving to {root}. Give each job its own folder.") from error
     except OSError as error:
         _log.warning(
-            "%s cannot be locked (%s), so nothing will warn you if a second job saves to the same folder",
+            "%s cannot be locked (%s), so save_state will not notice if a second job saves to the same folder. Give "
+            "each job its own folder",
             root,
             error.strerror,
         )
@@ -93,12 +94,19 @@ def is_reserved(name: str) -> bool:
 
 
 def stage(root: Path, step: int, nbytes: int) -> Path:
-    """Create an empty temporary folder in `root` for a checkpoint of `nbytes` bytes, and return its path.
+    """Create an empty temporary folder for a new checkpoint, and return the path of this folder.
 
-    The caller must have locked `root` by `lock`. Temporary folders that killed jobs have left in it are deleted. The
-    new folder's name contains `step` and a random suffix, because a rank of a killed job may survive for a while and
-    still write to its old folder. Raises OSError if the disk has too little free space. The space is not reserved,
-    because some file systems reserve space by writing zeros.
+    Temporary folders that killed jobs have left in `root` are deleted. The new folder's name contains `step` and a
+    random suffix, because a rank of a killed job may survive for a while and still write to its old folder.
+
+    Args:
+        root: the folder of the checkpoints. The caller must have locked it with `lock`.
+        step: the training step of the checkpoint.
+        nbytes: the size of the checkpoint in bytes.
+
+    Raises:
+        OSError: the disk has less than `nbytes` bytes of free space. The space is only checked and not reserved,
+            because some file systems reserve space by writing zeros, which takes long.
     """
     for kind in ("checkpoint", "removed"):
         for left in root.glob(f"{_STAGING}{kind}-*"):
@@ -110,17 +118,24 @@ def stage(root: Path, step: int, nbytes: int) -> Path:
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Raise OSError, with both sizes, if the disk of `folder` has less than `nbytes` of free space."""
+    """Raise OSError if the disk of `folder` has less than `nbytes` bytes of free space. The error gives both sizes."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        sizes = f"the checkpoint takes {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free"
+        sizes = (
+            f"the checkpoint takes {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free (delete other files "
+            "or choose a folder on another disk)"
+        )
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Rename the temporary folder `staging`, which contains a complete and flushed checkpoint, to `final`.
+    """Rename the temporary folder of a complete checkpoint to the checkpoint's final name.
 
-    An older checkpoint called `final` is first renamed, and deleted later by `prune`.
+    An older checkpoint with this name is first renamed (".replaced-" is added to its name). `prune` deletes it later.
+
+    Args:
+        staging: the temporary folder, whose files were flushed to disk.
+        final: the new path, in the same folder as `staging`.
     """
     flush(staging)
     if os.path.lexists(final):  # the old checkpoint can still be loaded until `prune` deletes it
@@ -133,10 +148,14 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete old checkpoints in `root`: those that were replaced, and all but the newest `keep` of the others.
+    """Delete all replaced checkpoints in a folder, and the oldest of the others until `keep` of them remain.
 
-    A checkpoint was replaced if a newer one was published under the same name. If `keep` is None, only replaced
-    checkpoints are deleted. Symbolic links to checkpoints are not counted, and are deleted only if they were replaced.
+    A checkpoint was replaced if a newer checkpoint was saved under the same name.
+
+    Args:
+        root: the folder of the checkpoints. Symbolic links to checkpoints are not counted, and are deleted only if they
+            were replaced.
+        keep: the number of checkpoints that remain. None deletes only replaced checkpoints.
     """
     for link in root.glob(f"*{_REPLACED}*"):
         if link.is_symlink():
@@ -149,18 +168,21 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a partly deleted folder is not taken for a checkpoint."""
+    """Delete a checkpoint, or log a warning if it cannot be deleted.
+
+    The folder is first renamed, so that `find` ignores it if this process is killed before all files are deleted.
+    """
     doomed = folder.with_name(f"{_STAGING}removed-{folder.name}-{secrets.token_hex(4)}")
     try:
         os.rename(folder, doomed)
     except OSError as error:
-        _log.warning("the checkpoint %s cannot be deleted, and still takes space: %s", folder, error)
+        _log.warning("the checkpoint %s cannot be deleted and still takes space. Delete it by hand. %s", folder, error)
     else:
         _delete(doomed)
 
 
 def _delete(folder: Path) -> None:
-    """Delete a temporary folder. If that fails, log a warning; the next save tries again."""
+    """Delete a temporary folder. If this fails, log a warning, because the next `save_state` tries again."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -229,8 +251,8 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
 def add_checksums(folder: Path) -> None:
     """Record the checksums of the files that other code, such as Trainer, has added to the checkpoint in `folder`.
 
-    These files are found by comparison with the manifest, which lists the files that `save_state` has written.
-    Subfolders are ignored. The checksums are written to the file `complete.json`.
+    Every file that the manifest does not list counts as added, because `save_state` lists all files in it. Files in
+    subfolders are ignored. The checksums are written to the file `complete.json`.
     """
     known = {NAME, *Manifest.read(folder).files}
     sums = {
@@ -245,9 +267,16 @@ def add_checksums(folder: Path) -> None:
 def find_damage(folder: Path, rank: int, size: int) -> str | None:
     """Verify this rank's share of a checkpoint. Return a description of the first damage, or None. Not collective.
 
-    Each file has a checksum for every chunk of at most 4 MiB. Rank `rank` of `size` verifies every `size`-th chunk.
-    Rank 0 also verifies the files that were added to the complete checkpoint. Raises Damaged if the manifest (the list
-    of files and checksums) is damaged, or a file is missing or has the wrong size.
+    Each file has a checksum for every chunk of at most 4 MiB. Each rank verifies every `size`-th chunk, beginning with
+    chunk `rank`. Rank 0 also verifies the files that were added after the checkpoint was complete.
+
+    Args:
+        folder: the checkpoint's folder.
+        rank: this rank.
+        size: the number of ranks that share the work.
+
+    Raises:
+        Damaged: the manifest (the list of files and checksums) is damaged, or a file is missing or has the wrong size.
     """
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
@@ -262,7 +291,7 @@ def find_damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def find_damage_of_added(folder: Path) -> str | None:
-    """Verify the files that were added to a complete checkpoint, for example by Trainer.
+    """Verify the files that other code, such as Trainer, has added after a checkpoint was complete.
 
     Returns a description of the first damage, or None. Raises Damaged if the file with their checksums cannot be read.
     """
@@ -290,12 +319,15 @@ def added_checksums(folder: Path) -> dict[str, int]:
 
 
 def check_added(folder: Path, name: str, crc: int) -> str | None:
-    """Verify a file that was added to a complete checkpoint. Return a description of the damage, or None.
+    """Verify a file that was added after a checkpoint was complete. Return a description of the damage, or None.
 
-    crc: the CRC-32 that was recorded for the file.
+    Args:
+        folder: the checkpoint's folder.
+        name: the file's name.
+        crc: the CRC-32 that was recorded for the file.
     """
     try:
         found = zlib.crc32((folder / name).read_bytes())
     except OSError as error:
-        return f"{name}: {error.strerror}"
-    return None if found == crc else f"{name} does not match the saved checksum (if you have edited it, delete {ADDED})"
+        return f"{name} cannot be read: {error.strerror}"
+    return None if found == crc else f"{name} does not match its checksum. If you have edited this file, delete {ADDED}"

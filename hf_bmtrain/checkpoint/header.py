@@ -1,8 +1,8 @@
-"""Compute where each tensor is in a safetensors file, from names, shapes and dtypes alone.
+"""Compute or read the place of each tensor in a safetensors file.
 
 A file consists of the length of its header (8 bytes, little-endian), the header (JSON), and the tensors in C order
-without gaps (https://github.com/huggingface/safetensors, "Format"). Every rank computes the same header, and so knows
-where its elements of each tensor belong in the final file.
+without gaps (https://github.com/huggingface/safetensors, "Format"). Every rank computes the same header from the names,
+shapes and dtypes of all tensors, and so knows where its elements of each tensor belong in the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Damaged(ValueError):
-    """Raised if a file of a checkpoint is missing, or its contents differ from those that were saved."""
+    """Raised if a file of a checkpoint is missing, is invalid, or differs from the file that was saved."""
 
 
 class TensorSpec(NamedTuple):
@@ -49,7 +49,10 @@ class TensorSpec(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """The place of a full tensor in a checkpoint: the bytes `start` to `stop` of `file` (a name without a folder)."""
+    """The dtype, shape and place of a full tensor in a checkpoint.
+
+    The tensor occupies the bytes `start` to `stop` (exclusive) of `file`, which is a file name without a folder.
+    """
 
     file: str
     dtype: torch.dtype
@@ -66,7 +69,7 @@ class FilePlan:
         name: the file's name, without its folder.
         head: all bytes before the first tensor: the length of the header, and the header.
         tensors: the place of each tensor, by the tensor's name.
-        size: the file's size in bytes.
+        size: the size in bytes of the complete file.
     """
 
     name: str
@@ -81,7 +84,7 @@ def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) 
     The result depends only on the arguments, so all ranks plan the same files.
 
     Args:
-        base: the common beginning of the file names.
+        base: the common beginning of the file names, such as "model".
         specs: the tensors. They fill one file after the other, in this order.
         limit: maximum size of a file in bytes; a tensor larger than that gets its own file.
 
@@ -147,7 +150,8 @@ def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the place of each tensor in a safetensors file, by the tensor's name.
 
-    Raises Damaged if the header cannot be read, or does not match the size of the file.
+    Raises Damaged if the header is invalid or does not match the size of the file, and FileNotFoundError if there is no
+    such file.
     """
     size = os.path.getsize(path)
     with open(path, "rb") as file:
@@ -190,10 +194,15 @@ def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
     """Return the place of each tensor in the safetensors files of a model or an optimizer, by the tensor's name.
 
     The files are those that the index `base`.safetensors.index.json lists or, if there is no index, the single file
-    `base`.safetensors. Raises Damaged if a listed file is missing or contradicts the index, and FileNotFoundError if
-    there is neither an index nor a single file.
+    `base`.safetensors.
 
-    base: how the file names begin, such as "model".
+    Args:
+        folder: the folder of the files.
+        base: how the file names begin, such as "model" or "optimizer".
+
+    Raises:
+        Damaged: a listed file is missing or contradicts the index, or a header or the index is invalid.
+        FileNotFoundError: the folder has neither the index nor the single file.
     """
     single, index = folder / f"{base}.safetensors", folder / f"{base}.safetensors.index.json"
     return read_indexed(index, read_header) if index.exists() else read_header(single)
@@ -204,13 +213,15 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> d
 
     Args:
         index: the path of the index.
-        read: a function that returns the tensors in one file, by name.
+        read: a function that takes the path of a listed file, and returns {tensor name: tensor}. A tensor may be
+            represented by another object, such as its place in the file.
 
     Returns:
-        The tensors of all files, by name.
+        The results of `read` for all files, in one dict.
 
     Raises:
-        Damaged: the file is not an index, lists a file in another folder, or lists files or tensors that are missing.
+        Damaged: `index` is not a Hugging Face index, lists a file in another folder, or lists files or tensors that are
+            missing.
     """
     try:
         places = dict(json.loads(index.read_text("utf-8"))["weight_map"])

@@ -32,9 +32,14 @@ class HostMemory:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return a uint8 tensor of `nbytes` elements in host memory, page-locked if `device` is a GPU.
+        """Return a uint8 tensor of shape (nbytes,) in host memory. The next call may return the same memory.
 
-        The next call may return the same memory. Raises RuntimeError if there is too little host memory.
+        Args:
+            nbytes: the number of bytes.
+            device: the device from which values will be copied. If it is a GPU, the memory is page-locked.
+
+        Raises:
+            RuntimeError: there is too little host memory.
         """
         if len(self._memory) < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory before allocating more
@@ -47,11 +52,11 @@ class Snapshot:
 
     From the construction of this object until the thread has copied the values, optimizer steps wait. Forward and
     backward need not wait, because they only read the tensors. `write`, which the thread calls, raises an error if
-    torch's version counters show that anything else has changed the tensors. Synchronize the world's device before
-    constructing this object.
+    torch's version counters show that other code has changed the tensors. Before constructing this object, synchronize
+    the device, because the thread's copies do not wait for kernels that still write the tensors.
 
     Args:
-        parts: the tensors, each with its place in a file.
+        parts: the 1-D tensors, each with the file and the offset at which it is written.
         world: this rank's number, device and communicators.
     """
 
@@ -66,16 +71,26 @@ class Snapshot:
         self._taken.wait()
 
     def close(self) -> None:
-        """Remove the hook that makes optimizer steps wait. The training thread calls it after `write` has ended."""
+        """Remove the hook that makes optimizer steps wait. Call this on the training thread after `write` has ended."""
         self._hook.remove()
         self._copying.discard(self._taken)
 
     def write(self, folder: Path, memory: HostMemory) -> dict[str, list[Checked]]:
-        """Copy the tensors of this object to `memory`, and write the copies into existing files in `folder`.
+        """Copy the tensors of this object to host memory, and write the copies into files.
 
         If there is too little host memory for the copies, the tensors themselves are written, and optimizer steps wait
-        until all are written. Returns the offset, size and checksum of each written chunk, by file name. Raises
-        RuntimeError if a tensor was changed since this object was constructed.
+        until all are written.
+
+        Args:
+            folder: the folder of the files, which must exist with their final sizes.
+            memory: the host memory for the copies.
+
+        Returns:
+            The offset, size and checksum of each written chunk (at most 4 MiB of a file), by file name.
+
+        Raises:
+            RuntimeError: a tensor was changed since this object was constructed.
+            OSError: a file cannot be written.
         """
         try:
             copies = self._copy(memory)
@@ -112,7 +127,7 @@ class Snapshot:
         stream = work_stream(self._device)
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
-                # Wait for each copy, so that a copy that training makes meanwhile is queued behind at most one of them.
+                # Wait for each copy before the next, so that a copy by the training thread waits for at most one.
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
                 stream.record_event().synchronize()
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]

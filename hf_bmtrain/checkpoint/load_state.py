@@ -99,7 +99,8 @@ def load_state(
             optimizer state.
         scheduler: one scheduler or several, as passed to `save_state`. None loads no scheduler state, except that of an
             OptimManager's schedulers.
-        weights: whether to load the model's parameters and buffers.
+        weights: whether to load the model's parameters and buffers. False leaves them unchanged, except buffers whose
+            values differed between the saving ranks, which are loaded on the same number of ranks.
         random: whether to restore the random generators of Python, NumPy, torch and the device.
 
     Returns:
@@ -108,6 +109,7 @@ def load_state(
     Raises:
         RuntimeError: on every rank, if no checkpoint is intact, or if the checkpoint does not fit the model or the
             optimizer. Some values may have been loaded before the error.
+        TypeError, ValueError: an argument has the wrong type or value.
 
     Example::
 
@@ -177,10 +179,10 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
 
 
 def _attempt(world: World, stage: Any) -> str | None:
-    """Call `stage`, a function that does one step of loading, and exchange its errors between the ranks.
+    """Call `stage`, a function without arguments that does one step of loading, and exchange errors between the ranks.
 
-    Collective: every rank must call it. `stage` raises Damaged or OSError if a file is damaged. If this happens on any
-    rank, all ranks return a description of the damage. If `stage` raises any other exception on any rank, all ranks
+    Collective: every rank must call it. If `stage` raises Damaged or OSError on any rank, which means that a file is
+    damaged, all ranks return a description of the damage. If `stage` raises any other exception on any rank, all ranks
     raise RuntimeError. Without an exception, all ranks return None.
     """
     damage = problem = None
@@ -201,7 +203,8 @@ def _attempt(world: World, stage: Any) -> str | None:
 class _Loading:
     """Loads one checkpoint into a model and its optimizers. Call `open`, `read` and `apply`, in this order.
 
-    `open` checks that the checkpoint fits, `read` reads the tensors, and `apply` loads everything else.
+    `open` checks that the checkpoint fits, `read` reads the tensors, and `apply` loads everything else. A model or
+    optimizer may be incompletely loaded until `apply` has ended.
     """
 
     manifest: Manifest
@@ -220,7 +223,8 @@ class _Loading:
     def open(self) -> None:
         """Check that the checkpoint fits the model and the optimizers, and list the elements that this rank must read.
 
-        Tensors are not read yet, and the model and the optimizers are not changed.
+        Tensors are not read yet, and the model and the optimizers are not changed. Raises Damaged or OSError if a file
+        is damaged, and ValueError if the checkpoint does not fit.
         """
         self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
@@ -279,7 +283,7 @@ class _Loading:
             _log.warning(
                 "load_state: %d parameters are frozen now, but were trainable at some time after auto_wrap. The "
                 "checkpoint %s was saved with trained_only=True and does not contain them, so they keep their present "
-                "values: %s. If these values were trained, load the model again before load_state",
+                "values: %s. If you trained them after loading the model, load the model again before load_state",
                 len(left), self._folder, ", ".join(left[:5]),
             )  # fmt: skip
 
@@ -297,8 +301,8 @@ class _Loading:
     def read(self) -> None:
         """Read this rank's elements of the checkpoint's tensors.
 
-        Elements of sharded parameters are read directly into the parameters. Other values may stay in memory until
-        `apply` loads them.
+        Elements of sharded parameters are read directly into the parameters. Other values may be read into temporary
+        tensors, from which `apply` loads them. Raises Damaged or OSError if a file is damaged.
         """
         self._want_optimizers()
         parameters = self._model.parameters() if self._weights else ()
@@ -307,10 +311,10 @@ class _Loading:
             buffer.prepare_write()
         try:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
-            wait_loader()  # wait for the copies to the device, because reading threads may queue them on another stream
+            wait_loader()  # wait for copies to the device, which reading threads may have queued on other streams
         finally:
-            # Mark the buffers as changed even if this rank has failed or has no elements to read, so that all ranks
-            # all-gather them again.
+            # Mark the flat buffers as changed even if this rank has failed or has no elements to read, so that all
+            # ranks all-gather them again.
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:
@@ -324,7 +328,7 @@ class _Loading:
         with torch.no_grad():
             for target, values in self._full_params:
                 target.copy_(values.view(target.shape))
-        for parameter in self._trained:  # so that later saves with `trained_only` include it even if it is frozen
+        for parameter in self._trained:  # so that later saves with `trained_only` include even frozen parameters
             parameter.trained = True
         for loaded in self._states:
             loaded.load()
@@ -372,9 +376,9 @@ def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None
 
 
 def _hint(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Return a hint for an error about shapes: that `tp_size` has probably changed since the checkpoint was saved.
+    """Return a sentence for an error about shapes if the size of tensor-parallel groups has probably changed, else "".
 
-    Returns "" if `tp_size` does not explain the differences.
+    A weight that tensor parallelism splits by columns has a shape in checkpoints that depends on `tp_size`.
 
     shapes: for each tensor, its shapes in the checkpoint and in the model, in either order.
     """

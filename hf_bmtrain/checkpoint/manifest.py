@@ -55,22 +55,28 @@ class Manifest:
     files: dict[str, list[Checked]] = field(default_factory=dict)
 
     def without(self, bases: tuple[str, ...]) -> Manifest:
-        """Return a copy of this manifest (list of files) without the safetensors files of `bases` and their indices.
+        """Return a copy of this manifest (list of files) that lacks some safetensors files and their index files.
 
-        bases: how the names of the files to leave out begin, such as "model".
+        bases: beginnings of file names, such as "model". The files whose names begin with one of them are left out.
         """
         left_out = [name for name in self.files if name.startswith(bases) and ".safetensors" in name]
         return replace(self, files={name: chunks for name, chunks in self.files.items() if name not in left_out})
 
     def size(self, name: str) -> int:
-        """Return the recorded size of a file in bytes."""
+        """Return the size in bytes that the file `name` had when it was saved."""
         chunks = self.files[name]
         return chunks[-1].start + chunks[-1].length if chunks else 0
 
     def add(self, name: str, chunks: Iterable[Checked], size: int) -> None:
-        """Add a file of `size` bytes to this list of a checkpoint's files.
+        """Add a file to this list of a checkpoint's files.
 
-        Raises Damaged unless `chunks`, the file's chunks with their checksums, cover each byte of the file once.
+        Args:
+            name: the file's name, without its folder.
+            chunks: the file's chunks with their checksums, in any order.
+            size: the file's size in bytes.
+
+        Raises:
+            Damaged: the chunks do not cover each byte of the file exactly once.
         """
         ordered = sorted(Checked(*chunk) for chunk in chunks)
         end = 0
@@ -120,7 +126,7 @@ class Manifest:
         return manifest
 
     def check_sizes(self, folder: Path) -> None:
-        """Raise Damaged unless every file exists in `folder` and has the recorded size. Contents are not read."""
+        """Raise Damaged unless `folder` contains every listed file with its saved size. Contents are not read."""
         for name in self.files:
             try:
                 size = os.path.getsize(folder / name)

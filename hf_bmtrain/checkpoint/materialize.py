@@ -1,4 +1,4 @@
-"""Load values from files into a model on the meta device, before it is sharded."""
+"""Load values from files into a model on the meta device, before the model is sharded."""
 
 from __future__ import annotations
 
@@ -77,10 +77,12 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
     """Raise ValueError unless `state`, the values in the files, fits the model's tensors in names and shapes.
 
     Each tensor on the meta device needs a value, and each value must belong to a tensor. If the files contain several
-    values for tied tensors, these must be equal.
+    values for tied tensors, these must be equal. Non-persistent buffers are in no file, so they must have values.
 
     parameters: the model's parameters, as {id(tensor): (tensor, all its names in the state dict)}.
     buffers: its persistent buffers, in the same form.
+    model: the model.
+    state: the values in the files, by name.
     """
     entries = [*parameters.values(), *buffers.values()]
     known = {name for _, names in entries for name in names}
@@ -132,11 +134,12 @@ def _put(
     """Replace a model's parameters and buffers by the values in `state`. Tied tensors stay tied.
 
     The new parameters are `SourcedParameter`s, which refer to the memory-mapped files or contain only this rank's share
-    of the values. Sharding the model replaces them by local parameters.
+    of the values. When the model is sharded later, they are replaced by sharded parameters.
 
     parameters: the model's parameters, as {id(tensor): (tensor, all its names in the state dict)}.
     buffers: its persistent buffers, in the same form.
-    state: the new values by name.
+    state: the new values by name. Tensors without a new value are not replaced.
+    world: the ranks among which each parameter will be divided.
     """
     filled: dict[int, torch.Tensor] = {}
     for key, (tensor, names) in [*parameters.items(), *buffers.items()]:
@@ -161,9 +164,9 @@ def _put(
 def _compute_buffers(module: Any, owner: Any) -> None:
     """Compute the values of non-persistent meta buffers in `module` and its children, by calling `_init_weights`.
 
-    Hugging Face models have this method, which initializes a given module. Each module is passed to the method of the
-    innermost model that contains it. Buffers that the method does not write stay on the meta device, and tensors that
-    already have values keep them.
+    `_init_weights` is a method of Hugging Face models that initializes the module passed to it. Each module is passed
+    to the method of the innermost Hugging Face model that contains the module. Buffers that the method does not write
+    stay on the meta device, and tensors that already have values keep them.
 
     owner: the innermost Hugging Face model that contains `module`, or the root module if there is none.
     """

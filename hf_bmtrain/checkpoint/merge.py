@@ -28,7 +28,7 @@ class _Source(NamedTuple):
 
     Attributes:
         folder: the folder of its file.
-        manifest: the manifest with the file's checksums, or None if the file has no checksums.
+        manifest: the manifest (list of files and checksums) of `folder`, or None if the file has no checksums.
         stored: its file, and its place in the file.
         in_base: whether it comes from the base model (`--base`) instead of from the checkpoint.
     """
@@ -44,18 +44,18 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
 
     Only one tensor is in memory at a time. All bytes that are read are compared with their checksums, if they have
     any. The folder is written under a temporary name, flushed to disk and renamed into place. If `merge` is killed, the
-    next call deletes the temporary folder.
+    next call with the same `output` deletes the temporary folder.
 
     Args:
-        checkpoint: the checkpoint.
-        output: the new folder.
-        limit: maximum size of a file in bytes; a tensor larger than that gets its own file.
+        checkpoint: the checkpoint's folder and manifest, from `find`.
+        output: the folder to create.
+        limit: maximum size of a safetensors file in bytes; a tensor larger than that gets its own file.
         with_optimizer: whether to also write the optimizer state and everything else that `load_state` needs.
         base: for a checkpoint saved with `trained_only`, the folder or the safetensors files with the model's other
             tensors; otherwise empty.
 
     Returns:
-        Notes to print for the user.
+        Sentences to print for the user, one for each difference of dtypes between trained tensors and base model.
 
     Raises:
         Damaged: a file of the checkpoint is damaged.
@@ -86,16 +86,19 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
 
 
 def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base: Sequence[Path]) -> None:
-    """Raise ValueError if `base` or `output` is not possible for this checkpoint.
+    """Raise ValueError if the arguments `base` or `output` of `merge` are not allowed for this checkpoint.
 
     `base` is required for a checkpoint that was saved with `trained_only`, and otherwise forbidden. `output` must not
-    be a folder that a later training run would take for one of its checkpoints.
+    be a folder beside the checkpoint that `load_state` would treat as another checkpoint of the same training.
 
     Args:
         checkpoint: the checkpoint to merge.
         output: the folder to create.
-        with_optimizer: whether `output` also gets the optimizer's state, with which it can be loaded as a checkpoint.
+        with_optimizer: whether the optimizer state is written too, so that `load_state` can load `output`.
         base: the folder or safetensors files of the base model, from which training started; empty if not given.
+
+    Raises:
+        ValueError: `base` is missing or forbidden, or `output` is such a folder.
     """
     if _has_trained_only(checkpoint) and not base:
         raise ValueError(
@@ -177,9 +180,11 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
 def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dict[str, _Source], list[str]]:
     """Return all tensors of the model, by name: those in `trained`, and the others from `base`.
 
-    The second result is a list of notes to print for the user.
+    The second result is a list of sentences to print for the user, one for each difference of dtypes between `trained`
+    and `base`. Raises ValueError if a trained tensor is not in `base`, or has another shape there.
 
-    Raises ValueError if a trained tensor is not in `base`, or has another shape there.
+    trained: the tensors of the checkpoint, by name.
+    base: the tensors of the base model, by name.
     """
     strange = [name for name in trained if name not in base]
     if strange:
@@ -246,11 +251,14 @@ def _write(
 
 
 def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
-    """Copy a tensor to its place `target` in a file in `staging`. Return the written chunks, with their checksums.
+    """Copy a tensor into a file of the merged model. Return the written chunks, with their checksums.
 
-    staging: the folder in which the merged model is written.
+    Raises ValueError if the base model is damaged, and Damaged if the checkpoint is damaged.
+
+    staging: the temporary folder in which the merged model is written.
     name: the tensor's name.
-    source: the tensor to copy, and where it is stored.
+    source: the place from which the tensor is read.
+    target: the tensor's place in a file in `staging`. The file must exist.
     """
     stored = source.stored
     values = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype, device="cpu")

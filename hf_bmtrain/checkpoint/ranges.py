@@ -29,7 +29,7 @@ PIECE_BYTES = 4 << 20
 
 
 class Part(NamedTuple):
-    """The 1-D tensor `values`, on any device, and the place to which it is written: byte `start` of `file`."""
+    """A 1-D tensor, on any device, that is to be written to a file. Its first byte becomes byte `start` of `file`."""
 
     file: str
     start: int
@@ -85,9 +85,17 @@ def _scratch_for(values: Iterable[torch.Tensor]) -> _Scratch:
 
 
 def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]:
-    """Write the values of each `Part` into existing files in `folder`, and flush the files to disk.
+    """Write tensors into existing files, with several threads, and flush the files to disk.
 
-    Returns the offset, size and checksum of each written chunk, by file name.
+    Args:
+        folder: the folder of the files.
+        parts: the tensors, each with the file and the offset at which it is written.
+
+    Returns:
+        The offset, size and checksum of each written chunk (at most 4 MiB of a file), by file name.
+
+    Raises:
+        OSError: a file does not exist or cannot be written.
     """
     written: dict[str, list[Checked]] = {}
     scratch = _scratch_for(part.values for part in parts)
@@ -125,7 +133,7 @@ def _write_chunk(handle: int, start: int, data: torch.Tensor, scratch: _Scratch)
 
 
 def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked]:
-    """Write a new file and flush it to disk.
+    """Create a file that begins with `data`, and flush it to disk.
 
     Args:
         path: the file, which must not exist.
@@ -133,7 +141,10 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
         size: the size of the file in bytes; None uses the size of `data`. The bytes after `data` are zero.
 
     Returns:
-        The offset, size and checksum of each chunk of `data`.
+        The offset, size and checksum of each chunk (at most 4 MiB) of `data`.
+
+    Raises:
+        OSError: the file exists or cannot be written.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -155,7 +166,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 def checksums(path: Path) -> list[Checked]:
     """Return the offset, size and checksum of each chunk (of at most 4 MiB) of a file that other code has written.
 
-    Also calls fsync on the file, so that it is on disk when this function returns.
+    The file is also flushed to disk before this function returns.
     """
     chunks, start = [], 0
     with open(path, "rb") as file:
@@ -170,13 +181,14 @@ def checksums(path: Path) -> list[Checked]:
 
 
 class Wanted(NamedTuple):
-    """Consecutive elements of a stored tensor, and the tensor into which they are read.
+    """Consecutive elements to read from a tensor in a file, and the tensor in memory into which they are read.
 
     Attributes:
         name: the tensor's name, for messages.
         stored: the place of the full tensor in a file.
         first: the index of the first element to read, in the flattened tensor.
-        values: the destination: 1-D, on any device, with as many elements as are read. Values are cast to its dtype.
+        values: the destination, a 1-D tensor on any device. Its length is the number of elements to read. The elements
+            are cast to its dtype.
     """
 
     name: str
@@ -190,12 +202,14 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 
     Args:
         folder: the folder of the files.
-        manifest: the manifest, which contains a checksum for each chunk of the files. Each chunk that contains a wanted
-            byte is read completely and verified. If None, only the wanted bytes are read, and nothing is verified.
+        manifest: the manifest, which contains a checksum for each chunk (at most 4 MiB) of the files. Each chunk that
+            contains a wanted byte is read completely and verified. If None, only the wanted bytes are read, and nothing
+            is verified.
         wanted: the elements to read, and the tensors into which they are read.
 
     Raises:
         Damaged: a file cannot be read, is too short, or does not match a checksum. The message names tensor and file.
+        OSError: a file cannot be opened.
     """
     scratch = _scratch_for(each.values for each in wanted)
     with ExitStack() as stack:
@@ -216,6 +230,7 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 def _chunks_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
     """Yield the chunks (at most 4 MiB each) of a file that must be read to get the elements `wanted`.
 
+    wanted: the elements to read, with the file that contains them.
     manifest: the list of each file's chunks and their checksums. All listed chunks that contain wanted bytes are
         yielded, because a checksum can be verified only if its chunk is read completely. If None, the yielded chunks
         contain only the wanted bytes, and have no checksums.
@@ -250,12 +265,15 @@ def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Te
     The next call on the same thread overwrites the result. Raises Damaged if the chunk cannot be read, the file is too
     short, or the checksum differs.
 
+    handle: the file descriptor.
+    scratch: the memory of each thread for one chunk.
+    chunk: the offset, size and checksum of the chunk. If the checksum is None, the chunk is not verified.
     what: the names of tensor and file, for messages.
     """
     if chunk.length > PIECE_BYTES:
         raise Damaged(
             f"{what}: the checkpoint's manifest lists a chunk of {chunk.length:,} bytes, but this version of "
-            f"hf_bmtrain reads only chunks of at most {PIECE_BYTES:,} bytes"
+            f"hf_bmtrain reads only chunks of at most {PIECE_BYTES:,} bytes. Use the version that saved the checkpoint"
         )
     data = scratch.memory[: chunk.length]
     view = memory_of(data)
@@ -276,9 +294,16 @@ def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Te
 
 
 def check_heads(folder: Path, manifest: Manifest) -> None:
-    """Verify the headers of a checkpoint's safetensors files, and all bytes of its other files. Raises Damaged.
+    """Verify the headers of a checkpoint's safetensors files, and all bytes of its other files.
 
-    The tensors in safetensors files are verified only when they are read.
+    The tensors in safetensors files are not verified here, because `read_parts` verifies them when it reads them.
+
+    Args:
+        folder: the checkpoint's folder.
+        manifest: the manifest, which contains a checksum for each chunk of the files.
+
+    Raises:
+        Damaged: a file cannot be read, is too short, or does not match a checksum.
     """
     for name, chunks in manifest.files.items():
         small = not name.endswith(".safetensors")
@@ -294,11 +319,19 @@ def _header_bytes(path: Path) -> int:
 
 
 def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
-    """Verify `chunks` of a file. For each chunk, yield (size in bytes, a description of the damage or None)."""
+    """Verify chunks of a file. For each chunk, yield (its size in bytes, a description of the damage or None).
+
+    If the file cannot be opened, only (0, a description of the error) is yielded.
+
+    Args:
+        folder: the folder of the file.
+        name: the file's name.
+        chunks: the chunks to verify, with their checksums.
+    """
     try:
         handle = os.open(folder / name, os.O_RDONLY)
     except OSError as error:
-        yield 0, f"{name}: {error.strerror}"
+        yield 0, f"{name} cannot be opened: {error.strerror}"
         return
     scratch = _Scratch(torch.device("cpu"))
     try:

@@ -45,8 +45,9 @@ _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
 _SECONDS = 1800  # how long a background thread waits for another rank's report
 
 Agree = Callable[[str, str | None], str | None]
-"""A function that every rank calls to learn of problems on any rank. It takes a name for this exchange of problems, and
-this rank's problem or None. It returns one text with the problems of all ranks, or None if there are none."""
+"""The type of a function with which the ranks exchange descriptions of errors. Every rank must call it. Its arguments
+are a name for the exchange, and the description of this rank's error or None. It returns one text with the errors of
+all ranks, or None if there are none."""
 
 
 def save_state(
@@ -88,12 +89,13 @@ def save_state(
         trained_only: save only parameters that are trainable, or have been at any time since `auto_wrap`, and all
             buffers, to `trained*.safetensors`. `load_state` does not change the other parameters, so load them first.
         non_blocking: return at once, and let a thread copy the values to host memory and write them. The next optimizer
-            step waits for the copies. Do not change weights in any other way before `SavingState.wait`. The first call
+            step waits for the copies. Before you change weights in another way, call `SavingState.wait`. The first call
             allocates host memory for this rank's values (page-locked if there is a GPU); later calls reuse it. Errors
             are raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
         name: the name of the checkpoint's folder. None uses checkpoint-`step`.
-        add: a function that is called on every rank with an empty folder. Files that it writes there become part of the
-            checkpoint. If several ranks write files with the same name, the file of the lowest rank is saved.
+        add: a function that is called on every rank with the path of an empty folder. Files that it writes there become
+            part of the checkpoint. If several ranks write files with the same name, the file of the lowest rank is
+            saved. Files with the names of this function's own files, such as config.json, are not saved.
 
     Returns:
         A `SavingState`, whose `folder` is the checkpoint's folder.
@@ -154,11 +156,14 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
 
 
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
-    """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and tell all ranks its name.
+    """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and broadcast its name to all ranks.
 
-    Collective: every rank must call it. Rank 0 also tells the others the checkpoint's step and number (its place in the
-    order of saving). Name, step and number are stored in `job`. Raises RuntimeError on all ranks if `begin` fails, if a
-    rank does not see the folder, or if the ranks' tensors differ in names, dtypes or shapes.
+    Collective: every rank must call it. The checkpoint's step and number (its place in the order of saving) are
+    broadcast too, and all three are stored in `job`. Raises RuntimeError on all ranks if `begin` fails, if a rank does
+    not see the folder, or if the ranks' tensors differ in names, dtypes or shapes.
+
+    job: the checkpoint being saved.
+    begin: a function without arguments that creates the folder. It is called on rank 0 only.
     """
     problem = None
     if world.rank == 0:
@@ -183,11 +188,12 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
 
 
 def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
-    """Call the user's function `add`, which writes further files into a checkpoint. If it is None, do nothing.
+    """Call the user's function that writes additional files into a checkpoint.
 
-    Collective: every rank must call it. Raises RuntimeError on all ranks if `add` fails on any rank.
+    Collective: every rank must call it. Raises RuntimeError on all ranks if the function fails on any rank.
 
     job: the checkpoint being saved.
+    add: the argument `add` of `save_state`: the function, which takes the path of an empty folder; None does nothing.
     """
     if add is None:
         return
@@ -202,7 +208,7 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
 def let_others_save(folder: str | os.PathLike) -> None:
     """Wait until this job's last checkpoint in `folder` is complete, and unlock the folder for other jobs.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. Raises RuntimeError on every rank if saving this checkpoint failed.
     """
     keeper = current_world().kept.pop(Path(folder).resolve(), None)
     if keeper is not None:
@@ -236,7 +242,7 @@ class SavingState:
         try:
             write = functools.partial(snapshot.write, self._job.staging, memory)
             self._problem = self._job.finish(write, _posts(self._world, self._job))
-        except Exception as error:  # for example because the launcher's store no longer exists
+        except Exception as error:  # for example because the launcher's key-value store no longer exists
             self._problem = _describe(error)
         if self._problem is not None:  # log the problem now, because the script may end before `wait` raises it
             _log.error("save_state: %s was not saved. %s", self._job.final, self._problem)
@@ -251,14 +257,14 @@ class SavingState:
             self._thread.join()
             self._snapshot.close()
             self._thread = None
-            # Usually all ranks have the same text, which names every problem. But if a rank could not send its problem
-            # to the others, only this rank has a text. So the texts are gathered, and every rank raises the first one.
+            # Usually all ranks have the same text, which contains the problems of all ranks. But if a rank could not
+            # send its problem to the others, no other rank has a text. So gather all texts, and raise the first.
             problems = self._world.gather_objects(self._problem)
             _raise(self._job, next(filter(None, problems), None))
 
 
 class _Keeper:
-    """State that a process keeps from one `save_state` to the next, for one folder of checkpoints.
+    """Objects that a process keeps from one `save_state` to the next, for one folder of checkpoints.
 
     Attributes:
         lock: on rank 0, the open file whose lock keeps other jobs from saving to the folder; None on other ranks.
@@ -294,8 +300,8 @@ class _Job:
         step: the step of the checkpoint. `begin` replaces None by one more than the step of the newest checkpoint.
         name: the name of the checkpoint's folder, or None for checkpoint-`step`.
         number: the checkpoint's place in the order of saving: one more than that of the newest checkpoint.
-        staged: the name of the temporary folder, which no other checkpoint has; "" before rank 0 has created it.
-        adds: whether every rank has called the user's function `add`, which writes further files.
+        staged: the unique name of the temporary folder; "" before rank 0 has created the folder.
+        adds: whether every rank calls a user's function that writes additional files (`add` of `save_state`).
     """
 
     rank: int
@@ -322,11 +328,11 @@ class _Job:
 
         Safetensors files already have headers and their final sizes, so that each rank can write its elements at the
         right place. This method also locks `root`, the folder of the checkpoints, and sets the attributes `number`,
-        `staged` and, if it is None, `step`. Only rank 0 calls it.
+        `staged` and, if it is None, `step`. Only rank 0 calls this method.
 
         Args:
-            keeper: receives the lock of `root`, or already has it from an earlier save.
-            small: the contents of small files, such as indices, by file name.
+            keeper: stores the lock of `root` until later saves, and may already have it from an earlier save.
+            small: the contents of the index files, by file name.
             state: the state to write to `state.pt`, from `small_state.collect`.
             model: the model, whose configuration is written too.
         """
@@ -346,7 +352,10 @@ class _Job:
         self._note("begin", written)
 
     def add(self, write: Callable[[Path], None]) -> None:
-        """Call the user's function `write` with a new folder, whose files will become part of the checkpoint."""
+        """Call a user's function that writes additional files of the checkpoint, and record the checksums of the files.
+
+        write: the argument `add` of `save_state`, a function that takes the path of an empty folder.
+        """
         folder = self._added(self.rank)
         folder.mkdir()
         write(folder)
@@ -354,14 +363,15 @@ class _Job:
         self._note(f"added-{self.rank}", {str(path.relative_to(folder)): checksums(path) for path in paths})
 
     def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
-        """Write this rank's elements by calling `write`. Then rank 0 renames the complete folder into place.
+        """Write this rank's elements, and complete the checkpoint: rank 0 renames the temporary folder into place.
 
-        Collective: every rank must call it. Returns a text with the problems of all ranks, or None if there are none.
+        Collective: every rank must call it. Returns a text with the errors of all ranks, or None if there are none.
 
-        write: a function that writes the elements, and returns the offset, size and checksum of each written chunk, by
-            file name.
-        agree: a function that exchanges the ranks' problems. It takes a name for the exchange, and this rank's problem
-            or None. It returns a text with the problems of all ranks, or None if there are none.
+        write: a function without arguments that writes the elements, and returns the offset, size and checksum of each
+            written chunk, by file name.
+        agree: a function with which the ranks exchange descriptions of errors. Its arguments are a name for the
+            exchange, and the description of this rank's error or None. It returns a text with the errors of all ranks,
+            or None.
         """
         problem = None
         try:
@@ -379,12 +389,12 @@ class _Job:
         return problem
 
     def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
-        """Write the checksums of the chunks that this rank has written to a JSON file in the temporary folder.
+        """Record which chunks of files this rank has written, in a JSON file in the temporary folder.
 
-        From the JSON files of all ranks, rank 0 creates the manifest, which lists every file and checksum.
+        From these JSON files, rank 0 later creates the manifest, which lists the files and checksums of all ranks.
 
         name: the variable part of the JSON file's name, pieces-`name`.json, such as this rank's number.
-        written: the written chunks (pieces of files) with their checksums, by file name.
+        written: the offset, size and checksum of each written chunk, by file name.
         """
         with open(self.staging / f"pieces-{name}.json", "x") as file:
             json.dump(written, file)
@@ -410,13 +420,13 @@ class _Job:
         return self.staging / f"added-{rank}"
 
     def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
-        """Move the files that the user's function `add` has written on `rank` into the checkpoint.
+        """Move the additional files that the user's function has written on one rank into the checkpoint.
 
-        If the checkpoint already has a file with the same name, that file stays, and the one from `rank` is deleted.
+        A file is deleted instead if the checkpoint already has a file with the same name.
 
         rank: the rank that has written the files.
-        chunks: the checksums of the checkpoint's files, by file name. Those of the moved files are added, except for
-            files in subfolders, which get no checksums.
+        chunks: the chunks of the checkpoint's files with their checksums, by file name. This method adds the chunks of
+            the moved files, except for files in subfolders, which get no checksums.
         """
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
@@ -433,7 +443,7 @@ class _Job:
         shutil.rmtree(self._added(rank))
 
     def withdraw(self) -> None:
-        """Delete the temporary folder, because saving has failed. Ranks other than 0 do nothing."""
+        """Delete the temporary folder on rank 0, because saving has failed. On other ranks, do nothing."""
         if self.rank == 0 and self.staged:
             shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -446,7 +456,8 @@ def _entries(
     Collective: every rank must call it. Each tensor is an `Entry` (name, shape, this rank's elements). The entries are
     grouped by the base name of the files into which they are written, such as "model" or "optimizer".
 
-    trained_only: whether to leave out the parameters that have been frozen since `auto_wrap`.
+    optimizer: an OptimManager, one or several optimizers, or None.
+    trained_only: whether to leave out the parameters that have always been frozen since `auto_wrap`.
     """
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
@@ -457,9 +468,10 @@ def _entries(
 
 
 def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Decide which tensors go into which safetensors files. Return these files, and {name of an index file: contents}.
+    """Decide which tensors are written to which safetensors files. Return these files, and the files' indices.
 
-    If the tensors of a base name need several files, an index file lists the file of each tensor.
+    An index is returned as {file name: contents}. It lists the file of each tensor, and is needed only if the tensors
+    of a base name do not fit into one file.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     """
@@ -473,9 +485,9 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Return `bases` with copies of the tensors that are not sharded.
+    """Return the given entries, but with copies of the tensors that are not sharded.
 
-    Without copies, a forward could change a module's buffers before a thread has written them.
+    Without copies, a forward could change a module's buffers (such as running means) before a thread has written them.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     """
@@ -562,20 +574,20 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 def _agreement(world: World) -> Agree:
-    """Return a collective function with which the ranks tell each other which of them failed.
+    """Return a function with which the ranks exchange descriptions of errors. Every rank must call the function.
 
-    Every rank passes the function a name for the exchange, and the text of its own problem, or None if it has not
-    failed. The result is a text with the problems of all ranks, or None if there are none.
+    Its arguments are a name for the exchange, and the description of this rank's error or None. It returns a text with
+    the errors of all ranks, or None if there are none.
     """
     return lambda point, problem: _report(world.gather_objects(problem))
 
 
 def _posts(world: World, job: _Job) -> Agree:
-    """Return a function with which the ranks' background threads tell each other which ranks failed.
+    """Return a function with which the background threads of all ranks exchange descriptions of errors.
 
-    The function uses the launcher's key-value store, because the main thread may run a collective at the same time.
-    Every rank passes the function a name for the exchange, and the text of its own problem, or None if it has not
-    failed. The result is a text with the problems of all ranks, or None if there are none.
+    Every rank must call the function. It uses the launcher's key-value store, because the main thread may run a
+    collective at the same time. Its arguments are a name for the exchange, and the description of this rank's error or
+    None. It returns a text with the errors of all ranks, or None if there are none.
 
     job: the checkpoint being saved. The keys in the store contain the name of its temporary folder.
     """
@@ -598,7 +610,8 @@ def _look(world: World, key: str, rank: int) -> str:
 
     If there is no text after `_SECONDS` (half an hour), return a message that the rank has not finished.
 
-    rank: the rank that stores the text.
+    key: the full key, in which `rank` stores its text.
+    rank: the rank that stores the text, for the message.
     """
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
@@ -606,4 +619,4 @@ def _look(world: World, key: str, rank: int) -> str:
         if shown is not None:
             return shown
         time.sleep(0.05)
-    return f"rank {rank} did not finish saving within {_SECONDS} s"
+    return f"rank {rank} did not finish saving within {_SECONDS} s. Look for an error in its log"

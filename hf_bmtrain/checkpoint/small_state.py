@@ -37,13 +37,20 @@ def collect(
 ) -> dict[str, Any]:
     """Collect the state of all ranks that the file `state.pt` will contain: everything except the large tensors.
 
-    Collective: every rank must call it. Every rank returns the same dict. It contains random generators, parameter
-    groups, step counts, schedulers, the loss scale, the user's `extra`, and similar values.
+    Collective: every rank must call it.
 
-    others: for each optimizer, the state that is not written to safetensors files, such as step counts, as
-        {parameter name: {key: value}}.
-    schedulers: one or several schedulers, or None.
-    extra: this rank's object that the user passed to `save_state`.
+    Args:
+        world: this rank's number, device and communicators.
+        model: the model.
+        optimizer: an OptimManager, one or several optimizers, or None.
+        others: for each optimizer, the state that is not written to safetensors files, such as step counts, as
+            {parameter name: {key: value}}.
+        schedulers: one or several schedulers, or None.
+        extra: this rank's object that the user passed to `save_state`.
+
+    Returns:
+        The state, which is the same on every rank: random generators and `extra` of every rank, parameter groups, step
+        counts, schedulers, the loss scale, and similar values.
     """
     ranks = world.gather_objects(
         {"random": _random_state(world.device), "extra": extra, "buffers": _own_buffers(world, model)}
@@ -62,9 +69,9 @@ def collect(
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """Return the bytes of the file `state.pt` that stores `state`, the result of `collect`.
+    """Return the bytes of a checkpoint's file `state.pt`, which contains all state except the large tensors.
 
-    The file contains random generators, schedulers and all other state except the large tensors.
+    state: the random generators, schedulers and other small state, as `collect` returns them.
 
     Raises ValueError if torch.load(weights_only=True) would refuse objects in it.
     """
@@ -101,11 +108,18 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
     """Load all state in the checkpoint's file `state.pt` except that of optimizers and random generators.
 
     This is the state of schedulers, the loss scale, the extra state of modules, the state of features such as float8,
-    and the buffers that differ between ranks. Returns the `extra` that this rank passed to `save_state`. If the
-    checkpoint was saved by another number of ranks, buffers that differ between ranks are not loaded, and the `extra`
-    of rank 0 is returned.
+    and the buffers whose values differed between the saving ranks. These buffers are loaded only if the number of ranks
+    is the same as when the checkpoint was saved.
 
-    state: the contents of `state.pt`.
+    Args:
+        world: this rank's number, device and communicators.
+        model: the model.
+        optimizer: an OptimManager, whose loss scale and schedulers are loaded. Anything else is ignored.
+        schedulers: one or several schedulers, or None.
+        state: the contents of `state.pt`, as `read` returns them.
+
+    Returns:
+        The `extra` that this rank passed to `save_state` or, if the number of ranks is not the same, that of rank 0.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])
@@ -125,10 +139,15 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
 
 
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
-    """Restore this rank's random generators from `state`, the contents of the checkpoint's file `state.pt`.
+    """Restore this rank's random generators of Python, NumPy, torch and the device from a checkpoint.
 
-    If the checkpoint was saved by another number of ranks, seed the generators with a number that is derived from rank
-    0's saved generator and `step`, the step of the checkpoint.
+    If another number of ranks saved the checkpoint, the generators are seeded instead. The seed is computed from rank
+    0's saved generator and `step`.
+
+    Args:
+        world: this rank's number, device and communicators.
+        state: the contents of the checkpoint's file `state.pt`, as `read` returns them.
+        step: the training step of the checkpoint.
     """
     ranks = state["ranks"]
     if len(ranks) == world.size:
@@ -146,7 +165,11 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
 def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Raise ValueError if a checkpoint does not fit the given optimizers and schedulers, for example in their number.
 
-    state: the contents of the checkpoint's file `state.pt`, as `read` returns them.
+    Args:
+        optimizer: an OptimManager, one or several optimizers, or None to load no optimizer state.
+        schedulers: one or several schedulers, or None to load no scheduler state.
+        model: the module that contains the optimizers' parameters.
+        state: the contents of the checkpoint's file `state.pt`, as `read` returns them.
     """
     for what, saved, mine in (
         ("optimizers", len(state["optimizers"]), len(optimizers_of(optimizer))),

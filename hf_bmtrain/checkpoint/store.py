@@ -78,14 +78,15 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
         model: a model with or without sharded parameters.
         file_name: the file to write. If the name ends in `.safetensors`, the file has that format, and contains tied
             weights once. With any other name, it is a state dict that `torch.load(weights_only=True)` can read.
-        non_blocking: return as soon as the values are in host memory on rank 0, and let a thread write the file. Call
-            `Saving.wait` before saving to the same file again.
+        non_blocking: return as soon as the values are in host memory on rank 0, and let a thread write the file. The
+            thread's errors are raised by `Saving.wait`, which must be called before saving to the same file again.
 
     Returns:
         A `Saving` if `non_blocking`, otherwise None.
 
     Raises:
         RuntimeError: on every rank, if the file cannot be written. If `file_name` existed before, it is not changed.
+        TypeError, ValueError: an argument has the wrong type, or the file name is empty.
 
     Example::
 
@@ -113,7 +114,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
     """Load a file of full tensors into a model, in place. Collective: every rank must call it.
 
-    Each rank reads its own elements of each tensor, so every host must be able to read the file. It may have been
+    Each rank reads its own elements of each tensor, so every host must be able to read the file. The file may have been
     written by `bmt.save`, `torch.save(model.state_dict())`, Hugging Face's `save_pretrained` or BMTrain. Files of
     torch.save are read with `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share
     this work.
@@ -131,6 +132,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
         RuntimeError: on every rank, if the file cannot be read or is damaged, or if its shapes (or, with `strict`, its
             names) do not match the model. The error lists what does not match. Matching tensors may have been loaded
             before the error. From a damaged file, nothing is loaded.
+        TypeError, ValueError: an argument has the wrong type, or the file name is empty.
     """
     world = current_world()
     expect_module("model", model)
@@ -153,10 +155,18 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
 
 def write_atomically(state: dict, path: Path) -> None:
-    """Write a state dict to a temporary file, and rename it to `path`. Not collective.
+    """Write a state dict to a temporary file, and rename this file, so that no incomplete file has the final name.
 
-    So the file `path` is never incomplete. It is a safetensors file if its name ends in `.safetensors`; otherwise it is
-    written by torch.save.
+    Not collective.
+
+    Args:
+        state: the state dict.
+        path: the final path. A safetensors file is written if the name ends in `.safetensors`, and otherwise a file of
+            torch.save. An existing file is replaced.
+
+    Raises:
+        ValueError: a value is not a tensor, and the file is a safetensors file.
+        OSError: the file cannot be written. An existing file is not changed.
     """
     with atomic_file(path) as temporary:
         if path.suffix == _SAFETENSORS:
@@ -168,9 +178,10 @@ def write_atomically(state: dict, path: Path) -> None:
 
 
 def _with_checksums(state: dict) -> OrderedDict:
-    """Return a copy of a state dict whose checksums are in an attribute, which torch.save stores with the copy.
+    """Return a shallow copy of a state dict with an additional attribute that contains checksums.
 
-    There is a checksum for each tensor, and one for `_metadata`, the attribute in which torch keeps module versions.
+    torch.save writes the attributes of a state dict too. There is a checksum for each tensor, and one for `_metadata`,
+    the attribute in which torch stores the versions of the modules.
     """
     result = OrderedDict(state)
     result.__dict__.update(getattr(state, "__dict__", {}))
@@ -243,7 +254,11 @@ def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
 
 
 def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
-    """Return the tensors in a safetensors file, and the checksums in its metadata (None if there are no checksums)."""
+    """Return the tensors in a safetensors file, and the checksums in its metadata, as {tensor name: CRC-32}.
+
+    The checksums are None if the file has none, and a str, with which `_verify` fails, if they are not valid JSON.
+    Raises ValueError if the file is not a safetensors file.
+    """
     try:
         with safetensors.safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_CHECKSUMS)
@@ -278,8 +293,9 @@ def _read_pickled(path: Path) -> OrderedDict:
 
 
 def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int]) -> None:
-    """Raise ValueError unless the values in `state`, which was read from `path`, match their checksums `sums`.
+    """Raise ValueError unless the values in `state`, which was read from `path`, match their saved checksums.
 
+    sums: {name: CRC-32} as saved in the file. Anything else counts as damage.
     part: (number, count). Only every `count`-th value is verified, beginning with value `number`, so that `count` ranks
         can share this work.
     """
@@ -294,7 +310,11 @@ def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int])
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
-    """Complete the names of tied weights in `state`: if it contains one name of a weight of `model`, add the others."""
+    """Add missing names of tied weights to `state`, because a file may contain a tied weight under one name only.
+
+    model: the model, in which a tied weight has several names.
+    state: a state dict. If it contains a tied weight under any name, the same tensor is added under the other names.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

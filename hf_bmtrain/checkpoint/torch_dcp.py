@@ -18,7 +18,7 @@ from .entries import LoadedState, check_groups, groups_of, named, refuse_parts, 
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
 }  # fmt: skip
-"""Settings that torch.optim.AdamW has and AdamOptimizer lacks, with the values for which both compute the same."""
+"""Settings that torch.optim.AdamW has and AdamOptimizer lacks. With these values, both optimizers compute the same."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -29,10 +29,11 @@ class DCPState:
     """Save and load a model and its optimizer with `torch.distributed.checkpoint.save` and `load`. Needs torch 2.15.
 
     Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
-    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim". So checkpoints can be
-    exchanged with FSDP2 and with plain models, in both directions. The state of an AdamOptimizer has the format of
-    torch.optim.AdamW; only its settings lr, betas, eps and weight_decay are loaded. For half-precision weights, the
-    float32 master weights are saved too, and a checkpoint to load must contain them.
+    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under the keys "model" and "optim". So
+    checkpoints can be exchanged with FSDP2 and with plain models, in both directions. The state of an AdamOptimizer is
+    saved in the format of torch.optim.AdamW. Of the saved settings, only lr, betas, eps and weight_decay are loaded
+    into it. For half-precision weights, the float32 master weights are saved too, and a checkpoint to load must contain
+    them.
 
     Args:
         model: the model; its complete state dict is saved.
@@ -42,6 +43,7 @@ class DCPState:
         RuntimeError: torch is older than 2.15.
         NotImplementedError: weights are split over ranks by `tp_size`.
         ValueError: the optimizer is a MuonOptimizer, whose state other programs cannot load.
+        TypeError: `model` is not a torch.nn.Module, or `optimizer` is not a torch.optim.Optimizer.
 
     Example::
 
@@ -74,6 +76,10 @@ class DCPState:
 
         Collective: every rank must call it. `dcp.save` writes these copies to files. `dcp.load` overwrites them, and
         passes them to `load_state_dict`.
+
+        Raises:
+            ValueError: the model has quantized weights.
+            RuntimeError: the optimizer is not an AdamOptimizer, and has no state because it has not made a step yet.
         """
         current_world().barrier("DCPState.state_dict")
         state: dict[str, Any] = {"model": {name: _pack(t, t) for name, t in _model_tensors(self._model).items()}}
@@ -83,12 +89,12 @@ class DCPState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy loaded values into the model and the optimizer. `dcp.load` calls this.
+        """Copy loaded values into the model and the optimizer. `dcp.load` calls this method.
 
         Collective: every rank must call it.
 
         Args:
-            state_dict: the result of `state_dict`, after DCP has loaded values into it.
+            state_dict: the result of this object's `state_dict`, after DCP has loaded values into its tensors.
         """
         current_world().barrier("DCPState.load_state_dict")
         targets = _model_tensors(self._model)
@@ -99,7 +105,7 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        # Mark the buffers as changed even if this rank has no elements of them, so that every rank all-gathers them.
+        # Mark the flat buffers as changed even if this rank has no elements of them, so that all ranks all-gather them.
         torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
@@ -110,7 +116,8 @@ class DCPState:
         """Return the optimizer's state by parameter name.
 
         Collective: every rank must call it. The result has the format of the function `get_optimizer_state_dict` in
-        torch.distributed.checkpoint.state_dict.
+        torch.distributed.checkpoint.state_dict. Raises RuntimeError if there is no state yet, unless `optimizer` is an
+        AdamOptimizer.
         """
         world = current_world()
         parameters = named(optimizer, self._model)
@@ -184,15 +191,19 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
     return tensors
 
 
-# -- local parameters as boxes --------------------------------------------------------------------------------------
+# -- this rank's elements as boxes ----------------------------------------------------------------------------------
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes (rectangular regions) that cover the elements start:stop, in C order, of a tensor of `shape`.
+    """Divide a range of a tensor's elements into boxes (rectangular regions), and yield them as (offsets, sizes).
 
-    DCP describes the part of a tensor that a rank has by such boxes. Each element is in one box, and each box is
-    (offsets, sizes). For a matrix there are at most three boxes: the end of a row, complete rows, and the beginning of
-    a row.
+    DCP describes the elements that a rank stores by such boxes. Each element of the range is in exactly one box. For a
+    matrix there are at most three boxes: the end of a row, complete rows, and the beginning of a row.
+
+    Args:
+        shape: the shape of the tensor.
+        start: the index of the first element of the range, in the flattened tensor (C order).
+        stop: the index after the last element of the range.
     """
     if start == stop:
         return

@@ -36,12 +36,12 @@ class OwnGradients(Observer):
     The averaged gradient does not show which rank computed an inf or nan.
 
     Args:
-        owner: the object whose steps are counted, such as an OptimManager.
+        owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
         parameters: the parameters whose gradients are checked.
 
     Attributes:
-        steps: the number of steps that are still to be checked.
-        handle: the handle of this observer. Its method `remove` ends the checks.
+        steps: the number of steps that are still to be checked; -1 after the checks have ended.
+        handle: the handle of this observer. Its method `remove` ends the checks. `GradientWatcher.watch` sets it.
     """
 
     handle: ObserverHandle
@@ -62,16 +62,16 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """Count a step that has ended. `found` returns the results of its checks until the next step has ended.
+        """Count a step that has ended. `found` returns the results of this step until the next step has ended.
 
-        16 steps are checked. The results of the last one are kept for one step more, because an OptimManager may notice
-        only in the next step that a step was skipped.
+        The results of 16 steps are used, but the checks end only with step 17, because an OptimManager may notice only
+        in step 17 that step 16 was skipped.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
         if self.steps < 0:
-            # The gradients of all 16 steps were checked, and none of these steps was skipped: after a skipped step,
-            # `GradientWatcher.watch` replaces this object by a new one, which checks 16 more steps.
+            # None of the 16 steps was skipped: after a skipped step, `GradientWatcher.watch` removes this object and
+            # creates another one, which checks 16 more steps.
             self._last = []
             self.handle.remove()
 
@@ -79,8 +79,9 @@ class OwnGradients(Observer):
         """Return which of this rank's gradients had inf or nan elements in the last step.
 
         Returns:
-            {(number of the flat buffer, index of the parameter in it): position of the gradient in backward}. A flat
-            buffer is a 1-D tensor that contains parameters, such as those of a layer, one after another.
+            {(number of the flat buffer, index of the parameter in this buffer): position of the gradient among those
+            that this rank computed in backward, beginning with 0}. A flat buffer is a 1-D tensor that contains
+            parameters, such as those of a layer, one after another.
         """
         if not self._last:
             return {}
@@ -101,8 +102,8 @@ class GradientWatcher(Observer):
     """Explains why a step was skipped, by naming the gradients that were inf or nan.
 
     In the 16 steps after a skip, each rank also checks its own gradients before they are averaged, so that another skip
-    can be traced to a rank. This is done separately for each owner of optimizers: an OptimManager, or the object that
-    follows the steps of Trainer.
+    can be traced to a rank. This is done separately for each owner of optimizers: an OptimManager or, for Hugging
+    Face's Trainer, a `BadNumbers`.
     """
 
     def __init__(self, world: World) -> None:
@@ -113,8 +114,8 @@ class GradientWatcher(Observer):
         """Check this rank's gradients of `parameters`, before they are averaged, in the next 16 steps of `owner`.
 
         Args:
-            owner: the object whose steps are counted: an OptimManager, or the object that follows the steps of Trainer.
-                Only a weak reference to it is kept. An earlier check for the same owner is ended.
+            owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
+                Only a weak reference to this object is kept. An earlier check for the same owner is ended.
             parameters: the parameters of the owner's optimizers.
         """
         self.stop(owner)
@@ -124,9 +125,9 @@ class GradientWatcher(Observer):
     def watch_of(self, owner: Any) -> OwnGradients | None:
         """Return the `OwnGradients` that checks this rank's gradients for `owner`, or None if there is none.
 
-        The object is returned even if its checks have already ended, which they do after 16 steps.
+        The object is returned even if its checks have already ended, which happens after 16 steps without a skip.
 
-        owner: an OptimManager, or the object that follows the steps of Trainer.
+        owner: the object that was passed to `watch`: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
         """
         return self._watches.get(owner)
 
@@ -150,8 +151,8 @@ class _Bad:
     """A gradient that has inf or nan elements.
 
     Attributes:
-        place: (number of the model, position of the parameter in the model, position in the optimizers' parameters).
-            Backward reaches parameters with a higher place earlier.
+        place: (number of the model, position of the parameter in the model, position of the parameter among those of
+            all optimizers). Backward reaches parameters with a higher place earlier.
         block: the name of the parameter's block (transformer layer), or "" for a parameter outside the blocks.
         name: the parameter's name.
         numel: the number of elements of the full parameter or, if `tp_size` splits it over ranks, of the whole tensor.
@@ -183,8 +184,8 @@ def explain(
 ) -> str | None:
     """Explain which gradients of a skipped step were inf or nan, and which ranks computed them.
 
-    Collective: every rank must call it. The message names the gradients of the block (transformer layer) that
-    backward reached first.
+    Collective: every rank must call it. The message names only the gradients of the block (transformer layer) that
+    backward reached first, because inf and nan spread from there to the blocks that backward reaches later.
 
     Args:
         parameters: the parameters of all optimizers.
@@ -222,7 +223,7 @@ def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
     """Combine the ranks' counts, for example of nan elements, into one row for each shard.
 
     A shard is the part of the parameters that one rank stores. Ranks of different hosts may store the same shard, so
-    their counts must not be added. Returns the counts, (shards, ...); -1 where no rank knows them.
+    their counts must not be added. Returns the counts, of shape (shards, ...); -1 where the count of no rank is known.
 
     counts: the counts from each rank, (ranks, ...); -1 where unknown.
     numbers: for each rank, the number of the shard that it stores.
@@ -236,11 +237,12 @@ def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Tensor, number: int) -> _Bad | None:
     """Combine the results of all ranks for the gradient of `parameter`. Return None if no rank found an inf or nan.
 
-    counts: (shards, 2) int64. Each shard (one rank's elements) has a row: the numbers of nan and of inf among its
-        elements of the averaged gradient, or -1 if they were already freed.
+    counts: (shards, 2) int64. Row i contains the number of nan and the number of inf among the elements of the averaged
+        gradient in shard i (the elements that one rank stores), or -1 if they were already freed.
     places: (ranks,) int64. For each rank whose gradient had inf or nan before averaging, the position of this gradient
         in the rank's backward; -1 for the other ranks.
-    number: the parameter's position in the optimizers' parameters. The message uses it if the name is unknown.
+    number: the parameter's position among the parameters of all optimizers. The message contains this number if the
+        name is unknown.
     """
     known, missing = counts.clamp_min(0), counts[:, 0] == _UNKNOWN
     partly = bool(missing.any() and not missing.all())

@@ -1,8 +1,9 @@
 """Wait for all ranks in `init_distributed`, and name the ranks that do not arrive.
 
-The ranks meet in torch's TCPStore. Each rank that arrives sets a key with its number and increments "count". The key
-"all" is set only once: to "met" by the last rank that arrives, or to the list of missing ranks by the first rank that
-gives up. "told" counts the ranks that have read this list.
+The ranks communicate through keys of torch's TCPStore. Each rank that arrives sets a key that ends in its
+number, and increments "count". The key "all" is set only once. The last rank that arrives sets it to "met", unless the
+timeout of a rank has expired before: that rank sets it to the list of missing ranks. "told" counts the ranks that have
+read this list.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from .status import Status
 _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
 _FAREWELL_SECONDS = 5.0
-"""Maximum time in seconds that rank 0 waits until the others have read which ranks are missing. The list is in a store
-that may end with the process of rank 0."""
+"""Maximum time in seconds that rank 0 waits until the other ranks have read the list of missing ranks. The list is in
+torch's TCPStore, whose server may run in the process of rank 0, which is about to end."""
 REPEAT_SECONDS = 30.0
 """Seconds of waiting for a rank before the second warning about it."""
 _MET = "met"
@@ -41,7 +42,7 @@ def hang_seconds() -> float:
 
 
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:
-    """Wait until every rank has called this function, and return the TCPStore through which they met.
+    """Wait until every rank has called this function, and return the TCPStore that the ranks used for this.
 
     Collective: every rank must call it. After HF_BMTRAIN_HANG_SECONDS, and again after 30 s, the lowest of the waiting
     ranks logs a warning that names the missing ranks.
@@ -49,15 +50,17 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
     Args:
         rank: this rank.
         size: the number of ranks.
-        timeout: the time to wait for the others.
-        init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
+        timeout: the maximum time to wait for the other ranks.
+        init_method: the URL with the address of the store, as for `torch.distributed.init_process_group`.
 
     Returns:
-        The store. Keep it until torch's process group, which uses the same server, has been created. If `init_method`
-        does not give a host and port, as with "file://", this function returns None at once.
+        The store. Keep a reference to it until torch's process group has been created, because this group uses the same
+        server, which ends with the store. If `init_method` does not give a host and port, as with "file://", this
+        function returns None at once.
 
     Raises:
-        RuntimeError: a rank did not arrive within `timeout`. The error names the missing ranks.
+        RuntimeError: a rank did not arrive within `timeout`, or rank 0 cannot open the store. The error names the
+            missing ranks, or the address of the store.
     """
     place = _place(init_method)
     if place is None:
@@ -81,8 +84,8 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
             reason = str(error).strip().splitlines()[0]
         if store is None and rank == 0:
             raise RuntimeError(
-                f"rank 0 cannot open the store for init_distributed at {place[0]}:{place[1]}. The port may be in use. "
-                f"({reason})"
+                f"rank 0 cannot open the store for init_distributed at {place[0]}:{place[1]}. The port may be in use: "
+                f"choose another one. ({reason})"
             )
         absent = [0] if store is None else _absent(store, size)
         # Only the lowest waiting rank logs the warning. `absent` is empty if the last missing rank has just arrived.
@@ -104,9 +107,11 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
 
 
 def _place(init_method: str) -> tuple[str, int] | None:
-    """Return the host and port at which the ranks meet, or None if `init_method` does not give them.
+    """Return the host and port of torch's TCPStore, or None if `init_method` does not give them.
 
-    "tcp://" URLs contain them; for "env://", they are in MASTER_ADDR and MASTER_PORT.
+    "tcp://" URLs contain host and port; for "env://", these are in MASTER_ADDR and MASTER_PORT.
+
+    init_method: a URL, as for `torch.distributed.init_process_group`.
     """
     url = urlparse(init_method)
     if url.scheme == "env":
@@ -115,9 +120,9 @@ def _place(init_method: str) -> tuple[str, int] | None:
 
 
 def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
-    """Open torch's TCPStore, through which the ranks meet in `init_distributed`, and record that this rank has arrived.
+    """Open torch's TCPStore in `init_distributed`, and record in it that this rank has arrived.
 
-    This function does not wait until the other ranks have arrived.
+    This function does not wait for the other ranks. Raises RuntimeError or OSError if the store cannot be opened.
 
     place: the host and port of the store.
     rank: this process's rank.
@@ -154,10 +159,10 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
     """Wait until every rank has arrived in `init_distributed`, or a rank has given up, or the time is `end`.
 
-    Returns [] if all ranks have arrived, the list of missing ranks if a rank has given up, and None if the time is
-    over. This function polls, because `TCPStore.wait` logs a warning when its time is over.
+    Returns [] if all ranks have arrived, the list of missing ranks if a rank has given up, and None at the time `end`.
+    This function polls, because `TCPStore.wait` logs a warning at the end of its timeout.
 
-    store: the store through which the ranks meet.
+    store: the store in which each rank records that it has arrived.
     end: a time on the clock of `time.monotonic()`.
     """
     while not store.check([_key("all")]):
@@ -170,19 +175,20 @@ def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
 def _give_up(store: TCPStore, size: int) -> list[int]:
     """Give up waiting for other ranks in `init_distributed`, and return the list of missing ranks.
 
-    The list is written to the store, so that all ranks give up. If another rank has already given up, return the list
-    that it has written. If all ranks have just arrived, return [].
+    The list is written to the store, so that all ranks give up. If another rank has already given up, the list that the
+    other rank has written is returned. If all ranks have just arrived, [] is returned.
 
+    store: the store in which each rank records that it has arrived.
     size: the number of ranks.
     """
     return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size) or [0]))))
 
 
 def _ranks_of(shown: bytes) -> list[int]:
-    """Return the missing ranks that `shown` lists, or [] if it is "met".
+    """Return the ranks that are missing in `init_distributed`, from the value of the key "all" in the TCPStore.
 
-    shown: the value of the key "all" in the store through which the ranks meet. It is "met" if all ranks have arrived.
-        Otherwise a rank has given up waiting, and has written the list of missing ranks.
+    shown: the value. It is b"met" if all ranks have arrived; the result is then []. Otherwise a rank has given up
+        waiting, and the value lists the missing ranks, such as b"1 3".
     """
     return [] if shown.decode() == _MET else [int(rank) for rank in shown.decode().split()]
 
@@ -190,11 +196,14 @@ def _ranks_of(shown: bytes) -> list[int]:
 def _say_farewell(store: TCPStore, rank: int) -> None:
     """Record in the store that this rank has read the list of missing ranks.
 
-    Rank 0 then waits a few seconds at most until the others have read the list too, because the store may end with the
-    process of rank 0.
+    Rank 0 then waits at most 5 s until the others have read the list too, because the store may end with the process of
+    rank 0.
+
+    store: the TCPStore with the list.
+    rank: this rank.
     """
     end = time.monotonic() + _FAREWELL_SECONDS
-    with contextlib.suppress(RuntimeError):  # if the store has already ended, together with rank 0
+    with contextlib.suppress(RuntimeError):  # raised if the store has already ended, together with rank 0
         told = store.add(_key("told"), 1)
         while rank == 0 and told < store.add(_key("count"), 0) and time.monotonic() < end:
             time.sleep(_PAUSE)
@@ -204,8 +213,8 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 def _absent(store: TCPStore, size: int) -> list[int]:
     """Return the ranks that have not arrived in `init_distributed`, or [0] if `store` does not answer.
 
-    Each rank that arrives sets a key in `store`. If the store does not answer, rank 0 or its launcher, which serves the
-    store, is missing.
+    Each rank that arrives sets a key in `store`. The store's server runs in rank 0 or in its launcher, so if the store
+    does not answer, rank 0 counts as missing.
 
     size: the number of ranks.
     """
@@ -216,10 +225,12 @@ def _absent(store: TCPStore, size: int) -> list[int]:
 
 
 def _key(name: str) -> str:
-    """Return the full name of a key in the TCPStore through which the ranks meet in `init_distributed`.
+    """Return the full name of a key in the TCPStore in which ranks record that they have reached `init_distributed`.
 
-    The key contains the number of restarts, because a launcher that restarts the ranks may keep the store with its old
-    keys.
+    The full name contains the number of restarts, because a launcher that restarts the ranks may keep the store with
+    the keys from before the restart.
+
+    name: the last part of the full name, such as "count" or a rank.
     """
     return f"hf_bmtrain/meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
 

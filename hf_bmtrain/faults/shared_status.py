@@ -33,24 +33,26 @@ _KEY = "board/{}"
 
 
 class SharedStatus:
-    """Gives each rank a page of shared memory with its status text and collective logs, which others can always read.
+    """Writes this rank's status text and collective logs to shared memory, and reads the texts of other ranks.
 
-    A collective log lists the operations that a rank has issued. The ranks of a host map each other's pages, so the
-    page of a suspended or killed process can still be read, and no server is needed. If there are several hosts, each
-    rank also writes its text to the launcher's store (torch's TCPStore).
+    A collective log lists the operations that a rank has issued. Each rank has a page (a region of the shared memory).
+    All ranks of a host map all pages of this host, so the page of a suspended or killed process can still be read, and
+    no server is needed. If there are several hosts, each rank also writes its text to the launcher's store (torch's
+    TCPStore).
 
     Attributes:
         neighbours: the other ranks of this host.
-        lost: whether the launcher's store could not be reached. If so, the store is not used any more.
+        lost: whether the launcher's store could not be reached twice in a row. After that, the store is no longer used.
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:
-        """Map the shared memory of this host's ranks: a page for each, with its status text and logs of operations.
+        """Map the shared memory of this host's ranks, which has a page (a region) for each of these ranks.
 
         Collective: every rank must call it.
 
-        control: exchanges Python objects between the ranks.
-        rank: this rank.
+        Args:
+            control: exchanges Python objects between the ranks.
+            rank: this rank.
         """
         self._control, self._rank, self._collective_logs = control, rank, 0
         self.lost = False
@@ -63,10 +65,10 @@ class SharedStatus:
             self._map()
 
     def _map(self) -> None:
-        """Map a file into the memory of all ranks of this host. It has a page for each of these ranks.
+        """Map a file into the memory of all ranks of this host. The file has a page (a region) for each of these ranks.
 
         Collective: every rank must call it. A page contains the rank's status text and logs of operations. If a rank of
-        this host cannot map the file, no rank uses it.
+        this host cannot map the file, no rank of this host uses the file.
         """
         ranks = sorted([self._rank, *self.neighbours])
         path = _create(len(ranks) * _PAGE_BYTES) if self._rank == ranks[0] else None
@@ -110,9 +112,9 @@ class SharedStatus:
             collective_log.publish(memories[mine], {ranks[place]: memories[place] for place in nearest})
 
     def show(self, text: str) -> None:
-        """Publish `text` as this rank's status, in place of its previous text. Any thread may call this.
+        """Publish `text` as this rank's status, in place of its previous text. Any thread may call this method.
 
-        A text that is too long for the shared memory is truncated there.
+        In shared memory, a text longer than 32 KiB is truncated.
         """
         if self._pages:
             with self._writing:
@@ -141,9 +143,9 @@ class SharedStatus:
 
 
 def _place() -> tuple[str, ...]:
-    """Return a key for this process's host and container.
+    """Return a key that identifies this process's host and container.
 
-    Processes with equal keys can share memory and see each other's process ids.
+    Processes with equal keys can map the same files into memory, and use the same process ids for each other.
     """
     names = [socket.gethostname(), tempfile.gettempdir()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/mnt"):
@@ -175,9 +177,11 @@ def _create(nbytes: int) -> str | None:
 def _write(page: memoryview, data: bytes) -> None:
     """Write `data`, a status text in UTF-8, to a page of shared memory, as its latest text.
 
-    A page has two areas for texts. `data` is written to the one that does not contain the latest text. Then the count
-    of texts is incremented, so that readers use the new text. If the process is suspended or killed before that,
-    readers still see the previous text.
+    A page has two areas for texts. `data` is written to the area that does not contain the latest text. Then the page's
+    count of texts is incremented, so that readers use the new text. If the process is suspended or killed before the
+    increment, readers still use the previous text.
+
+    page: this rank's page. It begins with the count, and the two areas follow.
     """
     count: Any = page[:8].cast("Q")
     start = 8 + (count[0] + 1) % 2 * _TEXT_BYTES
@@ -189,7 +193,7 @@ def _write(page: memoryview, data: bytes) -> None:
 def _read(page: memoryview) -> str | None:
     """Return the latest status text in a page of shared memory, or None if there is none.
 
-    If the page's rank writes a new text in the meantime, read again.
+    If the page's rank writes a new text while this function reads, the function reads again.
     """
     count: Any = page[:8].cast("Q")
     while before := count[0]:

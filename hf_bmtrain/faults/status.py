@@ -1,4 +1,4 @@
-"""The status that a rank reports to others: its line in the program, the operation it waits for, and how it ended."""
+"""The status that a rank reports to others: the current line of its program, what it waits for, and how it ended."""
 
 from __future__ import annotations
 
@@ -45,19 +45,20 @@ class Status:
         written: the time at which `look` last updated this status.
         place: the current line of the user's program, such as "train.py:41 (load)"; "" if it is unknown.
         since: the time at which the program reached `place`.
-        waits: the operation with other ranks for which the rank waits, or "".
+        waits: the operation with other ranks, such as a collective, for which the rank waits, or "".
         waits_since: the time since which the rank has waited without issuing another operation.
         watched_since: the time since which this status has been updated without a gap. In a gap, the process was
             suspended, or native code held Python's interpreter lock, so it is unknown what the rank waited for.
         task: what the rank is doing, if it is one of the slow tasks in `_TASKS`, or "".
-        moved: the time at which `look` last found the program at another instruction than before.
+        moved: the time of the last call of `look` that found the program at another instruction than the call before.
         ended: how the program ended, such as "raised ValueError: ...", or "" while it runs.
         ended_at: the time at which the program ended.
         problem: the reason why every rank must stop, or None.
-        blamed: the ranks for which the others waited until the timeout.
-        occasions: {number, as a string: text} for recent exchanges of Python objects between the ranks. The text says
-            what an exchange is for, and the number stands for it in the collective logs.
-        excerpts: the last entries of each of the rank's collective logs, the lists of operations that it has issued.
+        blamed: the ranks that did not reach an operation, so that the other ranks waited for them until the timeout.
+        occasions: {number, as a string: text} for recent exchanges of Python objects between the ranks, and for recent
+            decisions. The text describes the exchange or decision, and the number identifies it in the collective logs.
+        excerpts: the last entries of each of the rank's collective logs (lists of the operations that the rank has
+            issued).
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -94,9 +95,9 @@ class Status:
     def look(self, thread: int) -> None:
         """Update this status from the call stack of a thread.
 
-        This sets `place` (the line of the user's program), `waits` (the operation for which it waits), `task` (a slow
-        task, such as "compiling") and `moved` (when it last made progress). `place` does not change after the program
-        has ended, or while no line of the program is on the stack.
+        This sets `place` (the line of the user's program), `waits` (the operation for which the program waits), `task`
+        (a slow task, such as "compiling"), `moved` (when the program last made progress), `since` and `written`. After
+        the program has ended, and while no line of the program is on the stack, `place` and `since` do not change.
 
         Args:
             thread: the identifier of a thread of this process, as from `threading.get_ident()`.
@@ -128,7 +129,7 @@ class Status:
 def line_now() -> str:
     """Return the line of the user's program that led to this call, such as "train.py:41 (load)".
 
-    This is the innermost line on the stack that is not in a library. Returns "" if there is none.
+    This is the innermost line on the calling thread's stack that is not in a library. Returns "" if there is none.
     """
     status = Status()
     status.look(threading.get_ident())
@@ -139,6 +140,8 @@ def line_of(trace: Any) -> str:
     """Return the line of the user's program in a traceback, such as "train.py:41 (load)".
 
     This is the innermost line in the traceback that is not in a library. Returns "" if there is none.
+
+    trace: a traceback object, such as an exception's `__traceback__`, or None.
     """
     lines = []
     while trace is not None:

@@ -34,9 +34,9 @@ from .tensor_parallel.refuse import TensorParallel
 
 
 def extensions_of(options: Options) -> list[Extension]:
-    """Return the features as Extension objects, one per feature, in the order in which they are applied.
+    """Return one Extension object per feature, in the order in which the features are applied.
 
-    `wrap`, the function that shards a model, calls their methods.
+    `wrap`, the function that shards a model, calls the methods of these objects at fixed points.
 
     Args:
         options: the arguments of the call of `auto_wrap` that shards the model.
@@ -50,8 +50,9 @@ def extensions_of(options: Options) -> list[Extension]:
 class LayerFeatures:
     """Creates the objects with which a CheckpointBlock (a sharded layer) recomputes its forward in backward.
 
-    `recompute` creates the policy that decides what to recompute. `replay` creates the object that restores buffers and
-    random generators for a recomputation. `inputs` creates a store that keeps block inputs in host memory.
+    `check` raises ValueError unless `use_checkpoint` is a value that `auto_wrap` documents. `recompute` creates the
+    policy that decides what to recompute. `replay` creates the object that restores buffers and random generators for a
+    recomputation. `inputs` creates a store that keeps block inputs in host memory, or returns None on the CPU.
     """
 
     def check(self, use_checkpoint: object) -> None:
@@ -94,7 +95,7 @@ def auto_wrap(
     that contains it.
 
     Args:
-        model: the model, on any device. With `weights` it is on the meta device.
+        model: the model, on any device. If `weights` is passed, the model must be on the meta device.
         zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. None uses the value
             given to `init_distributed`.
         use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "attention"
@@ -124,6 +125,7 @@ def auto_wrap(
         `model`.
 
     Raises:
+        TypeError: an argument has the wrong type.
         ValueError: the model cannot be sharded (the message says why), or an argument is out of range.
         RuntimeError: the ranks' models or arguments differ, or this version of torch does not support an argument.
 
@@ -134,7 +136,7 @@ def auto_wrap(
     """
     world = current_world()
     expect_module("model", model)
-    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `wrap` accepts a ModuleList
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `wrap` checks a Module
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)

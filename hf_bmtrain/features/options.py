@@ -17,7 +17,9 @@ UseFloat8 = bool | Literal["rows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of one call of `auto_wrap`, which documents their meanings and defaults.
+    """The options of one call of `auto_wrap`: its arguments except `model`, `blocks` and `weights`.
+
+    The docstring of `auto_wrap` explains each of them. The values are checked when this object is created.
 
     Raises:
         TypeError, ValueError: a value is not among those that `auto_wrap` documents.
@@ -49,12 +51,14 @@ class Options:
             raise ValueError(f"float8 must be True, False or 'rows', got {self.float8!r}")
         keep: Any = self.keep
         if not isinstance(keep, (list, tuple)) or not all(isinstance(name, str) for name in keep):
-            raise TypeError(f"keep must be a list of names of modules, such as ['down_proj'], got {keep!r}")
+            raise TypeError(
+                f"keep must be a list of names of modules to exclude from float8, such as ['down_proj'], got {keep!r}"
+            )
         expect_flag("offload_activations", self.offload_activations)
         if self.offload_activations and self.use_checkpoint is False:
             raise ValueError(
                 "offload_activations=True keeps inputs of recomputed blocks in host memory, but use_checkpoint=False "
-                "recomputes none. Pass use_checkpoint=True or 'auto'."
+                "recomputes none of the blocks. Pass use_checkpoint=True or 'auto', or leave out offload_activations."
             )
         wanted = "at least 1 (the number of chunks into which the tokens of an MLP are divided)"
         expect_number("mlp_chunks", self.mlp_chunks, wanted, lambda chunks: chunks >= 1, integer=True)
@@ -62,7 +66,7 @@ class Options:
         expect_number("sequence_parallel", self.sequence_parallel, wanted, lambda ranks: ranks >= 1, integer=True)
 
     def facts(self) -> dict[str, Any]:
-        """Return {name: value} of all options, to check that they are equal on all ranks."""
+        """Return {name: value} of all options. `auto_wrap` checks that this dict is the same on all ranks."""
         return {**vars(self), "keep": [*self.keep]}
 
 

@@ -29,8 +29,9 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
 
     Each rank writes its own elements of weights and optimizer state, so nothing is gathered, and any number of ranks
     can load the checkpoint. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random
-    states) to the same folder, which is checksummed and then renamed into place. Afterwards, checkpoints beyond
-    `total_limit` are deleted. Both methods become collective: every rank must call them.
+    states) to the same folder, which is checksummed and then renamed into place. Then older checkpoints are deleted: by
+    default all, and with automatic naming those beyond the `total_limit` of the ProjectConfiguration. Both methods
+    become collective: every rank must call them.
 
     Args:
         accelerator: the Accelerator whose two methods are replaced.
@@ -47,9 +48,9 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
 class _AcceleratorStates:
     """The methods that replace `save_state` and `load_state` of an Accelerator.
 
-    With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. If the caller
-    names a folder instead, each save creates a new subfolder of it (checkpoint-1, checkpoint-2 and so on), and then
-    deletes the previous one.
+    With automatic naming (`ProjectConfiguration(automatic_checkpoint_naming=True)`), a checkpoint is the folder
+    `project_dir`/checkpoints/checkpoint_`iteration`. Otherwise the caller passes a folder. Each save creates a new
+    subfolder of this folder (checkpoint-1, checkpoint-2 and so on), and then deletes the previous subfolder.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -62,7 +63,8 @@ class _AcceleratorStates:
         Collective: every rank must call it.
 
         Args:
-            output_dir: the checkpoint's folder; required without automatic naming, ignored with it.
+            output_dir: the folder in which a subfolder is created for the checkpoint. It is ignored if Accelerate
+                names checkpoints (`automatic_checkpoint_naming`), and required otherwise.
             safe_serialization: has no effect on the weights, which are always saved as safetensors.
             **options: passed to Accelerate's `save_state`.
 
@@ -71,7 +73,8 @@ class _AcceleratorStates:
 
         Raises:
             ValueError: `output_dir` is None without automatic naming.
-            RuntimeError: on every rank, if one rank cannot write. Earlier checkpoints are not changed.
+            RuntimeError: on every rank, if one rank cannot write, or if the folder that automatic naming chose already
+                exists. Earlier checkpoints are not changed.
         """
         world, configuration = self._begin("accelerator.save_state"), self._accelerator.project_configuration
         automatic, limit, iteration = (
@@ -111,13 +114,13 @@ class _AcceleratorStates:
         Accelerate's own format is loaded by Accelerate.
 
         Args:
-            input_dir: the folder that was passed to `save_state`, or one checkpoint. None, with automatic naming, is
-                the folder `project_dir`/checkpoints.
+            input_dir: the folder that was passed to `save_state`, or the folder of one checkpoint. If Accelerate names
+                checkpoints (`automatic_checkpoint_naming`), None is the folder `project_dir`/checkpoints.
             load_kwargs: passed to Accelerate's `load_state`.
             **options: passed to Accelerate's `load_state`.
 
         Raises:
-            ValueError: `input_dir` is None, and automatic naming is off or has not saved a checkpoint.
+            ValueError: `input_dir` is None, and either automatic naming is off or there is no checkpoint yet.
             RuntimeError: on every rank, if no checkpoint is intact, or if a rank cannot load it.
         """
         world, configuration = self._begin("accelerator.load_state"), self._accelerator.project_configuration
@@ -175,8 +178,8 @@ class _AcceleratorStates:
     def _left_to_accelerate(self) -> Iterator[None]:
         """Under `with`, make Accelerate's own `save_state` and `load_state` leave out models and optimizers.
 
-        These are saved and loaded by this class. Hooks that the user has registered for saving or loading still get
-        the models. Hooks for saving also get the full weights.
+        This class saves and loads the models and optimizers. Hooks that the user has registered for saving or loading
+        still get the models. Hooks for saving also get the full weights.
         """
         accelerator, configuration = self._accelerator, self._accelerator.project_configuration
         models, optimizers, automatic = (
@@ -185,7 +188,8 @@ class _AcceleratorStates:
         if not (accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook):
             accelerator._models = []  # no hook needs models; without them, Accelerate does not gather weights
         accelerator._optimizers, configuration.automatic_checkpoint_naming = [], False
-        # These hooks leave no weights or models to Accelerate. They are registered last, so they run after the user's.
+        # Accelerate saves the weights, and loads the models, that the hooks leave in these lists. Empty the lists in
+        # hooks that are registered last, so that they run after the user's.
         handles = [
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
             accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()),
@@ -229,7 +233,8 @@ def _refuse_existing(folder: Path) -> None:
 def _fresh(folder: Path, stack: ExitStack) -> Path | None:
     """Create a temporary folder that is renamed to `folder` when `stack` is closed, so `folder` is never incomplete.
 
-    Returns the temporary folder, or None if `folder` already has contents, which are kept.
+    If `folder` already has contents, they are kept, and no temporary folder is created. Then the caller saves a
+    checkpoint inside `folder`. Returns the temporary folder, or None if none was created.
     """
     if folder.exists() and os.listdir(folder):
         delete_abandoned(folder)

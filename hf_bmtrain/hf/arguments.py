@@ -67,8 +67,8 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
         if getattr(args, name, False) and current_world().size > 1:
             raise ValueError(
                 f"{name}=True does not work with several ranks: each rank would run the layers as often as its own "
-                "prompts require, while the other ranks wait for it. Leave it out, and TRL calls generate(), which "
-                "keeps the ranks together."
+                "prompts require, but the ranks must run the layers of a sharded model together. Leave it out; then "
+                "TRL calls generate(), in which every rank runs the layers equally often."
             )
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in ("lomo", "adalomo") or (optim.endswith("_layerwise") and current_world().size > 1):

@@ -13,8 +13,8 @@ from ..engine.runtime.world import current_world
 from ..faults.bad_gradients import GradientWatcher, explain
 
 _log = logging.getLogger("hf_bmtrain")
-LIMIT = 3
-LEAST_SCALE = 2.0**-24
+LIMIT = 3  # so many bad gradient norms in a row in Trainer's log end the training
+LEAST_SCALE = 2.0**-24  # a loss scale below it ends the training
 
 
 class BadNumbers:
@@ -32,10 +32,10 @@ class BadNumbers:
         self._logs = 0
 
     def end_step(self, step: int) -> None:
-        """Examine the gradients of step `step`, and log where inf or nan in them come from.
+        """Examine the gradients of step `step`, and log the rank, layer and parameter where inf or nan first occurred.
 
         Called after every step. Does nothing until `look` finds a bad gradient norm or loss scale in Trainer's log. The
-        examination ends when the cause is found, or after a number of steps.
+        examination ends when the cause is found, or after 16 steps.
         """
         own = _watcher().watch_of(self)
         if own is None:
@@ -50,10 +50,18 @@ class BadNumbers:
             self.close()
 
     def look(self, step: int, norm: float | None, scale: float | None) -> None:
-        """Check the gradient norm and the loss scale (None without loss scaling) that Trainer logs after step `step`.
+        """Check the gradient norm and the loss scale in Trainer's log entry of a step.
 
-        Raise RuntimeError if training cannot recover: without loss scaling, if the norm was not finite in three log
-        entries in a row; with loss scaling, if the scale is so small that gradients vanish.
+        If one of them is bad, log a warning, and examine the gradients of the next steps.
+
+        Args:
+            step: the number of the step.
+            norm: the logged gradient norm; None if it was not logged.
+            scale: the loss scale; None without loss scaling.
+
+        Raises:
+            RuntimeError: training cannot recover. Without loss scaling, the norm was not finite in three log entries in
+                a row. With loss scaling, the scale is below 2⁻²⁴.
         """
         bad = scale < 1 if scale is not None else norm is not None and not math.isfinite(norm)
         if not bad:

@@ -46,11 +46,13 @@ class BMTrainCallback(TrainerCallback):
 
     To each log entry with the training loss, it adds samples_per_second and tokens_per_second (over all ranks),
     model_tflops_per_device, peak_memory_gib (the largest of any rank) and, with loss scaling, loss_scale. For mixtures
-    of experts, it also adds router/busiest_share, router/unused_experts and router/aux_loss.
+    of experts, it also adds router/busiest_share (the largest share of a layer's tokens that any expert got),
+    router/unused_experts (the number of experts without tokens) and router/aux_loss.
 
     If the gradient norm in such an entry is inf or nan (without loss scaling), or the loss scale is below 1, a warning
-    names the block, parameter and rank that caused it. Training ends with an error after three such norms in a row, or
-    if callbacks set a flag of Trainer's control (such as `should_save`) on only some of the ranks.
+    names the block, parameter and rank that caused it. Training ends with an error after three such norms in a row, if
+    the loss scale falls below 2⁻²⁴, or if callbacks set a flag of Trainer's control (such as `should_save`) on only
+    some of the ranks.
 
     Put this callback last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as
     TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
@@ -116,8 +118,8 @@ class BMTrainCallback(TrainerCallback):
         if trainer is None:
             return
         setattr(trainer, HAD_CALLBACK, True)
-        # Call this again when training begins, and not only in `on_init_end`, where TRL's trainers are not completely
-        # constructed. So it stands before the return below.
+        # `count_rows_once` must run again when training begins, because TRL's trainers are not completely constructed
+        # in `on_init_end`. It is therefore called before the return below, which the second call reaches.
         count_rows_once(trainer)
         if not claim_hooks(model, trainer):
             return
@@ -157,7 +159,7 @@ class BMTrainCallback(TrainerCallback):
         self._close()
 
     def _close(self) -> None:
-        if self._checkpoints is not None:  # undo a save that is incomplete, because training has failed
+        if self._checkpoints is not None:  # if training failed during a save, delete the incomplete checkpoint
             self._checkpoints.withdraw()
         for part in (self._speed, self._router, self._termination, self._numbers):
             if part is not None:

@@ -11,7 +11,10 @@ from transformers import Trainer, trainer
 
 
 def calling_trainer() -> Trainer | None:
-    """Return the Trainer that calls this code: the innermost one with a running method on this thread, or None."""
+    """Return the Trainer that calls this function, directly or indirectly, or None if no Trainer does.
+
+    If several do, because one Trainer runs inside another, return the innermost.
+    """
     return next((frame.f_locals["self"] for frame in _trainer_frames()), None)
 
 
@@ -23,7 +26,7 @@ def resumed_folder() -> str | None:
 
 
 def _trainer_frames() -> Iterator[FrameType]:
-    """Yield the stack frames of this thread that run a method of class Trainer itself, innermost first.
+    """Yield the stack frames of this thread that run a method that class Trainer defines, innermost first.
 
     Before Python 3.13, reading the local variables of a frame stores references to them in the frame, which would keep
     objects of the user's program alive. Therefore only frames of the file that defines Trainer are read.

@@ -111,7 +111,10 @@ class TrainerCheckpoints:
             remove(folder)
 
     def close(self) -> None:
-        """Unlock `output_dir`, so that other jobs can save checkpoints to it. Collective: every rank must call it."""
+        """End an incomplete save, and unlock `output_dir`, so that other jobs can save checkpoints to it.
+
+        Collective: every rank must call it.
+        """
         self.withdraw()
         let_others_save(self._args.output_dir)
 
@@ -182,8 +185,8 @@ class TrainerCheckpoints:
         saved, rows = _extra(place).get("rows"), self._rows_per_step()
         if saved not in (None, rows) and not self._args.ignore_data_skip and current_world().rank == 0:
             _log.warning(
-                "The checkpoint %s was saved by a training with %d rows a step, and this one has %d. Trainer finds its "
-                "place in the epoch by counting steps, so it will leave rows out or train on some twice. Set "
+                "The checkpoint %s was saved by a training with %d rows a step, but this training has %d. Trainer "
+                "finds its place in the epoch by counting steps, so it will leave rows out or train on some twice. Set "
                 "per_device_train_batch_size or gradient_accumulation_steps so that a step has %d rows.",
                 place, saved, rows, saved,
             )  # fmt: skip
@@ -238,10 +241,10 @@ def writes_own_weights(model: Any) -> bool:
 
 
 def newest_complete(output_dir: str | os.PathLike) -> Path | None:
-    """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying every byte of it.
+    """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying its checksums.
 
-    Collective: every rank must call it. Each rank reads and verifies a part of the bytes. Damaged and incomplete
-    checkpoints are skipped and logged.
+    Collective: every rank must call it. Each rank verifies a part of the bytes. Damaged and incomplete checkpoints are
+    skipped and logged. Checkpoints of the stock Trainer have no checksums; only their completeness is checked.
 
     Returns:
         The folder; None if `output_dir` does not exist or has no checkpoint.
@@ -297,8 +300,8 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` does not find them.
 
-    Their new names are incomplete-checkpoint-N. If any is renamed, those that earlier calls renamed are deleted. Not
-    collective: only rank 0 calls this.
+    The checkpoint of step N gets the name incomplete-checkpoint-N. If any checkpoint is renamed, those that earlier
+    calls renamed are deleted. Not collective: only rank 0 calls this.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}
@@ -356,7 +359,7 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 def _weights_were_replaced(checkpoint: Path) -> bool:
     """Return whether the user has replaced a checkpoint's weights by the files of a model.safetensors.index.json.
 
-    If the user has, rank 0 logs a warning that Trainer has loaded these files, which have no checksums and cannot be
+    In this case, rank 0 logs a warning that Trainer has loaded these files, which have no checksums and cannot be
     verified. Collective: every rank must call it.
     """
     saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]

@@ -62,18 +62,18 @@ def from_pretrained(
         auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a method `from_pretrained`.
         name_or_path: a name on the hub, or a folder. None if `kwargs` contains `state_dict`.
         *model_args: passed to the class's `from_pretrained`.
-        zero_level: as for `auto_wrap`.
-        use_checkpoint: as for `auto_wrap`.
-        compile: as for `auto_wrap`.
+        zero_level: 2 or 3, the ZeRO level. `auto_wrap` explains this argument and those below in full.
+        use_checkpoint: which activations are recomputed in backward: True, False, "attention" or "auto".
+        compile: whether to compile the blocks (transformer layers), or the name of a backend of torch.compile.
         blocks: the names of the modules that become blocks; None finds them as `auto_wrap` does.
-        keep_frozen: as for `auto_wrap`.
-        quantize_frozen: as for `auto_wrap`. If not None, all loaded parameters are frozen; add adapters to the result
+        keep_frozen: which frozen parameters stay unsharded between steps: True, False or "auto".
+        quantize_frozen: "nf4", "fp8" or None. If not None, all loaded parameters are frozen; add adapters to the result
             to train it.
-        float8: as for `auto_wrap`.
-        keep: as for `auto_wrap`.
-        sequence_parallel: as for `auto_wrap`.
-        offload_activations: as for `auto_wrap`.
-        mlp_chunks: as for `auto_wrap`.
+        float8: whether the linear layers in blocks compute in float8.
+        keep: names of modules to exclude from float8.
+        sequence_parallel: the number of consecutive ranks over which each sequence is split.
+        offload_activations: whether to keep the inputs of recomputed blocks in host memory until backward.
+        mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another.
         **kwargs: passed to the class's `from_pretrained`.
 
     Returns:
@@ -151,7 +151,7 @@ def _find_block(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> None:
     """Raise ValueError for an unsupported argument in `kwargs`, or a checkpoint that is quantized or is an adapter."""
-    way_out = "Load the model with the class's own from_pretrained instead, and pass it to bmt.auto_wrap."
+    way_out = "load the model with the class's own from_pretrained, and pass it to bmt.auto_wrap."
     asked = [name for name in _REFUSED if kwargs.get(name)]
     if asked:
         raise ValueError(
@@ -172,7 +172,7 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
         try:
             given, _ = PreTrainedConfig.get_config_dict(name_or_path if config is None else config, **hub)
         except OSError:
-            return  # let the class's from_pretrained report what is missing
+            return  # config.json cannot be read; the class's from_pretrained will raise an error that says why
         quantization = given.get("quantization_config")
     if quantization is not None:
         raise ValueError(
@@ -202,8 +202,8 @@ def _scattering(world: World) -> Iterator[None]:
     """Under `with`, keep only this rank's elements of each parameter that transformers reads from a file.
 
     A hook on the registration of parameters replaces each of these parameters by a SourcedParameter, which has only
-    this rank's elements. The hook recognizes them by the attribute `_is_hf_initialized`, with which transformers marks
-    the parameters that it has read.
+    this rank's elements. The hook recognizes the parameters by the attribute `_is_hf_initialized`, with which
+    transformers marks those that it has read.
     """
     thread = threading.get_ident()
 

@@ -29,7 +29,7 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
 
     Args:
         config: the configuration. Its first entry in `architectures` is the model's class; without one, the class for
-            causal language modelling is used.
+            causal language modeling is used.
         dtype: the dtype of the weights.
         lora: the rank r of LoRA adapters that are added to all linear layers, with all other parameters frozen. 0 adds
             no adapters.
@@ -73,8 +73,16 @@ def _with_adapters(model: Any, rank: int) -> Any:
 def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
     """Return a batch of token sequences on the meta device: input_ids and labels, int64 (rows, length).
 
-    For models with one label per sequence, the labels have shape (rows,). Raises ValueError if the model does not take
-    tokens, or if `length` exceeds its maximum number of positions.
+    For models with one label per sequence, the labels have shape (rows,).
+
+    Args:
+        model: the model that will get the batch.
+        config: the configuration of the model.
+        rows: the number of sequences.
+        length: the number of tokens of each sequence.
+
+    Raises:
+        ValueError: the model does not take tokens, or `length` exceeds its maximum number of positions.
     """
     text = config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)

@@ -33,7 +33,10 @@ _MOST_ROWS = 1 << 20
 
 
 def main(given: argparse.Namespace) -> None:
-    """Print the predicted memory of a step, or exit with an error. `given` contains the options of the command line."""
+    """Print the predicted memory of a step. For options that cannot be used, exit with an error message.
+
+    given: the options of the command line.
+    """
     try:
         config = read_config(given.config)
         prediction = predicted(given, config, given.rows)
@@ -51,9 +54,14 @@ def total(given: argparse.Namespace) -> int:
 
 
 def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
-    """Return the peak memory in bytes of a step with `rows` sequences per GPU and the options in `given`.
+    """Return the predicted peak memory of a step, in bytes per GPU.
 
     For an option that is "auto", the value that takes the least memory is used.
+
+    Args:
+        given: the options of the command line.
+        config: the configuration of the model.
+        rows: the number of sequences per GPU.
     """
     least = {"recompute": "true"} if given.recompute == "auto" else {}
     least |= {"keep_frozen": "false"} if given.keep_frozen == "auto" else {}
@@ -61,7 +69,13 @@ def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
 
 
 def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
-    """Predict the memory of a step with `rows` sequences per GPU and the options in `given`."""
+    """Predict the memory of a step.
+
+    Args:
+        given: the options of the command line.
+        config: the configuration of the model.
+        rows: the number of sequences per GPU.
+    """
     model = meta_model(config, DTYPES[given.dtype], given.lora, given.head == "fused")
     make_optimizer = _OPTIMIZERS.get(given.optimizer, lambda parameters: MuonOptimizer(model))
     if given.offload:
@@ -80,8 +94,10 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
 
     The result is 0 if not even one row fits.
 
-    peak: a slow function that returns the peak memory in bytes for a number of rows, and increases with it. The closer
-        it is to linear, the fewer calls are needed.
+    Args:
+        peak: a slow function that returns the peak memory in bytes for a number of rows. The peak must increase with
+            the number of rows. If it is nearly linear, few calls are needed.
+        usable: the memory in bytes that tensors may occupy on a GPU.
     """
     known = {0: 0, 1: peak(1)}
     # `low` rows are known to fit. `high` rows are known (or, for _MOST_ROWS, assumed) not to fit.
@@ -102,7 +118,12 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
 
 
 def remedies(given: argparse.Namespace, config: Any) -> str:
-    """Return the text to print if a step does not fit: a list of changes to the options, each of which makes it fit."""
+    """Return the text to print if a step does not fit: a list of changes to the options, each of which makes it fit.
+
+    Args:
+        given: the options of the command line.
+        config: the configuration of the model.
+    """
     ways: list[dict[str, Any]] = [{"recompute": "true"}, {"zero": 3}, {"head": "fused"}]
     if given.optimizer in ("adam", "adamw") and not given.offload:
         ways += [{"optimizer": "adam8"}, {"optimizer": "adam", "offload": True}]
@@ -129,7 +150,13 @@ def remedies(given: argparse.Namespace, config: Any) -> str:
 
 
 def report(given: argparse.Namespace, prediction: Prediction, fitting: int) -> str:
-    """Return the text to print: the memory table, whether the step fits, and the largest number of rows that fits."""
+    """Return the text to print: the memory table, whether the step fits, and the largest number of rows that fits.
+
+    Args:
+        given: the options of the command line.
+        prediction: the predicted memory of the step.
+        fitting: the largest number of rows that fits; 0 if not even one row fits.
+    """
     usable = usable_bytes(total(given), given.gpus)
     gpu = f"one of {given.gpus} GPUs" if given.gpus > 1 else "one GPU"
     rows = f"{given.rows} rows" if given.rows > 1 else "1 row"

@@ -14,11 +14,11 @@ from ..engine.wrap.accelerator import ranks_per_row, share_batches
 
 
 class _SharedRows(ParallelismConfig):
-    """A ParallelismConfig that tells Trainer and TRL how many ranks get the same batch, as its tensor-parallel size.
+    """A ParallelismConfig whose tensor-parallel size is the number of ranks that get the same batch.
 
-    It is for models with `sequence_parallel` or `tp_size`, with which several ranks compute the same rows (sequences)
-    together. Accelerate must neither parallelize the model nor create a device mesh, because the model is already
-    parallelized.
+    Trainer and TRL read this size. With `sequence_parallel` or `tp_size`, several ranks compute the same rows
+    (sequences) together. Accelerate must neither parallelize the model nor create a device mesh, because the model is
+    already parallelized; the methods below prevent that.
     """
 
     @property
@@ -90,7 +90,8 @@ def count_rows_once(trainer: Trainer) -> None:
         trainer._tp_size = 1  # pyright: ignore[reportAttributeAccessIssue]
     if size == 1 or "get_tp_size" in vars(trainer):
         return
-    # Read the method again, because the model may have been wrapped after the trainer had read it.
+    # The trainer read this method when it was constructed, perhaps before `share_batches` replaced the method by one
+    # that returns each row once. So read it again.
     trainer.gather_function = functools.partial(trainer.accelerator.gather_for_metrics, use_gather_object=False)
     trainer.get_tp_size = lambda: size  # older versions of Trainer read it here, not in the Accelerator
     track, operations = getattr(trainer, "_track_num_input_tokens", None), trainer.floating_point_ops

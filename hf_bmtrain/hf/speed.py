@@ -55,7 +55,7 @@ class Speedometer(Observer):
         inputs = next((tensor for tensor in tensors if tensor is main), tensors[0])
         tokens = inputs.numel() if inputs is main and inputs.dim() == 2 else 0
         flops = tokens * (self._weights + self._attention * inputs.shape[-1])
-        shared = ranks_per_row(model)  # each of these ranks counts the same rows
+        shared = ranks_per_row(model)  # the number of ranks that compute the same rows, each of which counts them here
         self._samples += len(inputs) / shared
         self._tokens += tokens / shared
         self._flops += flops / shared
@@ -105,7 +105,7 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     if not layers or not width or experts or getattr(config, "is_encoder_decoder", False):
         _log.info(
-            "%s: model_tflops_per_device is not reported, because the FLOPs per token of such models are not known",
+            "%s: model_tflops_per_device is not reported, because the FLOPs per token of such a model are not known",
             type(model).__name__,
         )
         return 0.0, 0.0
@@ -113,13 +113,12 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 
 
 class ParameterCount:
-    """Counts the elements of a model's full parameters. Tied parameters count once.
+    """Counts the elements of a model's full parameters. Replaces `num_parameters` of models of transformers.
 
-    Weights that `tp_size` splits over ranks count in full.
+    Tied parameters count once. Weights that `tp_size` splits over ranks count in full.
 
-    Trainer requests the count in every step, for its total_flos. To save time, a count is reused for `KEPT` steps
-    unchecked. After these steps, parameters are counted again only if a module or parameter was added, removed or
-    replaced.
+    Trainer requests the count in every step, for its total_flos. To save time, it gets the same count in `KEPT` steps.
+    Then the parameters are counted again if a module or parameter was added, removed or replaced since the last count.
     """
 
     KEPT = 20
@@ -133,7 +132,7 @@ class ParameterCount:
         # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
         self._totals = (0, 0)  # elements of all parameters, and without those that only embedding modules contain
-        self._answer, self._left = 0, 0  # the count for Trainer, and the number of steps that still get it
+        self._answer, self._left = 0, 0  # the count for Trainer, and in how many more steps Trainer gets this count
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of elements of the model's full parameters.

@@ -1,4 +1,4 @@
-"""Termination: tell all ranks if one of them has received SIGTERM, which job schedulers send before they end a job."""
+"""Detect on all ranks that one of them has received SIGTERM, which job schedulers send before they end a job."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..engine.runtime.world import current_world
 
 
 class Termination:
-    """A handler of SIGTERM that records the signal instead of ending the process. `close` removes it.
+    """A handler of SIGTERM that records the signal instead of ending the process. `close` removes the handler.
 
-    It must be constructed in the main thread.
+    It must be constructed in the main thread, because Python allows only this thread to set handlers of signals.
     """
 
     def __init__(self) -> None:

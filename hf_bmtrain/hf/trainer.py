@@ -1,4 +1,4 @@
-"""`Trainer`, a transformers.Trainer with a BMTrainCallback, and `TrainerMixin`, which adds one to any trainer."""
+"""`Trainer`, a transformers.Trainer with a BMTrainCallback; `TrainerMixin`, which adds this callback to any trainer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _Base: Any = transformers.Trainer
 
 
 class TrainerMixin:
-    """Adds a BMTrainCallback to a trainer, so that it can train a sharded model.
+    """Adds a BMTrainCallback to a trainer class, so that the trainer can train a sharded model.
 
-    In addition, all reporters (such as TensorBoard) receive the callback's metrics, parameters are counted by their
-    full shapes, and `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
+    In addition, all reporters (such as TensorBoard) receive the callback's metrics, the numbers of parameters that the
+    trainer reports are those of the full model, and `train(resume_from_checkpoint=True)` resumes from the newest intact
+    checkpoint.
 
     Args:
         *args: passed to the trainer's class.
@@ -47,11 +48,12 @@ class TrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train the model. Collective: every rank must call it.
 
-        A checkpoint to resume from is verified first; each rank reads a part of it.
+        Before training resumes from a checkpoint, its checksums are verified; each rank verifies a part of the files.
+        A checkpoint that a trainer without BMTrainCallback wrote has no checksums and is not verified.
 
         Args:
-            resume_from_checkpoint: a checkpoint, or True for the newest intact one in `output_dir`. Newer checkpoints
-                that are damaged or incomplete are skipped with a warning.
+            resume_from_checkpoint: the folder of a checkpoint, or True for the newest intact one in `output_dir`. Newer
+                checkpoints that are damaged or incomplete are skipped with a warning. None starts from the beginning.
             *args: passed to the trainer's `train`.
             **kwargs: passed to the trainer's `train`.
 
@@ -59,7 +61,8 @@ class TrainerMixin:
             The result of the trainer's `train`.
 
         Raises:
-            RuntimeError: on every rank, if the given checkpoint is damaged, or no checkpoint is intact.
+            RuntimeError: on every rank, if the given checkpoint is damaged, or none in `output_dir` is intact.
+            ValueError: `resume_from_checkpoint` is True, but `output_dir` contains no checkpoint.
         """
         given: Any = resume_from_checkpoint
         if given is True:
@@ -94,7 +97,7 @@ class TrainerMixin:
         """Add the metrics of BMTrainCallback (such as tokens_per_second) to a log entry, and log it.
 
         Args:
-            logs: the entry; the metrics are added in place.
+            logs: the entry. If it contains the training loss, the metrics are added in place.
             *args: passed to the trainer's `log`.
             **kwargs: passed to the trainer's `log`.
         """
@@ -105,8 +108,8 @@ class TrainerMixin:
     def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
         """Gather the weights, and call the trainer's `save_model`, which saves on rank 0.
 
-        Collective: every rank must call it. If Trainer itself calls this method, as for a checkpoint, it sets
-        `_internal_call`. The weights are then not gathered here: for a checkpoint, the callback has prepared them.
+        Collective: every rank must call it. Trainer's own calls, for example for a checkpoint, pass
+        `_internal_call=True`. Then nothing is gathered here, because BMTrainCallback has already prepared the save.
 
         Args:
             *args: passed to the trainer's `save_model`.
@@ -117,7 +120,7 @@ class TrainerMixin:
         super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_num_trainable_parameters(self) -> int:
-        """Return the number of elements of all trainable parameters, by their full shapes."""
+        """Return the number of elements of all trainable parameters of the full model."""
         return ParameterCount(self.model)(only_trainable=True)
 
 

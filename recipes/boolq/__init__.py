@@ -1,1 +1,1 @@
-"""The BoolQ job, shared by its three recipes: questions, batches, classifier, report."""
+"""What the recipes that train on BoolQ share: questions, batches, model and report."""

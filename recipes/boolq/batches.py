@@ -10,7 +10,11 @@ from boolq.data import Example
 
 
 class Rows(Dataset):
-    """Dataset of tokenized pairs: the tokenizer's columns and "labels", 0 or 1."""
+    """Dataset of tokenized (question, passage) pairs.
+
+    Args:
+        rows: a dict for each pair, with the tokenizer's outputs (such as "input_ids") and "labels", which is 0 or 1.
+    """
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
@@ -27,9 +31,14 @@ class Rows(Dataset):
 
 
 def encode(examples: list[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Rows:
-    """Tokenize (question, passage) pairs to at most `max_length` tokens; only the passage is cut.
+    """Tokenize (question, passage) pairs. Pairs of more than `max_length` tokens are cut at the end of the passage.
 
-    Raises ValueError if a question leaves no room for one token of its passage.
+    Raises ValueError if a question is so long that not even one token of its passage would remain.
+
+    Args:
+        examples: the questions, passages and answers.
+        tokenizer: the model's tokenizer.
+        max_length: the maximum number of tokens of a pair, including special tokens.
     """
     questions = [example.question for example in examples]
     check_question_lengths(questions, tokenizer, max_length)
@@ -58,11 +67,19 @@ def check_question_lengths(questions: list[str], tokenizer: PreTrainedTokenizerB
 def training_batches(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, batch_size: int, *, rank: int, world_size: int, seed: int
 ) -> tuple[DataLoader, DistributedSampler]:
-    """Return shuffled batches of `batch_size` rows for one rank, and their sampler.
+    """Return a loader of one rank's shuffled batches, and the loader's sampler.
 
-    Call the sampler's `set_epoch` before each epoch. In each step the ranks together see the rows that one process with
-    batch size `world_size * batch_size` sees: the sampler distributes one permutation round robin. Rows that do not
-    fill a step of all ranks are dropped.
+    Call the sampler's `set_epoch` before each epoch. In each step, all ranks together get the rows that one process
+    with batch size `world_size * batch_size` would get, because the sampler distributes one permutation of the rows
+    round-robin. Rows at the end of an epoch that do not suffice for a step of all ranks are dropped.
+
+    Args:
+        rows: the training rows, the same on all ranks.
+        tokenizer: pads the rows of a batch to the same length.
+        batch_size: the number of rows per rank in each step.
+        rank: the rank that gets the batches.
+        world_size: the number of ranks.
+        seed: the seed of the permutations, the same on all ranks.
     """
     sampler = DistributedSampler(rows, world_size, rank, shuffle=True, seed=seed, drop_last=True)
     return DataLoader(
@@ -73,14 +90,33 @@ def training_batches(
 def validation_batches(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, batch_size: int, *, rank: int, world_size: int
 ) -> DataLoader:
-    """Return batches of every row in order. The sampler repeats rows so that all ranks have the same number."""
+    """Return a loader of one rank's validation batches: rows rank, rank + world_size, rank + 2 * world_size, ...
+
+    If the number of rows is not a multiple of the number of ranks, the sampler repeats some rows at the end, so that
+    all ranks get equally many. `in_order` removes the results of repeated rows.
+
+    Args:
+        rows: the validation rows, the same on all ranks.
+        tokenizer: pads the rows of a batch to the same length.
+        batch_size: the number of rows per rank in a batch.
+        rank: the rank that gets the batches.
+        world_size: the number of ranks.
+    """
     sampler = DistributedSampler(rows, world_size, rank, shuffle=False)
     return DataLoader(rows, batch_size, sampler=sampler, collate_fn=DataCollatorWithPadding(tokenizer))
 
 
 def in_order(gathered: torch.Tensor, world_size: int, rows: int) -> torch.Tensor:
-    """Reorder gathered results, shape (world_size * n,), to the order of the rows, shape (rows,).
+    """Bring results that were gathered from all ranks into the order of the rows of the data set.
 
-    Rank r holds rows r, r + world_size, ...; the sampler's repetitions are dropped.
+    Rank r computed the results of the rows r, r + world_size, ... (see `validation_batches`).
+
+    Args:
+        gathered: (world_size * n,), the n results of each rank, in rank order.
+        world_size: the number of ranks.
+        rows: the number of rows of the data set.
+
+    Returns:
+        (rows,), without the results of the rows that the sampler repeated.
     """
     return gathered.view(world_size, -1).t().reshape(-1)[:rows]

@@ -20,7 +20,15 @@ ROWS_A_STEP = 32  # of all processes together, so that the default does not depe
 
 @dataclass(frozen=True)
 class Job:
-    """A model (float32, on the CPU), its tokenizer, and the encoded rows."""
+    """The model and the data of a run.
+
+    Attributes:
+        model: the classifier, in float32 on the CPU, not yet sharded.
+        tokenizer: the model's tokenizer.
+        train_rows: the tokenized training rows.
+        validation_rows: the tokenized validation rows.
+        origin: where the rows come from, for messages.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -41,9 +49,14 @@ class Job:
 
 
 def prepare(options: argparse.Namespace, world_size: int, *, embedded: bool) -> Job:
-    """Load the questions and the model, and set the options that were not given.
+    """Load the questions and the model, and set the options that were not given (`epochs`, `lr`, `batch_size`).
 
-    Raises ValueError or OSError, with the way out, for wrong input; paths and names are checked before any download.
+    Raises ValueError or OSError for wrong input. Paths and names are checked before any download.
+
+    Args:
+        options: the options of the command line; changed in place.
+        world_size: the number of ranks.
+        embedded: train a small new BERT on generated questions, instead of a pretrained model on BoolQ.
     """
     check_output(options.output)
     if embedded:
@@ -66,14 +79,24 @@ def prepare(options: argparse.Namespace, world_size: int, *, embedded: bool) -> 
 
 
 def fill_in(options: argparse.Namespace, world_size: int, *, epochs: int, lr: float) -> None:
-    """Set the options that were not given."""
+    """Set `epochs`, `lr` and `batch_size` in `options` if they were not given on the command line.
+
+    Args:
+        options: the options of the command line; changed in place.
+        world_size: the number of ranks. `batch_size` becomes such that they process `ROWS_A_STEP` rows per step.
+        epochs: the number of epochs, if it was not given.
+        lr: the learning rate, if it was not given.
+    """
     options.epochs = options.epochs or epochs
     options.lr = options.lr or lr
     options.batch_size = options.batch_size or max(1, ROWS_A_STEP // world_size)
 
 
 def check_output(folder: Path) -> None:
-    """Create `folder` and raise ValueError if it cannot be written to, before training instead of after it."""
+    """Create the output folder. Raise ValueError if it cannot be written to.
+
+    Called before training, so that this error does not come when the results are saved.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

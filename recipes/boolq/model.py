@@ -20,14 +20,20 @@ LABELS = {0: "False", 1: "True"}
 
 
 def quiet_transformers(*, terminal: bool) -> None:
-    """Turn off transformers' progress bars and reports unless `terminal`."""
+    """Turn off transformers' progress bars and log messages (except errors), unless `terminal` is true.
+
+    terminal: whether this process writes to a terminal.
+    """
     if not terminal:
         logging.disable_progress_bar()
         logging.set_verbosity_error()
 
 
 def check_model_name(name: str) -> None:
-    """Raise FileNotFoundError or ValueError unless `name` is a model's folder or the Hub can be asked for it."""
+    """Check that `name` is the folder of a model or may be a name on the Hub, without loading the model.
+
+    Raises FileNotFoundError if it is neither, and ValueError if it may be a Hub name but the Hub does not answer.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {name} has no config.json: give the folder of a saved model")
@@ -43,12 +49,18 @@ def check_model_name(name: str) -> None:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     tokenizer = from_pretrained(AutoTokenizer, name)
     if tokenizer.pad_token is None:
-        raise ValueError(f"the tokenizer of {name} has no padding token: take a model that has, such as BERT")
+        raise ValueError(f"the tokenizer of {name} has no padding token: give a --model that has one, such as BERT")
     return tokenizer
 
 
 def load_model(name: str, seed: int, dropout: float | None) -> PreTrainedModel:
-    """Load `name` in float32 on the CPU. seed: of the classifier's new weights."""
+    """Load a model with a classifier for two labels, in float32 on the CPU.
+
+    Args:
+        name: a folder, or a name on the Hub.
+        seed: the seed of the weights that are not in the files, such as those of a new classifier.
+        dropout: replaces all dropout probabilities of the model; None keeps those in its configuration.
+    """
     config = from_pretrained(AutoConfig, name)
     adapt(config, dropout)
     torch.manual_seed(seed)
@@ -57,7 +69,7 @@ def load_model(name: str, seed: int, dropout: float | None) -> PreTrainedModel:
         name,
         config=config,
         dtype=torch.float32,
-        ignore_mismatched_sizes=True,  # its classifier may have other labels
+        ignore_mismatched_sizes=True,  # the classifier in the files may have another number of labels
     )
 
 
@@ -69,7 +81,13 @@ def new_small_bert(vocabulary_size: int, seed: int, dropout: float | None) -> Pr
 
 
 def from_pretrained(auto_class, name: str, **options):
-    """Call `auto_class.from_pretrained` and turn its long error messages into one line with the way out."""
+    """Call `auto_class.from_pretrained`. Replace its long error messages by a ValueError of one line.
+
+    Args:
+        auto_class: a class of transformers such as AutoTokenizer.
+        name: a folder, or a name on the Hub.
+        **options: passed to `auto_class.from_pretrained`.
+    """
     folder = Path(name).expanduser()
     try:
         return auto_class.from_pretrained(folder if folder.is_dir() else name, **options)
@@ -81,7 +99,12 @@ def from_pretrained(auto_class, name: str, **options):
 
 
 def adapt(config: PreTrainedConfig, dropout: float | None) -> None:
-    """Set two labels and, unless `dropout` is None, every dropout of the configuration."""
+    """Change a configuration in place: to two labels, and to the given dropout.
+
+    Args:
+        config: the configuration of the model.
+        dropout: the value of all its dropout probabilities; None does not change them.
+    """
     config.id2label = dict(LABELS)
     config.label2id = {label: number for number, label in LABELS.items()}
     config.problem_type = "single_label_classification"
@@ -96,4 +119,4 @@ def check_max_length(max_length: int, model: PreTrainedModel, tokenizer: PreTrai
     positions = getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
     limit = min(positions, tokenizer.model_max_length)
     if max_length > limit:
-        raise ValueError(f"--max-length {max_length} is more than the {limit} tokens the model can read")
+        raise ValueError(f"--max-length {max_length} is more than the {limit} tokens the model can read: give less")

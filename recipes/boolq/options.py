@@ -12,7 +12,10 @@ FIRST_LOSS_SCALE = 2.0**15  # fp16 only
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. `lr`, `epochs`, `batch_size` and `dtype` are None if not given."""
+    """Parse the command line. `lr`, `epochs`, `batch_size`, `dtype`, `model` and `data` are None if not given.
+
+    arguments: the words of the command line; None reads those of this process.
+    """
     parser = argparse.ArgumentParser(
         description="Fine-tune a BERT to answer the yes/no questions of BoolQ. With no arguments: "
         "bert-base-uncased on super_glue/boolq where there is a GPU and a hub, else a small BERT on "

@@ -1,13 +1,14 @@
-"""Generated yes/no reading questions: the data set of a run without a folder and without the Hub.
+"""Generated yes/no questions about passages: the data set of a run without a data folder and without the Hub.
 
-A passage states two facts about two people: that each has a thing, or no longer has it. The question asks about one of
-them. To answer it a reader must find the fact of that person and thing, and know the meaning of its verb:
+A passage contains two facts about two people: each person still has a thing, or no longer has it. The question asks
+about one of the two things. To answer, a model must find the sentence about this person and thing, and know the meaning
+of its verb. Nothing simpler suffices:
 
-- The question alone does not determine the answer: every question occurs twice, with a passage that makes it true and
-  with the same facts inverted.
-- The passage alone hardly helps: in three of four passages one fact is true and one is not, and the fact that is asked
-  about is random. Guessing from passages scores 0.625 at best.
-- People of the validation split do not occur in the training split; their first and family names do.
+- The question alone does not determine the answer, because every question occurs twice: with two facts, and with the
+  opposites of both.
+- The passage alone hardly helps. In three of four passages, the person of one fact still has the thing, and the other
+  person does not. Which of them the question asks about is random. Guessing from passages scores 0.625 at best.
+- People of the validation split do not occur in the training split, but their first and family names do.
 """
 
 import random
@@ -21,15 +22,15 @@ THINGS = "bell boat clock drum flute kite lamp rope".split()
 COLOURS = "black blue brown green grey pink purple red white yellow".split()
 PLACES = "attic barn cellar forest garden harbour kitchen mill school tower".split()
 VERBS = {True: ("has", "keeps", "owns"), False: ("lost", "sold", "broke")}
-HELD_OUT_PEOPLE = 40  # of 240
-TRAIN_QUESTIONS, VALIDATION_QUESTIONS = 4000, 400  # two rows each
+HELD_OUT_PEOPLE = 40  # of 240; they occur in the validation split only
+TRAIN_QUESTIONS, VALIDATION_QUESTIONS = 4000, 400  # each question gives two rows
 
 Person = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A statement that `person` still has `thing` (true) or no longer has it."""
+    """The statement that a person still has a thing (`true` is True), or no longer has it (False)."""
 
     person: Person
     thing: str
@@ -59,7 +60,13 @@ def reading_questions(seed: int) -> Questions:
 
 
 def generate(people: list[Person], questions: int, rng: random.Random) -> list[Example]:
-    """Return two examples per question, one true and one false."""
+    """Return two examples for each generated question: one with the answer yes, and one with the answer no.
+
+    Args:
+        people: the people that may occur.
+        questions: the number of questions.
+        rng: the random generator.
+    """
     examples = []
     for _ in range(questions):
         facts = two_facts(people, rng)
@@ -71,7 +78,14 @@ def generate(people: list[Person], questions: int, rng: random.Random) -> list[E
 
 
 def two_facts(people: list[Person], rng: random.Random) -> list[Fact]:
-    """Return facts about two people with nothing in common; in three of four cases exactly one is true."""
+    """Return facts about two people. The two names, things, colours and places have nothing in common.
+
+    With probability 3/4, exactly one of the two people still has the thing; otherwise both or neither.
+
+    Args:
+        people: the people to choose from.
+        rng: the random generator.
+    """
     first = rng.choice(people)
     second = rng.choice([person for person in people if not set(person) & set(first)])
     true = rng.random() < 0.5

@@ -11,9 +11,15 @@ from common.curve import Curve, peak_memory, versions
 
 
 def score(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Accuracy, balanced accuracy (mean recall of the classes present) and the share of the larger class.
+    """Return the scores of a classifier with two classes, each from 0 to 1.
 
-    Both arguments hold class numbers 0 and 1, shape (rows,).
+    Args:
+        predictions: (rows,), the predicted classes, 0 or 1.
+        labels: (rows,), the correct classes, 0 or 1.
+
+    Returns:
+        A dict with accuracy, balanced_accuracy (the mean over the classes in `labels` of the fraction of rows of the
+        class that are predicted correctly), and majority_share (the fraction of rows in the larger class).
     """
     right = (predictions == labels).double()
     recalls = [right[labels == answer].mean() for answer in labels.unique()]
@@ -26,7 +32,14 @@ def score(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
 
 
 class Report:
-    """Measurements of a run, written to metrics.json and curves.png."""
+    """The measurements of a run, which `write` writes to metrics.json and curves.png.
+
+    Args:
+        options: the options of the command line, which are written to metrics.json.
+        job: a description of the model and the data.
+        device: this rank's device.
+        world_size: the number of ranks.
+    """
 
     def __init__(self, options: argparse.Namespace, job: str, device: torch.device, world_size: int) -> None:
         self.curve = Curve()
@@ -43,12 +56,19 @@ class Report:
         self._last = time.perf_counter()
 
     def seconds(self) -> float:
-        """Return the seconds since the last call, or since the report was made."""
+        """Return the seconds since the last call or, at the first call, since this object was created."""
         before, self._last = self._last, time.perf_counter()
         return self._last - before
 
     def add_epoch(self, epoch: int, scores: dict[str, float], training: float, evaluation: float) -> str:
-        """Add one epoch's scores and seconds. Return them as one line of text."""
+        """Add the results of an epoch. Return them as one line of text.
+
+        Args:
+            epoch: the number of the epoch, from 1.
+            scores: the result of `score` for the validation rows.
+            training: how many seconds the training took.
+            evaluation: how many seconds the evaluation took.
+        """
         loss = self.curve.mean_loss(epoch)
         rate = sum(step["epoch"] == epoch for step in self.curve.steps) * self._rows_a_step / training
         seconds = {"training_seconds": training, "evaluation_seconds": evaluation, "samples_per_second": rate}
@@ -61,7 +81,7 @@ class Report:
         )
 
     def write(self, folder: Path) -> str:
-        """Write metrics.json and curves.png. Return the result and the files' names as two lines of text."""
+        """Write metrics.json and curves.png to `folder`. Return two lines of text with the results and file names."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics = self._run | {
             "peak_memory_gib": peak_memory(self._device),

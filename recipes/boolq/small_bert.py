@@ -13,10 +13,11 @@ HIDDEN_SIZE = 128
 
 
 def train_tokenizer(texts: Iterator[str]) -> BertTokenizer:
-    """Train a lower-casing WordPiece vocabulary on `texts`; equal texts give equal vocabularies.
+    """Train a lower-case WordPiece vocabulary on `texts`. Equal texts give equal vocabularies in every run.
 
-    The trainer numbers the letters inside of words in the order of a hash table and breaks ties between pieces by those
-    numbers, so two runs would differ. Special tokens keep their place, therefore the letters are passed as such.
+    The trainer numbers the letters inside words (such as "##a") in the order of a hash table, which differs between
+    runs, and uses these numbers to choose between equally frequent pieces. The numbers of special tokens are fixed.
+    Therefore the letters are passed as special tokens.
     """
     first: list[str | AddedToken] = [
         "[PAD]",
@@ -34,10 +35,10 @@ def train_tokenizer(texts: Iterator[str]) -> BertTokenizer:
 
 
 def small_bert_config(vocabulary_size: int) -> BertConfig:
-    """Return a configuration of two layers of width 128, without dropout.
+    """Return the configuration of a BERT with two layers of width 128, without dropout.
 
-    The standard deviation of new weights is large (BERT's is 0.02) and heads are many: attention then distinguishes
-    words from the first step, and the plateau before the model relates question and passage is short.
+    New weights have a large standard deviation (0.15, while BERT's is 0.02), and the layers have many heads. Attention
+    then distinguishes words from the first step, so that the model learns earlier to relate question and passage.
     """
     return BertConfig(
         vocab_size=vocabulary_size,

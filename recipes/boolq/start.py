@@ -1,4 +1,4 @@
-"""The start of the BoolQ recipes: choose, read, check and announce the job on all ranks."""
+"""The start of the BoolQ recipes: load model and data on all ranks, check that they are the same, and print them."""
 
 import argparse
 import sys
@@ -13,9 +13,9 @@ from common.hub import why_unavailable
 
 
 def prepare_on_all_ranks(options: argparse.Namespace) -> Job:
-    """Return the job, the same on every rank, and set the options that were not given.
+    """Load the model and the data, the same on every rank, and set the options that were not given.
 
-    Exits with status 2 on wrong input. Collective.
+    Collective: every rank must call it. If the input is wrong, print one line and exit with status 2.
     """
     device = bmt.current_world().device
     quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
@@ -31,13 +31,21 @@ def prepare_on_all_ranks(options: argparse.Namespace) -> Job:
 
 
 def use_embedded(options: argparse.Namespace, device: torch.device) -> bool:
-    """Return whether to train the embedded default: no model and no data are given, and there is no GPU or no Hub."""
+    """Return whether to train a small new BERT on generated questions, instead of a pretrained model on BoolQ.
+
+    The result is True if neither --model nor --data is given, and there is no GPU or the Hub cannot provide the default
+    model. Collective: every rank must call it.
+
+    Args:
+        options: the options of the command line.
+        device: this rank's device.
+    """
     if options.model or options.data:
         return False
     reason = None
     if bmt.rank() == 0:
         reason = why_unavailable(DEFAULT_MODEL) if device.type == "cuda" else "no GPU"
-    # Rank 0 decides for all
+    # Use the decision of rank 0 on all ranks, because the Hub may answer only some of them.
     embedded = bool(bmt.gather_result(torch.tensor([reason is not None], dtype=torch.uint8))[0])
     if embedded:
         bmt.print_rank(f"No --model, no --data, and {reason}: a small new BERT learns generated questions.")

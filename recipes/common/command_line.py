@@ -9,7 +9,13 @@ import torch
 
 
 def add_engine_options(parser: argparse.ArgumentParser, float8: bool = False) -> None:
-    """Add the options for sharding and precision, with `--float8` if asked. `dtype` is None if none is given."""
+    """Add the options for sharding and precision to `parser`.
+
+    These are --zero-level, --shard-over, --no-checkpoint, and at most one of --fp16, --bf16 and --fp32, which sets
+    `dtype` to "float16", "bfloat16" or "float32". Without them, `dtype` is None.
+
+    float8: whether to add --float8 too.
+    """
     group = parser.add_argument_group("sharding and precision")
     group.add_argument(
         "--zero-level",
@@ -33,13 +39,16 @@ def add_engine_options(parser: argparse.ArgumentParser, float8: bool = False) ->
 
 
 def choose_dtype(options: argparse.Namespace, device: torch.device) -> None:
-    """Set `options.dtype` if it was not given: bfloat16 on a GPU, else float32."""
+    """Set `options.dtype` to "bfloat16" on a GPU or "float32" on a CPU, if it was not given on the command line."""
     options.dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn ValueError and OSError, raised for wrong input, into one line on stderr and exit status 2."""
+    """Under `with`, print ValueError and OSError as one line on stderr, and exit with status 2.
+
+    Put only code under it that raises these errors for wrong input, because they are printed without a traceback.
+    """
     try:
         yield
     except (ValueError, OSError) as error:
@@ -49,12 +58,12 @@ def one_line_errors() -> Iterator[None]:
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
-    """Return an argparse type: an integer not below `lowest`."""
+    """Return a function for the argument `type` of argparse: it converts a text to an integer of at least `lowest`."""
 
     def integer(text: str) -> int:
         value = int(text)
         if value < lowest:
-            raise argparse.ArgumentTypeError(f"{value} is below {lowest}")
+            raise argparse.ArgumentTypeError(f"{value} is below {lowest}, the smallest value allowed")
         return value
 
     return integer

@@ -18,13 +18,16 @@ PACKAGES = (
     "tokenizers",
     "datasets",
 )
-READ_EVERY = 10  # steps; reading waits for the device
+READ_EVERY = 10  # steps between copies from the device, each of which waits for the device
 
 
 class Curve:
-    """Loss, learning rate and gradient norm of every step.
+    """Records the loss, learning rate and gradient norm of every step.
 
-    They are read from the device every `READ_EVERY` steps. steps: those read so far.
+    The values are copied from the device every `READ_EVERY` steps, because each copy waits for the device.
+
+    Attributes:
+        steps: a dict for each step whose values were copied, with the keys step, epoch, lr, loss and grad_norm.
     """
 
     def __init__(self) -> None:
@@ -32,7 +35,17 @@ class Curve:
         self._unread: list[tuple[dict, torch.Tensor, torch.Tensor]] = []
 
     def add(self, epoch: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> bool:
-        """Add one step. `loss` and `grad_norm` are scalars on any device. Return whether `steps` was updated."""
+        """Add the values of one step.
+
+        Args:
+            epoch: the number of the epoch, from 1.
+            loss: a scalar on any device.
+            grad_norm: a scalar on any device.
+            lr: the learning rate.
+
+        Returns:
+            Whether the values were copied to `steps`, which happens every `READ_EVERY` steps.
+        """
         step = {"step": len(self.steps) + len(self._unread) + 1, "epoch": epoch, "lr": lr}
         self._unread.append((step, loss.detach(), grad_norm.detach()))
         if len(self._unread) < READ_EVERY:
@@ -41,7 +54,10 @@ class Curve:
         return True
 
     def read(self) -> None:
-        """Update `steps`. Numbers that are not finite, as after an fp16 overflow, become None."""
+        """Copy the values of the last steps from the device to `steps`.
+
+        Values that are inf or nan, as after an fp16 overflow, become None.
+        """
         if not self._unread:
             return
         steps, losses, norms = zip(*self._unread, strict=True)
@@ -61,14 +77,14 @@ def finite(number: float) -> float | None:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return the most that this process has had allocated on the GPU or, on a CPU, resident so far, in GiB."""
+    """Return the peak memory of this process so far, in GiB: what torch allocated on a GPU, or resident for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, CUDA and PACKAGES; None for a package that is not installed."""
+    """Return the versions of Python, CUDA and the `PACKAGES`, by name; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:

@@ -7,7 +7,7 @@ import urllib.request
 
 from huggingface_hub import constants
 
-SECONDS = 3.0  # to wait for an answer
+SECONDS = 3.0  # the timeout of a request
 
 
 def is_hub_name(name: str) -> bool:
@@ -17,7 +17,10 @@ def is_hub_name(name: str) -> bool:
 
 
 def check_hub(name: str) -> None:
-    """Raise ValueError if the Hub does not answer. name: for the message. Does nothing when HF_HUB_OFFLINE is set."""
+    """Raise ValueError if the Hub does not answer. Do nothing if HF_HUB_OFFLINE is set.
+
+    name: the option and value that need the Hub, such as "--model bert-base-uncased", for the error message.
+    """
     if constants.HF_HUB_OFFLINE:  # only the local cache is used then
         return
     answer = ask(constants.ENDPOINT)
@@ -29,7 +32,7 @@ def check_hub(name: str) -> None:
 
 
 def why_unavailable(model: str) -> str | None:
-    """Return why `model` cannot be loaded from the Hub, or None."""
+    """Return why the model named `model` cannot be loaded from the Hub, or None if it can."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     answer = ask(f"{constants.ENDPOINT}/{model}/resolve/main/config.json")
@@ -39,9 +42,9 @@ def why_unavailable(model: str) -> str | None:
 
 
 def ask(url: str) -> int | str:
-    """Send a HEAD request. Return the HTTP status, or a text with the reason for a failure, after at most 6 s."""
+    """Send a HEAD request. Return the HTTP status, or a text with the reason if there is no answer within 6 s."""
     answers: queue.Queue[int | str] = queue.Queue()
-    # In a thread, because no timeout covers the look-up of the host's name
+    # Send the request in a thread, because urlopen's timeout does not limit the look-up of the host's name.
     threading.Thread(target=lambda: answers.put(status(url)), daemon=True).start()
     try:
         return answers.get(timeout=2 * SECONDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tokenizers import ByteLevelBPETokenizer
 
-IGNORED = -100  # the loss does not count such a target
+IGNORED = -100  # the loss ignores targets with this value
 HELD_OUT_SHARE = 0.1
 
 ANIMALS = ("hare", "owl", "fox", "crow", "toad", "wren", "mole", "stag")
@@ -18,7 +18,12 @@ THINGS = ("berry", "feather", "stone", "acorn", "ribbon", "shell", "candle", "be
 
 
 def generate_text(seed: int, stories: int = 3000) -> str:
-    """Return short stories whose last sentence follows from the first ones."""
+    """Return generated short stories, one per line. The last sentence of each follows from the sentences before it.
+
+    Args:
+        seed: the seed of the random choices.
+        stories: the number of stories.
+    """
     random_ = random.Random(seed)
     return "\n".join(_story(random_) for _ in range(stories))
 
@@ -39,12 +44,14 @@ def read_text(files: Sequence[Path]) -> str:
         try:
             texts.append(file.read_text("utf-8"))
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+            raise ValueError(
+                f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it to UTF-8"
+            ) from error
     return "\n".join(texts)
 
 
 def train_tokenizer(text: str, vocab_size: int) -> ByteLevelBPETokenizer:
-    """Learn a byte-pair encoding of at most `vocab_size` tokens from `text`. It can encode any text."""
+    """Train a tokenizer on `text`: a byte-pair encoding of at most `vocab_size` tokens, which can encode any text."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text.splitlines(), vocab_size=vocab_size, min_frequency=2, show_progress=False)
     return tokenizer
@@ -52,10 +59,11 @@ def train_tokenizer(text: str, vocab_size: int) -> ByteLevelBPETokenizer:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of tokens.
+    """Rows of tokens, with the next tokens as targets.
 
-    tokens: int64 (rows, length + 1), each row with the token that follows it. lengths: int64 (rows,), number of targets
-    that are not padding.
+    Attributes:
+        tokens: (rows, length + 1), int64. The first `length` tokens of a row are inputs, the last `length` are targets.
+        lengths: (rows,), int64, the number of targets of each row that are not padding.
     """
 
     tokens: torch.Tensor
@@ -68,14 +76,30 @@ class Rows:
         return zlib.crc32(self.tokens.numpy().tobytes())
 
     def batch(self, chosen: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return inputs (batch, length), lengths (batch,) and targets (batch, length) of the chosen rows."""
+        """Return inputs (batch, length), lengths (batch,) and targets (batch, length) of some rows, on `device`.
+
+        The lengths are the numbers of targets that are not padding. Targets that are padding are `IGNORED`.
+
+        Args:
+            chosen: (batch,), int64, the indices of the rows.
+            device: where the results are stored.
+        """
         tokens, lengths = self.tokens[chosen].to(device), self.lengths[chosen].to(device)
         beyond = torch.arange(tokens.shape[1] - 1, device=device) >= lengths[:, None]
         return tokens[:, :-1].contiguous(), lengths, tokens[:, 1:].masked_fill(beyond, IGNORED)
 
 
 def cut(text: str, tokenizer: ByteLevelBPETokenizer, length: int) -> tuple[Rows, Rows]:
-    """Cut the text into rows. Return the training rows and, from the end of the text, the held-out rows."""
+    """Cut a text into rows. Return the training rows, and the held-out rows, which are the last tenth of the text.
+
+    Args:
+        text: the text.
+        tokenizer: encodes the text.
+        length: the number of tokens of a row.
+
+    Raises:
+        ValueError: the text is too short for one training row and one held-out row.
+    """
     numbers = torch.tensor(tokenizer.encode(text).ids)
     tokens, lengths = _rows(numbers, length)
     held_out = max(1, round(HELD_OUT_SHARE * len(tokens)))
@@ -87,7 +111,11 @@ def cut(text: str, tokenizer: ByteLevelBPETokenizer, length: int) -> tuple[Rows,
 
 
 def _rows(numbers: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and lengths of rows that overlap by one token; the last row may be padded."""
+    """Cut the tokens `numbers` (n,) into rows. Return the tokens and lengths of the rows, as in `Rows`.
+
+    A row begins with the last token of the row before it, because that token is a target there and an input here. The
+    last row may be padded.
+    """
     count = max(1, -(-(len(numbers) - 1) // length))
     padded = torch.zeros(count * length + 1, dtype=torch.int64)
     padded[: len(numbers)] = numbers
@@ -97,9 +125,19 @@ def _rows(numbers: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def endless_batches(rows: Rows, batch_size: int, rank: int, world_size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yield this rank's row numbers, each of shape (batch_size,), forever.
+    """Yield the indices of this rank's rows of every step, int64 (batch_size,), forever, in random order.
 
-    N ranks with b rows each see together the rows of one rank with N·b rows.
+    In each step, N ranks with b rows each get together the rows that one rank with N·b rows would get.
+
+    Args:
+        rows: the training rows, the same on all ranks.
+        batch_size: the number of rows per rank in each step.
+        rank: this rank.
+        world_size: the number of ranks.
+        seed: the seed of the order, the same on all ranks.
+
+    Raises:
+        ValueError: there are fewer than `batch_size * world_size` rows.
     """
     generator = torch.Generator().manual_seed(seed)
     at_once = batch_size * world_size

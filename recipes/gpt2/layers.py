@@ -1,6 +1,6 @@
 """The layers of a GPT, built from bmt.DistributedModule and bmt.DistributedParameter.
 
-Every parameter is sharded when it is created; `bmt.init_parameters` fills it.
+Every parameter is sharded when it is created. `bmt.init_parameters` gives the parameters their initial values.
 """
 
 import math
@@ -12,13 +12,20 @@ import hf_bmtrain as bmt
 
 
 def filled(function, *shape: int, dtype: torch.dtype | None, **arguments) -> bmt.DistributedParameter:
-    """Return a parameter of `shape` that `init_parameters` fills with `function(tensor, **arguments)`."""
+    """Return a sharded parameter, to which `bmt.init_parameters` applies an initialization function.
+
+    Args:
+        function: such as torch.nn.init.normal_; called as `function(tensor, **arguments)`.
+        *shape: the full shape of the parameter.
+        dtype: its dtype; None for torch's default dtype.
+        **arguments: keyword arguments for `function`.
+    """
     initializer = bmt.ParameterInitializer(function, **arguments)
     return bmt.DistributedParameter(torch.empty(shape, dtype=dtype), init_method=initializer)
 
 
 class Linear(bmt.DistributedModule):
-    """Linear layer, (..., dim_in) to (..., dim_out), with weights from N(0, std²)."""
+    """Linear layer from (..., dim_in) to (..., dim_out). Weights are drawn from N(0, std²), and the bias is zero."""
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool, std: float, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -30,7 +37,7 @@ class Linear(bmt.DistributedModule):
 
 
 class Embedding(bmt.DistributedModule):
-    """Embedding of indices (...) as vectors (..., dim)."""
+    """Embedding of indices (...), from 0 to size - 1, as vectors (..., dim). Weights are drawn from N(0, std²)."""
 
     def __init__(self, size: int, dim: int, std: float, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -40,12 +47,12 @@ class Embedding(bmt.DistributedModule):
         return F.embedding(indices, self.weight)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores (..., size) of all indices for vectors (..., dim)."""
+        """Return the logits (..., size) of all indices: the products of `x` (..., dim) with all embedding vectors."""
         return F.linear(x, self.weight)
 
 
 class LayerNorm(bmt.DistributedModule):
-    """Layer normalization over the last dimension, computed in float32."""
+    """Layer normalization over the last dimension, of size `dim`, computed in float32."""
 
     def __init__(self, dim: int, bias: bool, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -59,7 +66,8 @@ class LayerNorm(bmt.DistributedModule):
 class Attention(bmt.DistributedModule):
     """Multi-head self-attention.
 
-    x: (batch, length, dim). mask: (batch, 1, length, length), True where a query attends to a key.
+    `forward` takes x (batch, length, dim_model) and mask (batch, 1, length, length), a bool tensor that is True where a
+    query (dimension 2) attends to a key (dimension 3). It returns a tensor of the shape of x.
     """
 
     def __init__(
@@ -79,7 +87,7 @@ class Attention(bmt.DistributedModule):
 
 
 class FeedForward(bmt.DistributedModule):
-    """Two linear layers with GELU between them."""
+    """Two linear layers, dim_model to dim_ff and back, with GELU between them."""
 
     def __init__(self, dim_model: int, dim_ff: int, bias: bool, std: float, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -91,7 +99,10 @@ class FeedForward(bmt.DistributedModule):
 
 
 class TransformerBlock(bmt.DistributedModule):
-    """Pre-norm attention and feed-forward with residual connections (Radford et al. 2019, section 2.3)."""
+    """Transformer layer: pre-norm attention and feed-forward with residual connections (Radford et al. 2019, 2.3).
+
+    `forward` takes x and mask as `Attention` does. `num_layers` is the number of layers of the whole model.
+    """
 
     def __init__(
         self,
@@ -104,7 +115,9 @@ class TransformerBlock(bmt.DistributedModule):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        std = 0.02 / math.sqrt(2 * num_layers)  # of what is added to x: keeps the sum from growing with depth
+        # The std of the layers whose outputs are added to x. The sum of these 2 * num_layers outputs then has the same
+        # scale for every depth.
+        std = 0.02 / math.sqrt(2 * num_layers)
         self.attention_norm = LayerNorm(dim_model, bias, dtype)
         self.attention = Attention(dim_model, dim_head, num_heads, bias, std, dtype)
         self.feed_forward_norm = LayerNorm(dim_model, bias, dtype)

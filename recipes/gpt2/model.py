@@ -7,10 +7,19 @@ from gpt2.layers import Embedding, LayerNorm, TransformerBlock
 
 
 class GPT(bmt.DistributedModule):
-    """GPT-2 (Radford et al. 2019); the output layer is tied to the embedding of tokens.
+    """GPT-2 (Radford et al. 2019), whose output layer is tied to the embedding of tokens.
 
-    num_layers, dim_model, dim_head, num_heads, dim_ff: sizes of the blocks. max_distance: number of positions.
-    use_checkpoint: recompute each block in backward instead of keeping its activations.
+    Args:
+        num_layers: the number of blocks (transformer layers).
+        vocab_size: the number of different tokens.
+        dim_model: the size of the hidden states.
+        dim_head: the size of each attention head.
+        num_heads: the number of attention heads.
+        dim_ff: the inner size of the feed-forward layers.
+        max_distance: the maximum number of tokens in a row, for each of which there is a position embedding.
+        bias: whether linear layers and layer normalizations have a bias.
+        dtype: the dtype of the parameters; None for torch's default dtype.
+        use_checkpoint: whether to recompute each block in backward instead of keeping its activations.
     """
 
     def __init__(
@@ -39,13 +48,19 @@ class GPT(bmt.DistributedModule):
         self.norm = LayerNorm(dim_model, bias, dtype)
 
     def forward(self, inputs: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the next token's scores (batch, length, vocab_size).
+        """Return the logits of the next token at every position, (batch, length, vocab_size). Attention is causal.
 
-        inputs, positions: int64 (batch, length). mask: (batch, length), False for padding. Attention is causal.
+        Args:
+            inputs: (batch, length), int64, the tokens.
+            positions: (batch, length), int64, from 0 to max_distance - 1.
+            mask: (batch, length), bool, False for padding.
+
+        Raises:
+            ValueError: `length` exceeds `max_distance`.
         """
         length = inputs.shape[1]
         if length > self.max_distance:
-            raise ValueError(f"{length} tokens, but the model has {self.max_distance} positions (max_distance)")
+            raise ValueError(f"{length} tokens exceed the model's {self.max_distance} positions: increase max_distance")
         before = torch.ones(length, length, dtype=torch.bool, device=inputs.device).tril()
         x = self.blocks(self.tokens(inputs) + self.positions(positions), before & mask[:, None, None, :])
         return self.tokens.project(self.norm(x))

@@ -7,7 +7,10 @@ from common.command_line import add_engine_options, at_least, positive
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. `batch_size` and `dtype` are None if not given."""
+    """Parse the command line. `data`, `load`, `batch_size` and `dtype` are None if not given.
+
+    arguments: the words of the command line; None reads those of this process.
+    """
     parser = argparse.ArgumentParser(
         description="Train a GPT from scratch. With no arguments: a small one on generated stories.",
     )

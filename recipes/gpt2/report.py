@@ -7,9 +7,13 @@ from common.curve import Curve
 
 
 def write_report(folder: Path, run: dict, curve: Curve, held_out: list[dict]) -> str:
-    """Write both files. Return their names as one line of text.
+    """Write metrics.json and, if matplotlib is installed, loss.png. Return their names as one line of text.
 
-    run: the facts of the run. held_out: {"step", "loss"} of every evaluation.
+    Args:
+        folder: the folder for the files; created if necessary.
+        run: entries for metrics.json that describe the run, such as its options and duration.
+        curve: the losses of the steps.
+        held_out: a dict with the keys step and loss for every evaluation on held-out rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     metrics = run | {"held_out": held_out, "steps": curve.steps}

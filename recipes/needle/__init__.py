@@ -1,1 +1,1 @@
-"""Needles in a haystack: rows with questions at the end, whose answers are in the first half of the row."""
+"""Needles in a haystack: rows of tokens that end with questions, whose answers are in the first half of the row."""

@@ -8,18 +8,23 @@ import torch
 
 KEYS, VALUES, HAY = 4, 16, 16
 VOCABULARY = HAY + KEYS * VALUES + KEYS + VALUES
-SHORTEST = 32  # tokens
+SHORTEST = 32  # tokens of the shortest row
 IGNORED = -100  # targets that the loss ignores
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gwen", "Hal")
 SENTENCES = ("The rain fell on the hills.", "A cart went by on the road.", "Nobody spoke for a while.", "It was late.")
 
 
 def rows(count: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `labels`, (count, length).
+    """Return a batch of random rows, in which a model must find the values of keys: `input_ids` and `labels`, int64.
 
-    The first half of a row is hay with one needle for each key at a random position: a token that represents the key
-    and its value. Every token of the second half is a key, and the model must predict the key's value as the next
-    token. Attention must therefore reach back into the first half of the row.
+    Both have the shape (count, length). The first half of a row is hay (random tokens), with one needle for each key at
+    a random position: a token that represents the key and its value. Every token of the second half is a key, and the
+    model must predict the key's value as the next token. Attention must therefore reach back into the first half.
+
+    Args:
+        count: the number of rows.
+        length: the number of tokens of a row.
+        generator: the random generator, on the CPU.
     """
     half = length // 2
     ids = torch.randint(HAY, (count, length), generator=generator)
@@ -34,10 +39,14 @@ def rows(count: int, length: int, generator: torch.Generator) -> dict[str, torch
 
 
 def lengths(longest: int, steps: int) -> Iterator[tuple[int, int]]:
-    """Yield (number of rows, length of a row) for each of `steps` steps.
+    """Yield (number of rows, tokens of a row) of the batch of each of `steps` steps.
 
     In the first two thirds of the steps the rows are short, so that the model learns the task quickly. Afterwards their
-    length is doubled several times, up to `longest`.
+    length is doubled several times, up to `longest` tokens.
+
+    Args:
+        longest: the number of tokens of the rows in the last steps.
+        steps: the number of steps.
     """
     doublings = max(0, (longest - 1).bit_length() - SHORTEST.bit_length() + 1)
     for step in range(steps):
@@ -47,9 +56,16 @@ def lengths(longest: int, steps: int) -> Iterator[tuple[int, int]]:
 
 
 def text_row(tokenizer: Any, length: int, draw: random.Random) -> dict[str, torch.Tensor]:
-    """Return one row of text, `input_ids` and `labels` (1, length): hay, a needle in its first half, and the question.
+    """Return a batch of one row of text, in which a model must find a code: `input_ids` and `labels`, (1, length).
 
-    Only the tokens of the answer are labels. Raises ValueError if `length` is too short for the question.
+    The row consists of unrelated sentences (the hay) with one sentence that contains the code (the needle) in their
+    first half, and of a question and its answer. All labels except those of the answer are -100, which the loss
+    ignores. Raises ValueError if `length` is too short for needle and question.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        length: the number of tokens of the row.
+        draw: the random generator.
     """
 
     def tokens(text: str) -> list[int]:

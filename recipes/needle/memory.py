@@ -10,7 +10,12 @@ M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 
 
 def limit_memory(mebibytes: int, device: torch.device) -> None:
-    """Limit what this process may allocate in addition to its present memory. Further allocations raise an error."""
+    """Limit the memory that this process may allocate from now on. Allocations beyond the limit raise an error.
+
+    Args:
+        mebibytes: the limit in MiB, in addition to the memory that the process has already allocated.
+        device: the GPU or the CPU whose memory is limited.
+    """
     more = mebibytes << 20
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
@@ -18,8 +23,9 @@ def limit_memory(mebibytes: int, device: torch.device) -> None:
             min(1.0, (torch.cuda.memory_reserved(device) + more) / total), device
         )
         return
-    # Large tensors get pages of their own, which are returned when they are freed. In the heap, where glibc would put
-    # them after a while, gaps between tensors of other lengths would count against the limit.
+    # Make malloc map tensors of 1 MiB and more separately, so that their memory is returned when they are freed. By
+    # default glibc raises this threshold over time and puts them into the heap, where gaps between tensors of different
+    # sizes would count toward the limit.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     now = next(int(words[1]) for words in lines if words[0] == "VmData:") << 10

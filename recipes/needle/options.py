@@ -8,7 +8,10 @@ from needle.data import SHORTEST
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. `processes`, `memory`, `steps`, `lr` and `dtype` are None if not given."""
+    """Parse the command line. `model`, `processes`, `memory`, `steps`, `lr` and `dtype` are None if not given.
+
+    arguments: the words of the command line; None reads those of this process.
+    """
     parser = argparse.ArgumentParser(
         description="Train on rows that are too long for one process, which several processes share. With no "
         "arguments: a small new model, in 2 processes on the CPU or on all GPUs, finds needles in a haystack.",

@@ -1,1 +1,1 @@
-"""Of the recipes `lora.py` and `moe.py`: prompts with completions, embedded base models, the training."""
+"""What the recipes `lora.py` and `moe.py` share: examples, small base models, options and training."""

@@ -1,4 +1,4 @@
-"""The embedded base models: a small Llama and a small mixture of experts, made on the spot, that read stories."""
+"""Small base models, a Llama and a mixture of experts, that are created and trained on stories by the recipe itself."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ ROWS_A_STEP, PEAK_LR = 32, 4e-3
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Learn a byte-pair encoding of 400 tokens. It can encode any text."""
+    """Train a tokenizer on `texts`: a byte-pair encoding of 400 tokens, which can encode any text."""
     plain = Tokenizer(models.BPE())
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
@@ -31,12 +31,15 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def small_llama(tokenizer: Any) -> LlamaForCausalLM:
-    """Return a new Llama with the tokenizer's vocabulary."""
+    """Return a Llama with three layers and random weights, for the vocabulary of `tokenizer`."""
     return LlamaForCausalLM(LlamaConfig(intermediate_size=256, num_hidden_layers=3, **_sizes(tokenizer)))
 
 
 def small_mixture(tokenizer: Any) -> Qwen3MoeForCausalLM:
-    """Return a new mixture of 8 experts, 2 of them for each token, with the tokenizer's vocabulary."""
+    """Return a mixture of 8 experts (2 for each token) with two layers and random weights, for this vocabulary.
+
+    tokenizer: the tokenizer whose vocabulary the model gets.
+    """
     config = Qwen3MoeConfig(
         moe_intermediate_size=96, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
         norm_topk_prob=True, output_router_logits=True, router_aux_loss_coef=0.01, **_sizes(tokenizer),
@@ -53,7 +56,16 @@ def _sizes(tokenizer: Any) -> dict[str, Any]:
 
 
 def make_base(model: Any, texts: Sequence[str], tokenizer: Any, steps: int, seed: int, quiet: bool) -> None:
-    """Train `model` in plain torch on `texts` for `steps` steps. Every process gets the same weights."""
+    """Train `model` on `texts` in plain torch, without hf_bmtrain. Every process computes the same weights.
+
+    Args:
+        model: the model, trained in place.
+        texts: the texts, from which random ones are chosen in each step.
+        tokenizer: encodes the texts.
+        steps: the number of steps.
+        seed: the seed of the choice of texts, the same in every process.
+        quiet: whether to hide the progress bar.
+    """
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps + 1, pct_start=0.1)

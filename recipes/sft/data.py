@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 
 from boolq.data import numbered_lines, parse_line, shortened
 
-IGNORED = -100  # the loss does not count such a target
-HELD_OUT = 32  # rows, at most a tenth
+IGNORED = -100  # the loss ignores targets with this value
+HELD_OUT = 32  # the number of held-out rows, but at most a tenth of all rows
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,13 @@ class Example:
 
 
 def ask(stories: Iterable[str]) -> list[Example]:
-    """Return a question about each of the stories of `gpt2.data.generate_text`, without their last sentence."""
+    """Return an example for each story: its first two sentences and a question as prompt, the answer as completion.
+
+    The question is who has the thing at the end of the story. The last sentence, which contains the answer, is left
+    out.
+
+    stories: the lines of the text that `gpt2.data.generate_text` returns.
+    """
     examples = []
     for story in stories:
         found, came, _, end = story.replace(", and now ", ". ").split(". ")
@@ -30,7 +36,10 @@ def ask(stories: Iterable[str]) -> list[Example]:
 
 
 def read(file: Path) -> list[Example]:
-    """Return the examples of a file of JSON lines. Raises ValueError (with the line) or OSError if it is unusable."""
+    """Read examples from a file of JSON lines, each with texts under the keys "prompt" and "completion".
+
+    Raises FileNotFoundError if there is no such file, and ValueError, which names the line, if a line is invalid.
+    """
     if not file.is_file():
         raise FileNotFoundError(f"--data {file}: no such file; give a file of JSON lines")
     examples = []
@@ -46,7 +55,10 @@ def read(file: Path) -> list[Example]:
 
 
 def cut(examples: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Return the examples to train on, and the last ones, held out. Raises ValueError if they are too few."""
+    """Return the examples to train on, and the held-out examples: the last tenth, at most `HELD_OUT`.
+
+    Raises ValueError if there are fewer than 10 examples.
+    """
     count = min(HELD_OUT, len(examples) // 10)
     if count == 0:
         raise ValueError(f"{len(examples)} rows are too few: give --data at least 10")
@@ -54,7 +66,16 @@ def cut(examples: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Exampl
 
 
 class Rows(Dataset):
-    """Tokens of prompt and completion; the targets are those of the completion alone."""
+    """Dataset of tokenized examples. A row is a dict of two lists, "input_ids" and "labels".
+
+    The labels of the prompt are `IGNORED`, so only the completion is learned. If a row is too long, the beginning of
+    the prompt is cut, and if necessary also the end of the completion.
+
+    Args:
+        examples: the examples.
+        tokenizer: encodes prompts and completions, and has an `eos_token_id`, which is appended.
+        max_length: the maximum number of tokens of a row.
+    """
 
     def __init__(self, examples: Sequence[Example], tokenizer: Any, max_length: int) -> None:
         self._rows = []

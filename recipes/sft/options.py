@@ -7,7 +7,10 @@ from common.command_line import add_engine_options, at_least, positive
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line of the LoRA recipe. `batch_size`, `lr` and `dtype` are None if not given."""
+    """Parse the command line of `lora.py`. Some options, such as `batch_size`, `lr` and `dtype`, are None if not given.
+
+    arguments: the words of the command line; None reads those of this process.
+    """
     parser = argparse.ArgumentParser(
         description="Fine-tune a causal model by LoRA. With no arguments: a small one, made on the spot, learns to "
         "answer questions about stories.",
@@ -18,7 +21,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def parse_moe_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line of the recipe for mixtures of experts. As `parse_options`."""
+    """Parse the command line of `moe.py`. Some options, such as `batch_size`, `lr` and `dtype`, are None if not given.
+
+    arguments: the words of the command line; None reads those of this process.
+    """
     parser = argparse.ArgumentParser(
         description="Fine-tune a mixture of experts. With no arguments: a small one, made on the spot, learns to "
         "answer questions about stories.",

@@ -1,4 +1,4 @@
-"""Training on prompts with completions by Hugging Face's Trainer, and what the model answers."""
+"""Train on prompts with completions by Hugging Face's Trainer, and compare the model's answers before and after."""
 
 import argparse
 import time
@@ -27,9 +27,18 @@ def train(
     record: "Record",
     trainer_class: type[Trainer] = Trainer,
 ) -> float:
-    """Train the parameters that require a gradient, and return the seconds it took.
+    """Train the parameters that require a gradient. Return how many seconds the training took.
 
-    record: is filled with the curve, and the loss on held-out rows at a few steps.
+    Collective: every rank must call it.
+
+    Args:
+        model: the sharded model.
+        tokenizer: the model's tokenizer.
+        training: the examples to train on.
+        held_out: the examples to evaluate on.
+        options: the options of the command line, all of them set.
+        record: receives the curve of the training, and the loss on held-out rows after some of the steps.
+        trainer_class: transformers.Trainer, or a subclass such as bmt.hf.Trainer.
     """
     trainer = trainer_class(
         model=model,
@@ -40,7 +49,7 @@ def train(
         optimizers=(bmt.optim.AdamOptimizer([p for p in model.parameters() if p.requires_grad], lr=options.lr), None),
         callbacks=[record, bmt.hf.BMTrainCallback()],
     )
-    trainer.remove_callback(PrinterCallback)  # a line a step
+    trainer.remove_callback(PrinterCallback)  # would print a line for every step
     trainer.evaluate()
     started = time.perf_counter()
     trainer.train()
@@ -66,12 +75,17 @@ def training_arguments(options: argparse.Namespace, held_out: int) -> TrainingAr
         save_strategy="no",
         logging_steps=1,
         report_to="none",
-        disable_tqdm=True,  # the bar is Record's, and Trainer's would print a line a step beside it
+        disable_tqdm=True,  # Record shows a bar; Trainer's would also print a line for every step
     )
 
 
 class Record(TrainerCallback):
-    """The curve of the training, the losses on held-out rows, and a progress bar."""
+    """Callback that records the losses of training and evaluation, and shows a progress bar.
+
+    Attributes:
+        curve: the loss, learning rate and gradient norm of every step.
+        points: a dict with the keys step and loss for every evaluation on held-out rows.
+    """
 
     def __init__(self) -> None:
         self.curve = Curve()
@@ -97,7 +111,15 @@ class Record(TrainerCallback):
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, examples: Sequence[Example]) -> list[str]:
-    """Return what the model says after each prompt, its likeliest tokens. Collective."""
+    """Return the completion that the model generates for each prompt, by greedy decoding.
+
+    Collective: every rank must call it.
+
+    Args:
+        model: the sharded model.
+        tokenizer: the model's tokenizer.
+        examples: the prompts; their completions are not used.
+    """
     model.eval()
     batch = tokenizer([x.prompt for x in examples], padding=True, padding_side="left", return_tensors="pt")
     inputs = {name: batch[name].to(bmt.current_world().device) for name in ("input_ids", "attention_mask")}
@@ -106,7 +128,12 @@ def answer(model: Any, tokenizer: Any, examples: Sequence[Example]) -> list[str]
 
 
 def right(examples: Sequence[Example], answers: Sequence[str]) -> float:
-    """Return the share of answers that are the completions."""
+    """Return the fraction, from 0 to 1, of the answers that equal the completion of their example.
+
+    Args:
+        examples: the examples, whose completions are the correct answers.
+        answers: the answers of the model, one for each example. Spaces around them are ignored.
+    """
     pairs = zip(examples, answers, strict=True)
     return sum(example.completion.strip() == said.strip() for example, said in pairs) / len(examples)
 

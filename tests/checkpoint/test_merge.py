@@ -171,7 +171,9 @@ def test_damage(world, tmp_path, merge):
     newest = tmp_path / "checkpoint-2"
     damage(newest / "model.safetensors")
     status, printed = merge(newest)
-    assert status == f"merge: nothing was written: no checkpoint in {newest} is intact"
+    assert (
+        status == f"merge: nothing was written: no checkpoint in {newest} is intact. Restore a checkpoint from a copy"
+    )
     assert "checkpoint-2: damaged: " in printed and " in model.safetensors: bytes " in printed
     assert names(tmp_path) == [".lock", "checkpoint-1", "checkpoint-2"]
     status, printed = merge(tmp_path)

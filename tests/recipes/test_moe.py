@@ -65,4 +65,4 @@ def test_the_default_learns_to_answer(tmp_path):
 def test_mistakes_are_one_line(tmp_path):
     done = run(PYTHON, RECIPE, "--output", tmp_path, "--quantize", "nf4")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr == "error: --quantize stores frozen weights: it needs --lora\n"
+    assert done.stderr == "error: --quantize stores frozen weights, but without --lora none are frozen: add --lora\n"

@@ -14,7 +14,7 @@ import torch
 def expect(
     name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise ValueError unless `tensor` is contiguous, is on `device`, and has the given shape and one of `dtypes`.
+    """Raise ValueError unless `tensor` is contiguous, is on `device`, and has the shape `shape` and one of `dtypes`.
 
     Args:
         name: the argument's name, for the error.

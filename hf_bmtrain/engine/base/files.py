@@ -74,7 +74,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     folder.mkdir()
     try:
         with open(folder / _LOCK, "w") as held:
-            with contextlib.suppress(OSError):  # without locks, `_is_abandoned` never regards the folder as abandoned
+            with contextlib.suppress(OSError):  # a file system without locks: `_is_abandoned` then returns False
                 fcntl.flock(held, fcntl.LOCK_EX)
             yield folder
     finally:
@@ -84,7 +84,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 def _is_abandoned(folder: Path) -> bool:
     """Return whether the process that created the temporary folder `folder` has ended.
 
-    That process holds a lock on a file in the folder, which the system releases when the process ends.
+    That process has locked a file in the folder. The system releases this lock when the process ends.
     """
     try:
         with open(folder / _LOCK, "r+") as file:

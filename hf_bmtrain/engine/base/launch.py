@@ -39,7 +39,10 @@ C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"
 
 
 def source_folder() -> Path:
-    """Return the folder of the .cu files: `kernels` in the installed package, or next to the package in a clone."""
+    """Return the folder of the .cu files: `kernels` in the installed package, or next to the package in a clone.
+
+    Raises RuntimeError if neither folder exists.
+    """
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "device.cuh").is_file():
@@ -51,7 +54,7 @@ def source_folder() -> Path:
 
 
 def import_cupy() -> Any:
-    """Import and return CuPy. If this fails, raise a RuntimeError that says which extra of hf_bmtrain to install."""
+    """Import and return CuPy. If this fails, raise a RuntimeError that names the extra of hf_bmtrain to install."""
     try:
         import cupy
         from cupy.cuda import nvrtc  # noqa: F401  (fails if the wheel is for another CUDA version)
@@ -101,7 +104,10 @@ class Variant:
         return {path.name: path.read_text() for path in sorted(source_folder().glob("*.cuh"))}
 
     def signature(self, name: str) -> tuple[Argument, ...]:
-        """Return the parameters of kernel `name`, parsed from the CUDA source. Macros in their types are expanded."""
+        """Return the parameters of kernel `name`, parsed from the CUDA source. Macros in their types are expanded.
+
+        Raises RuntimeError if the source has no such kernel, or if a parameter has an unsupported type.
+        """
         found = re.search(r'extern "C" __global__[^;{]*?\bvoid\s+' + name + r"\s*\(([^)]*)\)", self.source)
         if found is None:
             raise RuntimeError(
@@ -133,7 +139,7 @@ class Variant:
         return (f"--gpu-architecture=sm_{arch}", "--std=c++17", *ieee, *macros)
 
     def digest(self, arch: int, compiler: tuple[int, int]) -> str:
-        """Return a hash of everything on which the compiled code depends. It is the key of the code in the disk cache.
+        """Return a hash of everything on which the compiled code depends. The disk cache uses this hash as its key.
 
         Args:
             arch: the compute capability; 90 is 9.0.
@@ -153,6 +159,9 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
 
     Returns:
         The cubin, and the compiler's log as text.
+
+    Raises:
+        RuntimeError: the source does not compile; the message contains the compiler's log.
     """
     nvrtc = import_cupy().cuda.nvrtc
     program = nvrtc.createProgram(
@@ -175,7 +184,7 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
 
 
 def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
-    """Return the newest architecture in `known` whose compiled kernels run on a GPU of the given compute capability.
+    """Return the newest architecture in `known` whose compiled kernels run on a GPU of compute capability `capability`.
 
     Compiled kernels run on GPUs with the same major and the same or a higher minor version.
 
@@ -223,6 +232,9 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
     Args:
         variant: the source file and its macros.
         arch: the compute capability; 90 is 9.0.
+
+    Raises:
+        RuntimeError: the source does not compile, or the cache folder is not writable.
     """
     compiler = import_cupy().cuda.nvrtc.getVersion()
     folder = cache_folder()
@@ -343,6 +355,10 @@ class Kernel:
             block: the number of threads per block.
             *values: the kernel's arguments; see `pack`.
             shared_memory: bytes of dynamic shared memory per block.
+
+        Raises:
+            RuntimeError: torch's current device is not the device of this kernel.
+            TypeError, ValueError: an argument does not match the kernel's signature; see `pack`.
         """
         index, current = self.device.index, torch.cuda.current_device()
         if current != index:

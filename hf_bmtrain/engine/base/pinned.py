@@ -17,7 +17,7 @@ CONTROL_GROUPS = (
     (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),
     (_GROUP / "memory/memory.limit_in_bytes", _GROUP / "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Where Linux states the memory limit of a container (control group), for versions 2 and 1 of control groups.
+"""The files in which Linux reports the memory limit of a container (control group), for control groups v2 and v1.
 
 Each entry is (the file with the limit in bytes, the file with the usage in bytes, the field of memory.stat with the
 bytes of file cache, which the system can reclaim).
@@ -42,7 +42,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
         A uint8 tensor (nbytes,). The memory is unlocked and freed when the last view of it is freed.
 
     Raises:
-        RuntimeError: the memory is not available. The message says how much host memory is available.
+        RuntimeError: the memory cannot be allocated or page-locked. The message contains the reason.
     """
     if device.type == "meta":
         return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=True)
@@ -124,7 +124,12 @@ def register(pointer: int, nbytes: int, device: torch.device) -> None:
 
 
 def unregister(pointer: int, device: torch.device) -> None:
-    """Wait until `device` has completed all queued work, and unlock the memory that `register` locked at `pointer`."""
+    """Wait until `device` has completed all queued work, and unlock the memory that `register` locked at `pointer`.
+
+    Args:
+        pointer: the address of the memory.
+        device: the CUDA device that was passed to `register`.
+    """
     runtime = import_cupy().cuda.runtime
     runtime.setDevice(device.index)
     runtime.deviceSynchronize()

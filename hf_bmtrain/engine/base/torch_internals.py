@@ -49,11 +49,11 @@ one tensor or one graph node."""
 
 top_saved_tensors_hooks: Any = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """`top_saved_tensors_hooks(also_under_tracing)` returns the innermost active (pack, unpack) hooks, or None. The public
-context manager sets hooks but cannot read them. In torch 2.6 nothing can, and this name is None."""
+context manager sets hooks but cannot return them. Torch 2.6 has no such function, and this name is None there."""
 
 
 def inside_hooks() -> bool:
-    """Return whether saved-tensor hooks are active. In torch 2.6, which cannot tell, return False.
+    """Return whether saved-tensor hooks are active. Always False in torch 2.6, which has no function to find this out.
 
     Such hooks, for example those of torch's checkpoint or of offloading, decide which tensors are kept.
     """
@@ -95,8 +95,9 @@ def has_global_hooks() -> bool:
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
-"""`make_subclass(cls, data, requires_grad)`: return an instance of a tensor subclass that shares the memory of `data`,
-without calling its constructor. The public `Tensor.as_subclass` returns a view with an autograd history, not a leaf."""
+"""`make_subclass(cls, data, requires_grad)`: return an instance of the tensor subclass `cls` that shares the memory of
+`data`, without calling the constructor of `cls`. The public `Tensor.as_subclass` returns a view with an autograd
+history, not a leaf."""
 
 WithoutTorchFunction: Any = _C.DisableTorchFunctionSubclass
 """A context in which operations treat tensor subclasses as plain tensors: `__torch_function__` is not called. torch
@@ -143,14 +144,14 @@ def compile_errors() -> tuple[type[Exception], ...]:
 
 def compile_reason(error: Exception) -> str:
     """Return why a function cannot be compiled, in one line. `error` is one of `compile_errors()`."""
-    if type(error).__name__ == "FailOnRecompileLimitHit":  # its message says only that fullgraph=True was passed
+    if type(error).__name__ == "FailOnRecompileLimitHit":  # its message only mentions fullgraph=True, not this limit
         return "it needs more graphs than torch._dynamo.config.recompile_limit allows"
     lines = 2 if type(error).__name__ == "BackendCompilerFailed" else 1  # its first line names only the backend
     return " ".join(str(error).strip().split("\n")[:lines]) or type(error).__name__
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator of torch.ops, which declares, for example, which arguments the operator writes.
+    """Return the schema of an operator of torch.ops, for example to find out which arguments the operator writes.
 
     Returns None if `operator` has several overloads, or is not an operator. There is no public equivalent.
     """
@@ -178,8 +179,8 @@ foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
 amp_update_scale_ = torch._amp_update_scale_
-"""Grow or back off a loss scale on the device. The public `torch.amp.GradScaler` calls it, but its policy cannot be
-changed."""
+"""Increase or decrease a loss scale on the device. The public `torch.amp.GradScaler` calls this function, too, but does
+not allow another minimum or maximum of the scale."""
 
 amp_found_inf_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """The operation by which `torch.amp.GradScaler` unscales gradients and looks for inf and NaN. The package's class of
@@ -202,7 +203,7 @@ CPU build of torch."""
 # -- compilation ----------------------------------------------------------------------------------------------------
 
 is_tracing: Callable[[], bool] = lambda: TracingContext.try_get() is not None  # noqa: E731
-"""Return whether torch.compile is tracing code, or inspecting a tensor while it does so. The public
+"""Return whether torch.compile is tracing code. Also True while torch.compile inspects a tensor for this. The public
 `torch.compiler.is_compiling` is true in code that is being traced, but false while the compiler inspects a tensor."""
 
 

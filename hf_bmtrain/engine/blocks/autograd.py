@@ -67,9 +67,9 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 class Containers:
     """The mutable containers (lists, dicts, objects) among a layer's arguments, for one forward of the layer.
 
-    While the forward runs, the containers contain the replacements that `leave_backward` made, and not the original
-    tensors. `restore` puts the originals back. Tensors that the layer adds to the containers count as outputs of the
-    layer. `added` returns them.
+    While the forward runs, the containers contain the replacements that `leave_backward` has made, instead of the
+    original tensors. `restore` puts the originals back. `added` returns the tensors that the layer has put into the
+    containers, which are treated like outputs of the layer.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
@@ -94,7 +94,9 @@ class Containers:
             exchange(value, self._originals, seen)
 
     def added(self, seen: set[int], strange: list[Any]) -> list[torch.Tensor]:
-        """Return the tensors requiring a gradient that the layer has put into lists, dicts and objects it was given.
+        """Return the tensors that the layer has put into its arguments (lists, dicts and objects) during the forward.
+
+        Only tensors that require a gradient are returned.
 
         Args:
             seen: ids of containers to skip. The ids of the containers that are searched are added to it.
@@ -173,11 +175,11 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 
 
 def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> Any:
-    """Return `outputs` with their floating-point tensors replaced by ones that require a gradient.
+    """Return `outputs` with their floating-point tensors replaced by tensors that require a gradient.
 
-    The backward of these tensors computes nothing, and only calls `before(token)`. If no output of a rank requires a
-    gradient, but outputs of other ranks do, this lets the rank take part in their backward. Without it, torch would
-    raise an error when backward is called on this rank.
+    The backward of the new tensors computes nothing, and only calls `before(token)`. Used if no output of this rank
+    requires a gradient, but outputs of other ranks may: backward is collective, so this rank must run it too, and torch
+    would raise an error for outputs that do not require a gradient.
 
     Args:
         before: the function to call.
@@ -290,10 +292,12 @@ def _leave_containers(
 
 
 def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -> None:
-    """Append to `found` the tensors that require a gradient, in `values` and in plain tuples nested in them.
+    """Find the tensors that require a gradient, in `values` and in plain tuples nested in them.
 
-    Objects of other types that may contain tensors (such as lists, dicts and named tuples) are not searched, but
-    appended to `opened`. If there are any, the caller searches again with `tensors_in`, which is slower.
+    values: the arguments or outputs of a layer.
+    found: the tensors are appended to this list.
+    opened: objects of other types that may contain tensors (such as lists, dicts and named tuples) are appended to this
+        list, and not searched. If there are any, the caller searches again with `tensors_in`, which is slower.
     """
     for value in values:
         kind = type(value)
@@ -307,9 +311,11 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -
 
 
 def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
-    """Return `value` with its tensors that require a gradient replaced by the next tensors of `guarded`, in order.
+    """Return `value` with each tensor that requires a gradient replaced by the next tensor of `guarded`.
 
-    Tensors in nested plain tuples are replaced too. Other containers are not searched.
+    value: an argument or output of a layer. Tensors in nested plain tuples are replaced too. Other containers are not
+        searched.
+    guarded: the new tensors, in the order in which `_find` finds the old tensors.
     """
     if isinstance(value, torch.Tensor):
         return next(guarded) if value.requires_grad else value

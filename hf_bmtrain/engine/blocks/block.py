@@ -87,7 +87,8 @@ class CheckpointBlock(ShardedModule):
         state = self._bmt
         if not state.compiled:
             state.eager_forward = state.own_forward
-        # A graph with its own recomputation must contain the whole forward, or torch's checkpoint would run uncompiled.
+        # A graph that contains the forward and its recomputation must not have graph breaks (fullgraph=True): torch's
+        # checkpoint would otherwise run uncompiled.
         recomputed = functools.partial(torch.compile, *args, **{**kwargs, "fullgraph": True})
         if state.own_forward is not None:
             state.graphs = RecomputedGraphs(state.own_forward, None, recomputed)
@@ -102,7 +103,7 @@ class CheckpointBlock(ShardedModule):
 
 @contextmanager
 def uncompiled(blocks: Sequence[CheckpointBlock]) -> Iterator[None]:
-    """Return a context in which the forwards of `blocks` run without torch.compile, even if they are compiled."""
+    """Return a context in which compiled blocks among `blocks` run their original forwards, without torch.compile."""
     states = [block._bmt for block in blocks]
     compiled = [(state.own_forward, state.graphs) for state in states]
     for state in states:
@@ -125,8 +126,8 @@ def extend(
 
     Args:
         layer: the layer.
-        sharded: the flat buffers of the layer's parameters, and the slots (entries of modules' `_parameters`) of these
-            parameters, as returned by `shard_places`.
+        sharded: the return value of `shard_places`: the flat buffers of the layer's parameters, and the slots (entries
+            of modules' `_parameters`) that are set to these parameters.
         world: the ranks that share the parameters.
         use_checkpoint: whether to recompute the forward in backward, as in CheckpointBlock.
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
@@ -145,8 +146,8 @@ def extend(
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
     """Make `block` all-gather parameters that were added to it after it was sharded, and reduce their gradients.
 
-    sharded: the flat buffers of the new parameters, and their slots (entries of modules' `_parameters`), as returned by
-        `shard_places`.
+    sharded: the return value of `shard_places`: the flat buffers of the new parameters, and the slots (entries of
+        modules' `_parameters`) that are set to these parameters.
     """
     buffers, slots = sharded
     block._bmt.buffers += buffers
@@ -222,7 +223,7 @@ class TransformerBlockList(torch.nn.ModuleList):
         self.link()
 
     def link(self) -> None:
-        """Tell every block which block precedes it and which follows it, so that it can prefetch their parameters."""
+        """Set references from each block to the previous and the next block, whose parameters it then prefetches."""
         blocks: list[Any] = list(dict.fromkeys(self))
         for block, following in zip(blocks, blocks[1:]):
             block._bmt.next, following._bmt.previous = weakref.ref(following._bmt), weakref.ref(block._bmt)

@@ -28,7 +28,7 @@ _WHOLE_FORWARD = "The recomputation of compiled blocks repeats their whole forwa
 
 @dataclass(eq=False, repr=False)
 class BlockState:
-    """The state of one CheckpointBlock (a transformer layer sharded in place), and its work in forward and backward.
+    """The state of one CheckpointBlock (a transformer layer sharded in place), with methods for forward and backward.
 
     While the block's forward or backward runs, its modules have the full parameters, and at other times the sharded
     ones. When its forward starts, the parameters of `next` are prefetched. When its backward starts, those of
@@ -169,11 +169,13 @@ class BlockState:
         if keeps is not None:
             assert self.graphs is not None
             try:
-                with self.replay.record(args, kwargs):  # raises an error if the forward changes buffers
+                with self.replay.record(args, kwargs):  # raises an error if this forward changes buffers after all
                     return self._inside(self.graphs.run, keeps, args, kwargs)
             except CannotRecompute as reason:
                 _log_once(_WHOLE_FORWARD, str(reason))
-                if isinstance(reason, NotCompiled):  # when backward recomputes it, torch.compile may compile again
+                # The forward runs uncompiled now, for example because torch.compile is disabled in a context around it.
+                # In backward, torch.compile may be enabled again, so explicitly recompute the uncompiled forward too.
+                if isinstance(reason, NotCompiled):
                     layer_forward = self.graphs.eager
         nothing = nullcontext()
         around_first, around_again = self.recompute.contexts(args, kwargs, self.pending) or (nothing, nothing)
@@ -208,17 +210,17 @@ class BlockState:
                 return checkpoint(run_on, *args, *kwargs.values(), use_reentrant=False)
 
     def _kept_in_graph(self, args: tuple, kwargs: dict) -> Keeps | None:
-        """Decide whether the compiled graph or torch's checkpoint recomputes the forward that is starting.
+        """Decide whether a compiled graph recomputes the forward that is about to start, or torch's checkpoint does.
 
-        Returns None for torch's checkpoint, and for the graph a function that tells which operators' outputs the graph
-        keeps. The checkpoint is used
+        Returns None for torch's checkpoint. For the graph, returns a function that selects the operators whose outputs
+        the graph keeps instead of recomputing them. The checkpoint is used in these cases:
 
-        * if the block is not compiled, if its inputs are kept in host memory, or if nothing requires a gradient.
-        * if layers issue collectives in their forwards: the graph of each rank could recompute them in another order.
-        * if saved-tensor hooks are active, such as those of offloading, which would get the full parameters that the
-          graph saves, or those of a checkpoint around the block, whose recomputation must run like the first forward.
-        * if the forward changes buffers, or may do so: the graph would recompute with the changed values.
-        * if the block's Recompute object decides so.
+        * The block is not compiled, its inputs are kept in host memory, or nothing requires a gradient.
+        * Layers issue collectives in their forwards. The graph of each rank could recompute them in another order.
+        * Saved-tensor hooks are active. Hooks for offloading would offload the full parameters that the graph saves. A
+          checkpoint around the block requires that its recomputation runs like the first forward.
+        * The forward changes buffers, or may do so. The graph would recompute with the changed values.
+        * The block's Recompute object requires it.
 
         args, kwargs: the arguments of the forward.
         """
@@ -255,8 +257,8 @@ class BlockState:
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the forward again, because an activation checkpoint around this block (not its own) recomputes it.
 
-        Unshard the block if necessary, because its backward may not have started yet. If the first forward ran under
-        the block's own checkpoint, run this one in the same way, because autograd must save the same tensors again.
+        The block is unsharded first if necessary, because its backward may not have started yet. If the first forward
+        ran inside the block's own checkpoint, this forward does too, because autograd must save the same tensors again.
 
         layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the recomputation.
@@ -276,10 +278,10 @@ class BlockState:
     # -- full and local parameters ------------------------------------------------------------------------------
 
     def unshard(self, neighbour: BlockState | None) -> None:
-        """All-gather the block's parameters, give the layer's modules the full parameters, and prefetch `neighbour`.
+        """All-gather the block's parameters, put the full parameters into its modules, and prefetch `neighbour`.
 
         Collective: every rank must call it. The current stream waits only for the all-gathers of this block, which are
-        issued before those of the neighbour.
+        issued before those of the neighbour. Raises RuntimeError if a parameter of a module was replaced by the user.
 
         neighbour: the block that will probably run next, or None.
         """
@@ -336,10 +338,11 @@ class BlockState:
         self.schedule.make_room()
 
     def after_backward(self) -> None:
-        """Set the layer's parameters to the sharded ones again, now that the gradients of the block's inputs exist.
+        """Put the sharded parameters back into the layer, start to reduce their gradients, and reshard the block.
 
-        Collective: every rank must call it. If the block was called several times in forward, autograd calls this
-        method as often. Only the last time, it starts to reduce the gradients, and reshards the block.
+        Autograd calls this when the gradients of the block's inputs exist. Collective: every rank must call it. If the
+        block was called several times in forward, autograd calls this method as often. The gradients are reduced, and
+        the block is resharded, only in the last of these calls.
         """
         self.show_local()
         if self.pending > 0:
@@ -354,8 +357,10 @@ class BlockState:
         """Reduce the block's gradients and reshard it at the end of backward, if `after_backward` has not done so.
 
         Collective: every rank must call it. There are two such cases. If no input of the block requires a gradient,
-        autograd does not call `after_backward`. If backward has reached only some of the block's forwards,
-        `after_backward` was still waiting for the others.
+        autograd does not call `after_backward`. If the block was called several times, and backward has reached only
+        some of these calls, the last call of `after_backward`, which reduces the gradients, has not come.
+
+        Raises RuntimeError if a parameter has got a gradient from outside the block's forward, which would be lost.
         """
         if self._open:
             self.show_local()
@@ -376,7 +381,7 @@ class BlockState:
                     )
 
     def abandon_backward(self) -> None:
-        """Reshard the block and drop its gradients, after a backward that raised an exception."""
+        """Reshard the block and drop its gradients. Called after a backward that raised an exception."""
         self.pending, self._entered = 0, False
         self.show_local()
         self.reshard()

@@ -28,11 +28,11 @@ forwards, in which parameters are all-gathered when they are read."""
 
 
 def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
-    """Return a model's `outputs` with views of root parameters (those outside blocks) replaced by copies.
+    """Return a model's `outputs`, in which views of root parameters (those outside blocks) are replaced by copies.
 
     The views would become invalid when the full parameters are freed after the forward.
 
-    forward_pass: the forward that computed `outputs`. It knows which root parameters were read.
+    forward_pass: the forward that computed `outputs`, which contains the list of the root parameters it has read.
     """
     if torch.compiler.is_compiling() or not any(reader.unwatched for reader in forward_pass.readers):
         return outputs
@@ -88,9 +88,13 @@ class DistributedModule(ShardedModule):
         return self._run(super().__call__, args, kwargs)
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call `function(*args, **kwargs)`, all-gather the parameters that it reads, and return its outputs.
+        """Return `function(*args, **kwargs)`. The parameters of the module that it reads are all-gathered.
+
+        If this is the outermost forward, hooks for its backward are set at the end, and parameters that backward does
+        not need are resharded.
 
         function: this module's forward, or a method that runs a part of it, such as `get_image_features`.
+        args, kwargs: the arguments of `function`.
         """
         schedule = self._schedule
         if schedule.in_forward:
@@ -121,12 +125,12 @@ class DistributedModule(ShardedModule):
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
-        """Return a context that lets this module's parameters be resharded as soon as backward no longer needs them.
+        """Return a context for this module's forward, so that its parameters are resharded as early as possible.
 
-        For this, `on_demand.watch` tracks which views of the full parameters autograd saves. No other module may read
-        parameters of the same flat buffers inside the context. This is certain only if the module has no children, so
-        for a module with children the context does nothing. It also does nothing if gradients are disabled, because
-        autograd then saves nothing.
+        Inside the context, `on_demand.watch` tracks which views of the full parameters autograd saves. The parameters
+        are resharded once backward needs none of these views. No other module may read parameters of the same flat
+        buffers inside the context. This is certain only if the module has no children, so for a module with children
+        the context does nothing. It also does nothing if gradients are disabled, because autograd then saves nothing.
         """
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()

@@ -20,21 +20,20 @@ if TYPE_CHECKING:
 FORWARD, EVALUATION, BACKWARD = (
     code(f"next operation of a {kind}", 0) for kind in ("forward", "forward without gradients", "backward")
 )
-"""The three kinds of passes, as entries of the collective log (the list of operations that the ranks compare).
-
-Each request for a collective writes the entry of its pass. So the ranks notice if one of them is in a forward and
-another in a backward.
+"""The three kinds of passes. Each is a number: the entry of the collective log (the list of operations that the ranks
+compare) that a rank adds when it requests a collective in such a pass. So the ranks notice if one of them is in a
+forward and another in a backward.
 """
 _UNITS = 1 << 30  # an upper bound of the number of blocks and root buffers (of parameters outside blocks)
 _STRIDE = 1 << 20  # an upper bound of the number of buffers in one block
 _SPACE = _UNITS * _STRIDE
-_END = 6 * _SPACE
+_END = 6 * _SPACE  # larger than the number of any collective; requested at the end of a forward or backward
 
 
 class _Requests(NamedTuple):
-    """The numbers by which ranks request the collectives of one flat buffer.
+    """The numbers of the collectives of one flat buffer. A rank requests a collective by its number.
 
-    If ranks request different numbers, the collective with the smallest number is issued first.
+    If ranks request different collectives, the one with the smallest number is issued first.
 
     Attributes:
         forward: the number of the all-gather in a forward.
@@ -64,7 +63,7 @@ class Negotiation:
         """Create the object by which all ranks agree on each next collective.
 
         Args:
-            control: the communicator by which the ranks tell each other which collective they need next.
+            control: the communicator by which the ranks exchange the numbers of the collectives that they need next.
             reduce: a collective function that starts the reduction of the gradients of one block, or of one root buffer
                 (a flat buffer of parameters outside blocks).
         """
@@ -169,14 +168,14 @@ class Negotiation:
             self._agree(requests.reduction, BACKWARD)
 
     def reduction_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return a sort key. With it, all ranks finish the reductions of a backward in the same order.
+        """Return a sort key with which all ranks start the last reductions of a backward in the same order.
 
         buffers: the flat buffers of one block, or one root buffer (of parameters outside blocks).
         """
         return min((found.reduction for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def gather_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return a sort key. With it, all ranks gather root buffers in the same order at the beginning of a backward.
+        """Return a sort key with which all ranks gather root buffers in the same order when a backward begins.
 
         buffers: a sequence with one root buffer, that is, a flat buffer of parameters outside blocks.
         """

@@ -1,4 +1,4 @@
-"""Interfaces for recomputing forwards in backward: which forwards, with which state, and where inputs are kept."""
+"""Interfaces that decide which forwards are recomputed in backward, with which state, and where inputs are kept."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 Keeps = Callable[[Any, tuple, dict[str, Any]], bool]
-"""A function that takes an operator of torch and the arguments of one call of it (a tuple and a dict). It returns
-whether the output of this call is kept until backward, and not recomputed."""
+"""A function that takes an operator of torch, and the arguments (a tuple and a dict) of one call of the operator. It
+returns whether the output of this call is kept until backward, instead of being recomputed."""
 
 
 def keep_nothing(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -41,8 +41,8 @@ class Recompute:
         Called before the block's all-gather. If layers issue collectives in their own forwards, which a recomputation
         repeats, the result must be the same on all ranks.
 
-        If a checkpoint encloses the block, the result must be the same for all calls of the block inside the
-        checkpoint, because only the last result is remembered.
+        If torch's checkpoint encloses the block, the result must be the same for all calls of the block inside the
+        checkpoint. When the checkpoint recomputes these calls, each uses the last result.
 
         Args:
             args: the positional arguments of the forward.
@@ -65,10 +65,10 @@ class Recompute:
         """
 
     def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
-        """Return a function that tells which operators' outputs a compiled graph does not recompute in backward.
+        """Return a function that selects the operators whose outputs a compiled graph keeps, and does not recompute.
 
-        Returns None if the graph must not recompute the forward that is about to start. torch's checkpoint then
-        recomputes it, in the contexts that `contexts` returns.
+        Called before a forward of a compiled block that is to be recomputed in backward. Returns None if torch's
+        checkpoint must recompute this forward, in the contexts that `contexts` returns, and not the compiled graph.
 
         Args:
             args: the positional arguments of the forward.
@@ -78,12 +78,12 @@ class Recompute:
         return keep_nothing
 
     def backward_begins(self, recomputed: bool) -> None:
-        """Called when the block's backward starts, and once more if a recomputation of the forward starts.
+        """Called when the block's backward starts, and again when the recomputation of its forward starts, if any.
 
         A subclass can measure the device's memory at these moments. The base class does nothing.
 
         Args:
-            recomputed: whether a recomputation starts.
+            recomputed: True if a recomputation starts, False if the block's backward starts.
         """
 
 

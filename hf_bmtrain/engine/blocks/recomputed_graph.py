@@ -24,7 +24,7 @@ from .recompute import Keeps, keep_nothing
 class RecomputedGraphs:
     """Compiles the forward of one block together with its recomputation in backward.
 
-    `run` calls torch.compile once for each value of `keeps`, the function that selects the outputs kept for backward.
+    `run` calls torch.compile once for each value of its argument `keeps`.
 
     Args:
         forward: the function to compile: the `forward` of the layer's class, or one that was set on the instance.
@@ -46,7 +46,8 @@ class RecomputedGraphs:
         """Return the outputs of the compiled forward.
 
         Args:
-            keeps: tells which operators' outputs backward does not recompute.
+            keeps: a function that selects the operators whose outputs are kept until backward. The outputs of all
+                others are recomputed.
             args: the positional arguments of the forward.
             kwargs: its keyword arguments.
 
@@ -75,11 +76,14 @@ class RecomputedGraphs:
 
 
 class CannotRecompute(Exception):
-    """No compiled graph can run and recompute the forward of a layer. The message is the reason."""
+    """Raised if a layer cannot be compiled so that one graph contains its forward and the recomputation.
+
+    The message is the reason.
+    """
 
 
 class NotCompiled(CannotRecompute):
-    """torch.compile runs a forward eagerly, because it is disabled or because of a context around the forward."""
+    """Raised if torch.compile is disabled, or does not compile a forward because of a context around it."""
 
 
 class _Source:
@@ -95,8 +99,9 @@ class _Source:
 
 
 def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
-    """Return a `_Source`, that is, a function for torch.compile, that runs `forward` inside torch's checkpoint.
+    """Return a function for torch.compile that runs `forward` inside torch's checkpoint. A `_Source` contains it.
 
+    forward: the forward of a layer.
     keeps: selects the operators whose outputs are kept. Backward recomputes the outputs of all others.
     """
 

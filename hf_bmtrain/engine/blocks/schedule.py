@@ -62,8 +62,8 @@ class ForwardPass:
             unsharded during the whole backward.
         blocks: the blocks that this forward called and of which an output requires a gradient.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
-        entry: the kind of pass: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes it to the
-            collective log, the list of operations that the ranks compare.
+        entry: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes this constant to the collective
+            log, the list of operations that the ranks compare.
     """
 
     def __init__(self, enter: Callable[[ForwardPass], None], negotiation: Negotiation | None) -> None:
@@ -83,7 +83,8 @@ class ForwardPass:
     def end(self) -> list[int]:
         """End the forward. Return the version counters of the flat buffers of root parameters that it has read.
 
-        `before_backward` gets them, to check that the parameters (those outside blocks) were not modified meanwhile.
+        Root parameters are those outside blocks. The counters are passed to `before_backward`, which checks with them
+        that the parameters were not modified meanwhile.
         """
         self.readers = {reader: reader.unwatched for reader in self.readers}
         return [reader.version for reader in self.readers]
@@ -96,8 +97,8 @@ class ForwardPass:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a root parameter (one outside blocks) that this forward has read.
 
-        Such a view becomes invalid when the full parameter is freed. Parameters that were read only by modules without
-        children (inside `on_demand.watch`) do not count.
+        Such a view becomes invalid when the full parameter is freed. Parameters that were read only inside
+        `on_demand.watch`, that is, by modules without children, are ignored.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
@@ -153,7 +154,7 @@ class Schedule:
         outside: averages the gradients of root parameters (those outside blocks) over the ranks.
         inside: the context that every forward of a layer or model enters, recomputations included. Its `depth` is the
             current number of nested forwards.
-        observers: the objects to call at events of training, on this rank.
+        observers: this rank's observers, the objects whose methods are called at events of training.
         negotiation: makes the ranks agree on each collective of models in which they may enter different blocks.
         backwards: the number of backwards that have ended.
         collective_layers: whether layers of any model issue collectives in their own forwards. A recomputation repeats
@@ -173,7 +174,7 @@ class Schedule:
         self._calibrates = False
         self._members: dict[
             int, dict[BackwardParticipant, None]
-        ] = {}  # the participants, by autograd's number of the backward
+        ] = {}  # the participants of each backward; the key is autograd's number of the backward
         self._passes: dict[int, list[ForwardPass]] = {}  # the forward passes that each backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
@@ -212,7 +213,7 @@ class Schedule:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of memory for shards and received gradients that torch's statistics omit.
+        """The bytes of shards and received gradients that are missing in torch's memory statistics.
 
         The package allocates this memory outside torch's allocator.
         """
@@ -307,7 +308,8 @@ class Schedule:
     def add_reader(self, reader: OnDemandGather) -> None:
         """Register that the running forward pass reads the root parameters (outside blocks) that `reader` all-gathers.
 
-        So the schedule knows which parameters to reshard after this forward, and to prepare for its backward.
+        The forward pass reshards them at its end if no backward will follow, and otherwise prepares them for the
+        backward.
         """
         if self._pass is not None:
             self._pass.readers[reader] = True
@@ -340,9 +342,10 @@ class Schedule:
 
     @property
     def negotiated(self) -> int | None:
-        """The kind of pass (FORWARD, EVALUATION, BACKWARD) if ranks must now agree on each collective, otherwise None.
+        """FORWARD, EVALUATION or BACKWARD if ranks must now agree on each collective, otherwise None.
 
-        Each agreement writes this kind to the collective log, the list of operations that the ranks compare.
+        They must agree while a model runs of which they may enter different blocks. Each agreement writes the constant
+        to the collective log, the list of operations that the ranks compare.
         """
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
@@ -410,7 +413,7 @@ class Schedule:
         return any(block in each.blocks for each in passes) if passes else None
 
     def is_member(self, member: BackwardParticipant) -> bool:
-        """Return whether `member` takes part in a running backward. A backward that is ending does not count."""
+        """Return whether `member` takes part in a running backward. Backwards that are ending are not considered."""
         return any(member in members for members in self._members.values())
 
     @torch.no_grad()

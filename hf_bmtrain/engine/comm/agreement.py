@@ -12,9 +12,9 @@ import torch
 from .object_comm import ObjectComm
 
 _SHOWN = 5
-"""The maximum number of differing facts that an error shows."""
+"""The maximum number of facts (named values) with differences that an error message shows."""
 _VALUES, _LENGTH = 4, 300
-"""How much an error shows: the maximum number of different values per fact, and of characters per value."""
+"""The maximum number of different values per fact, and of characters per value, that an error message shows."""
 _SAMPLED = 64
 """The number of elements that `fingerprint` reads at each of three places of a tensor: beginning, middle and end."""
 
@@ -24,15 +24,18 @@ def agree(
 ) -> None:
     """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order.
 
-    Collective: every rank must call it. Strings are compared directly, other values by their `repr`. The error is the
-    same on every rank. For the first few differences, it shows which ranks have which value.
+    Collective: every rank must call it. Strings are compared directly, other values by their `repr`.
 
     Args:
         control: exchanges Python objects between the ranks.
-        occasion: the operation that the ranks are about to start, for the error.
-        facts: the values that must be equal, by name.
-        may_differ: values that are not compared, but are shown in the error to explain a difference, such as the file
-            that each rank has read. Their names must be the same on every rank.
+        occasion: the operation that the ranks are about to start. The error message begins with it.
+        facts: {name: value}, the values that must be equal.
+        may_differ: {name: value}, values that are not compared, but are shown in the error message to explain a
+            difference, such as the file that each rank has read. Their names must be the same on every rank.
+
+    Raises:
+        RuntimeError: facts differ. The message is the same on every rank. For the first few differences, it shows which
+            ranks have which value.
     """
     if control.size == 1:
         return
@@ -44,7 +47,7 @@ def agree(
     names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
-    if not count:  # only the order of the facts differs: compare the names by position, which raises the error
+    if not count:  # Only the order of the facts differs. Comparing the names by position raises the error.
         agree(control, occasion, {f"number {number}": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])

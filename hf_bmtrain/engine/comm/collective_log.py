@@ -1,9 +1,9 @@
-"""A log of the operations that this rank has issued to a communicator, which is compared with other ranks' logs.
+"""A log of the operations that this rank has issued to a communicator. Ranks compare their logs to find errors.
 
 Ranks that issue different operations would deadlock or exchange the wrong data. Each operation is one entry of the log,
-a number. For each entry, the log stores only a digest of all entries up to it: the previous digest times a constant,
-plus the entry, modulo a power of two. One comparison of digests thus covers all earlier entries, and an entry can be
-computed from the digests before and after it.
+and an entry is a number. The log does not store the entries themselves. For each entry, it stores a digest of this
+entry and all earlier ones: the previous digest times a constant, plus the entry, modulo a power of two. If one digest
+is equal on two ranks, all entries up to there are equal. An entry can be computed from the digests before and after it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""The number of recent operations that can be compared between ranks. Several steps of a large model take fewer."""
+"""The number of recent operations that ranks can compare. Several training steps of a large model issue fewer."""
 SENT = 64
 """The number of recent entries of its log that a rank sends to the other ranks."""
 _RING = 2 * KEPT
 WORDS = 1 + _RING
-"""The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests. The
-digest at a position is a hash of all entries up to it. The log stores digests, and not the entries themselves."""
+"""The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests. A
+digest is a hash of all entries up to one position. The log stores digests, and not the entries themselves."""
 UNKNOWN = "an exchange between the ranks"
 """The description, in messages, of an exchange of objects whose purpose this rank has not recorded."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_PARTS = ("all-to-all",)
-"""Collectives whose number of elements may differ between ranks. Their entries therefore do not contain this number."""
+"""Collectives whose number of elements may differ between ranks. Their log entries therefore do not contain it."""
 _OF_BUFFERS = (
     "gather of", "gather without gradients of", "preparing the all-gather of", "reduction of the gradient of",
     "change of requires_grad in",
@@ -48,25 +48,25 @@ _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
 
 
 def code(kind: str, number: int) -> int:
-    """Return the collective log's entry for an operation. An entry is a number.
+    """Return the entry, a number, that stands for an operation in a rank's log of collectives.
 
     Args:
         kind: the kind of the operation, one of `_KINDS`, such as "all-gather".
-        number: for a collective on a tensor, its number of elements. For an operation on a flat buffer, the buffer's
-            number. For an exchange of Python objects or a decision, the number that stands for its description. For an
+        number: for a collective on a tensor, the tensor's number of elements. For an operation on a flat buffer, the
+            buffer's number. For an exchange of Python objects or a decision, a hash of its description. For an
             all-to-all, and for kinds that begin with "next operation of", 0.
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
 
 def value_code(kind: str, value: float) -> int:
-    """Return the collective log's entry for a value that must be equal on all ranks, such as a learning rate.
+    """Return the entry, a number, that stands for a value in a rank's log of collectives.
 
-    An entry is a number.
+    Ranks compare their logs, so this is used for values that must be equal on all ranks, such as a learning rate.
 
     Args:
         kind: the use of the value, one of `_OF_VALUES`, such as "step with learning rate".
-        value: the value. The entry contains it rounded to float32.
+        value: any number. The entry contains this number rounded to float32, or inf if it is too large for float32.
     """
     try:
         (bits,) = _BITS(_FLOAT(value))
@@ -76,9 +76,9 @@ def value_code(kind: str, value: float) -> int:
 
 
 def option_kind(option: str) -> str:
-    """Return the argument `kind` of `value_code` for an optimizer's option, such as "step with learning rate".
+    """Return the argument `kind` of `value_code` for an option of an optimizer. For "lr": "step with learning rate".
 
-    Ranks compare the option's value by means of the log entry that `value_code` returns.
+    `value_code` turns the option's value into a log entry, which the ranks compare.
 
     option: the key in the optimizer's parameter groups, such as "lr" or "weight_decay".
     """
@@ -87,9 +87,10 @@ def option_kind(option: str) -> str:
 
 
 def kind_and_number(entry: int) -> tuple[str, int]:
-    """Return the `kind` and `number` from which `code` has computed an entry of the collective log.
+    """Return the `kind` and `number` from which `code` has computed an entry of a collective log.
 
-    For an entry from `value_code`, the number is the bit pattern of the float32 value.
+    An entry is a number that stands for an operation. For an entry from `value_code`, the result `number` is the bit
+    pattern of the float32 value.
     """
     number, position = divmod(entry, len(_KINDS))
     return _KINDS[position], number
@@ -142,7 +143,7 @@ class Excerpt(NamedTuple):
 class Difference(NamedTuple):
     """The first difference between the collective logs of two ranks, their lists of the operations they have issued.
 
-    Only entries that both ranks still store are compared.
+    Only recent entries, which both ranks can still compute from their logs, are compared.
 
     Attributes:
         number: the position of the entry in both logs, counted from 1.
@@ -214,14 +215,14 @@ class CollectiveLog:
         digest = self.digest = (self.digest * _FACTOR + entry) & _MASK
         memory = self._memory
         memory[1 + number % _RING] = digest
-        memory[0] = self.count = number  # written after the digest, which a rank reads once it sees this count
+        memory[0] = self.count = number  # written last: when other ranks see this count, they read the digest
         for rank, theirs in self._others:
             if 0 <= theirs[0] - number < KEPT and theirs[1 + number % _RING] != digest:
                 self.problem = self.problem or self.explain(self, rank, _excerpt(theirs))
                 self.refuse()
 
     def refuse(self) -> None:
-        """Raise RuntimeError with the text of `problem` (the reason why this rank must stop), if it is set."""
+        """Raise RuntimeError with the text of `problem`, the reason why this rank must stop, unless that is None."""
         if self.problem is not None:
             self.told = True
             raise RuntimeError(self.problem)
@@ -243,7 +244,8 @@ class CollectiveLog:
     def compare(self, theirs: Excerpt) -> Difference | None:
         """Return the first difference between this log and the last entries of another rank's log.
 
-        Only positions whose entries this log still stores are compared. Returns None if all of these entries are equal.
+        Only entries for which this log still stores digests (hashes) are compared. Returns None if all of them are
+        equal.
 
         theirs: the last entries of the other rank's log, which its `excerpt` has returned.
         """
@@ -260,7 +262,9 @@ class CollectiveLog:
         return None
 
     def entry(self, number: int) -> int | None:
-        """Return the entry (the number of an operation) at a position of this log, or None if it is not stored.
+        """Return the entry (the number that stands for an operation) at a position of this log.
+
+        Returns None if the log has no such position yet, or has KEPT or more later entries.
 
         number: the position, counted from 1.
         """

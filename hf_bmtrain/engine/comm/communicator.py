@@ -1,9 +1,9 @@
 """Collectives over flat tensors: the interface, an implementation with gloo, and one for a single process.
 
 The module `nccl` implements the interface for GPUs. The operations of a `Communicator` run in the order in which they
-were issued, asynchronously to the computation. Each returns a `Ticket`. Call its `wait` before reading the result or
-freeing an operand. Every rank must issue the operations of all communicators in the same order, from one thread at a
-time.
+were issued, asynchronously to the computation. Each operation returns a `Ticket`. Call the ticket's `wait` before you
+read the result or free an operand. Every rank must issue the operations of all communicators in the same order, from
+one thread at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHECK_SECONDS = 1.0  # interval at which a waiting rank checks its collective l
 _DIAGNOSIS_SECONDS = 5.0
 PATIENCE = 5.0
 """The number of seconds that an operation waits beyond the timeout. The monitor (the thread that watches the other
-ranks) thus reports the timeout first; only it can say why a rank is missing."""
+ranks) thus reports the timeout first. Only the monitor can find out why a rank is missing."""
 _LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
 
 Ranges = Sequence[tuple[int, int]]
@@ -82,9 +82,9 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        """Start to replace `tensor` on every rank by the values of rank `root`. Collective: every rank must call it.
+        """Start to replace `tensor` on every rank by its values on the rank whose number in the communicator is `root`.
 
-        Call `wait` of the returned ticket before you use `tensor`.
+        Collective: every rank must call it. Call `wait` of the returned ticket before you use `tensor`.
         """
         ...
 
@@ -128,10 +128,10 @@ class OpenGroup(Protocol):
 
 
 class Gather(Protocol):
-    """A way to allocate shards, and to all-gather them into full buffers.
+    """A way to allocate shards (each rank's part of a flat tensor), and to all-gather them into the full tensor.
 
     Shards are gathered with collectives, or with peer copies: each rank copies them directly from the memory of the
-    other ranks. The default methods suit collectives, and shards in memory of torch's allocator.
+    other ranks. The default methods are right for collectives, and for shards in memory of torch's allocator.
 
     Attributes:
         communicator: the communicator that all-gathers the shards or, with peer copies, synchronizes the copies.
@@ -169,8 +169,8 @@ class Gather(Protocol):
         Args:
             full: (size * n,), written.
             shard: (n,), this rank's shard, from `allocate`.
-            own: the (start, stop) ranges of this rank's shard that must be copied to `full`. The rest of the shard need
-                not be copied, because this rank does not read it from `full`.
+            own: the (start, stop) ranges of `shard` that must be copied to `full`. The rest of `shard` need not be
+                copied, because it contains complete tensors, which this rank reads in `shard` and not in `full`.
         """
         ...
 
@@ -211,8 +211,7 @@ class Gather(Protocol):
 class CollectiveGather(Gather):
     """Gathers shards with the communicator's all-gather.
 
-    On each rank, the all-gather ends only after this rank's shard was sent, so writing to the shard afterwards needs no
-    further synchronization.
+    A rank may write its shard again when its own all-gather has ended, because by then the shard has been sent.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -429,7 +428,10 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
     while not work.is_completed():
         left = end - time.monotonic()
         if left <= 0:
-            raise RuntimeError(f"Not all ranks called this operation within {seconds:.0f} s.")
+            raise RuntimeError(
+                f"Not all ranks called this operation within {seconds:.0f} s: another rank ended, hangs or is slow. "
+                "If it is slow, increase the timeout of init_distributed."
+            )
         if comes(work, min(left, _CHECK_SECONDS)):
             return
         collective_log.check()
@@ -439,10 +441,10 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
 
 @contextlib.contextmanager
 def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
-    """Return a context that replaces an error of gloo or NCCL by one that states the cause.
+    """Return a context that replaces an error of gloo or NCCL by an error that states the cause.
 
-    When such an error is raised, the monitor (the thread that watches the other ranks) has 5 s to find the cause. If it
-    finds none, the original error is raised.
+    When gloo or NCCL raises an error, the monitor (the thread that watches the other ranks) has 5 s to find the cause.
+    If the monitor finds no cause, the original error is raised.
 
     collective_log: the log in which the monitor notes the cause.
     """

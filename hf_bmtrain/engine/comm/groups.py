@@ -1,4 +1,4 @@
-"""Communicators for shards over several hosts, built from communicators inside each host and between hosts.
+"""Communicators for training on several hosts, built from communicators inside each host and between hosts.
 
 A *rail* is a group with one rank of each host: the ranks that have the same index on their hosts.
 """
@@ -18,10 +18,10 @@ from .streams import Immediate, Ticket, WorkStream, work_stream
 
 
 class ShardGroup:
-    """A communicator for shards that are divided among the ranks of each host, so that every host stores all shards.
+    """A communicator for tensors that are sharded over the ranks of each host, so that every host stores all shards.
 
-    This is used with `shard_over="host"`. Collectives take place between the ranks of this host, except that a
-    broadcast goes from a rank of the first host to all ranks of all hosts.
+    This is used with `shard_over="host"`. Collectives take place between the ranks of this host. Only a broadcast goes
+    further: from a rank of the first host to all ranks of all hosts.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -61,11 +61,11 @@ class ShardGroup:
 
 
 class EqualSums(ShardGroup):
-    """A communicator of the ranks of this host whose sums are equal bit for bit on all hosts.
+    """A communicator of the ranks of this host, whose `all_reduce` gives bit-identical sums on all hosts.
 
     This is used if every host stores all shards. Every host gets the sums of the first host. If each host computed its
-    own sums, it might add the values in a different order. Gradient norms could then differ in the last bit, each host
-    would clip its gradients differently, and the hosts' copies of the weights would drift apart.
+    own sums, hosts might add the same values in different orders. Gradient norms could then differ in the last bit,
+    each host would clip its gradients differently, and the hosts' copies of the weights would drift apart.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -89,7 +89,7 @@ class EqualSums(ShardGroup):
 class TwoLevels:
     """The communicator of all ranks of several hosts, which all-gathers first between hosts and then inside each host.
 
-    Every shard is thus sent to each other host only once. Means are computed in the opposite order: first inside each
+    Every shard is thus sent to each other host only once. A reduce-scatter takes the opposite order: first inside each
     host, then between hosts. Other collectives use the communicator of all ranks. Every host must have the same number
     of ranks.
 
@@ -110,7 +110,7 @@ class TwoLevels:
         device: torch.device,
     ) -> None:
         # Shards are numbered so that the ranks with the same index on their hosts (a rail) store consecutive shards.
-        # All-gathered between hosts, these shards are one contiguous part of the full buffer.
+        # The result of an all-gather between hosts is then one contiguous part of the full buffer.
         self.rank, self.size = inside.rank * rail.size + rail.rank, world.size
         self.collective_log: CollectiveLog = world.collective_log
         self.inside, self.rail, self._world, self._order = inside, rail, world, order
@@ -171,14 +171,15 @@ class TwoLevels:
 
 
 class HostGather(CollectiveGather):
-    """All-gathers shards first between hosts and then inside each host, and keeps what was received from other hosts.
+    """All-gathers shards first between hosts and then inside each host, and keeps the shards from other hosts.
 
     This is used with `shard_over="host+world"`. Each rank keeps the shards of the ranks that have its index on their
-    hosts, so that the ranks of a host together keep the full buffer. After a change of the weights, only the first
-    all-gather sends shards between hosts; the following ones stay inside the host.
+    hosts, so that the ranks of a host together keep all shards. After a change of the weights, only the first
+    all-gather sends shards between hosts. The following all-gathers stay inside the host.
 
-    A shard's version counter shows whether the shard has changed. All ranks must change their weights between the same
-    two all-gathers. Otherwise, only some ranks would take part in the all-gather between hosts.
+    A rank detects a change by the version counter of its shard, torch's count of in-place writes. All ranks must change
+    their weights between the same two all-gathers. Otherwise, only some ranks would take part in the all-gather between
+    hosts.
 
     Args:
         levels: the communicator of all ranks, which all-gathers in these two steps.
@@ -204,7 +205,7 @@ class ReplicatedReduction(Reduction):
     """Averages gradients first inside each host, with the reduction `inside`, and then each shard between the hosts.
 
     Args:
-        inside: the reduction that averages over the ranks of this host. Only this object may use it.
+        inside: the reduction that averages over the ranks of this host.
         rail: the communicator of the ranks that store the same shard, one of each host.
         device: this rank's device.
     """
@@ -235,7 +236,7 @@ class _ReplicatedReducer:
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
         # The reduction inside the host gets no running sum, because only the mean over all hosts must be added to the
-        # sum. Its sums of squares are not passed on, because they are those of the mean over one host.
+        # sum. Its result `squares` is not returned, because it contains the squares of the mean over one host.
         mean = shard if total is None else torch.empty_like(shard)
         pending, owner = self._inside.send(gradients, mean, None), self._owner
         arrived = _then(owner.stream, pending.arrived, lambda: owner.rail.all_reduce_mean(mean))

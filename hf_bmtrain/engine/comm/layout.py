@@ -38,7 +38,8 @@ class Layout:
 
     Attributes:
         numels: the number of elements of each tensor.
-        offsets: the first element of each tensor in the flat buffer. They do not depend on the number of shards.
+        offsets: the index in the flat buffer of each tensor's first element. It does not depend on the number of
+            shards.
         shard_numel: the number of elements of each shard.
         world_size: the number of shards.
     """
@@ -59,9 +60,9 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times). The first n tensors get `times` times the space that they need, all of it in the first
-                shard; the rest of this space is padding. Use this if the buffer is sent as one byte per element, but
-                the elements of these n tensors have `times` bytes each.
+            spread: (n, times). Reserve `times` times the space that the first n tensors need, all of it in the first
+                shard, as padding behind them. Use this if the buffer is sent as one byte per element, but the elements
+                of these n tensors have `times` bytes each. n is less than the number of tensors.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0

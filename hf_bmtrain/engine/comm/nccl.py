@@ -75,7 +75,7 @@ class NcclCommunicator:
         name: the communicator's name, for messages.
         rank: this rank's number in the communicator.
         size: the number of its ranks.
-        unique_id: the communicator's identifier for NCCL, which one rank creates and sends to the others.
+        unique_id: the communicator's identifier for NCCL. One rank creates it with NCCL and sends it to the others.
         device: this rank's device.
     """
 
@@ -176,7 +176,7 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
     pending operations of the communicators that are not yet aborted keep the device busy.
 
     Args:
-        communicators: the communicators to abort.
+        communicators: all NCCL communicators of the device.
         seconds: the maximum time to wait for the threads.
 
     Returns:

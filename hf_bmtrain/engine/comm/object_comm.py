@@ -26,8 +26,8 @@ class ObjectComm:
         size: the number of ranks.
         timeout: the number of seconds that a collective waits for the other ranks.
         collective_log: the log of the collectives, which is compared with other ranks' logs.
-        occasions: {number: text}, for messages. The log contains only numbers. Each stands for a text: the purpose of a
-            collective, or a decision from `note_decision`.
+        occasions: {number: text}, the texts that error messages show for numbers in `collective_log`. A text is the
+            purpose of a collective, or a decision that was passed to `note_decision`.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
@@ -50,6 +50,10 @@ class ObjectComm:
         Args:
             value: any object that can be pickled.
             occasion: the purpose of the exchange, for messages. It must be the same on every rank.
+
+        Raises:
+            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
+                rank.
         """
         values = [value]
         if self._group is not None:
@@ -62,7 +66,8 @@ class ObjectComm:
     def broadcast_object(self, value: Any) -> Any:
         """Return the value that rank 0 passes. The values of other ranks are ignored.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Raises RuntimeError if not all ranks call it in time, or if a problem is
+        found meanwhile, such as an error of another rank.
         """
         values = [value]
         if self._group is not None:
@@ -76,11 +81,11 @@ class ObjectComm:
 
         Args:
             occasion: the purpose of the barrier, for messages.
-            seconds: the time to wait; None uses the timeout.
+            seconds: the maximum time to wait for the other ranks. None uses the attribute `timeout`.
 
         Raises:
             RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
-                rank. Afterwards, this object cannot be used for collectives.
+                rank. Do not use this object for collectives afterwards, because the barrier is still pending.
         """
         self.any(False, occasion, seconds)
 
@@ -92,7 +97,7 @@ class ObjectComm:
         Args:
             flag: this rank's value.
             occasion: the purpose of the exchange, for messages. It must be the same on every rank.
-            seconds: the time to wait for the other ranks; None uses the timeout.
+            seconds: the maximum time to wait for the other ranks. None uses the attribute `timeout`.
 
         Raises:
             RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
@@ -134,7 +139,7 @@ class ObjectComm:
 
         Raises:
             RuntimeError: another rank of this host has made a different decision, or a problem was found before. If
-                this rank is the first to decide, its next operation raises the error instead.
+                the other rank decides later, or is on another host, a later operation of this rank raises the error.
         """
         if self._group is not None:
             self.collective_log.note(code("decision for", self._number(text)))
@@ -151,9 +156,11 @@ class ObjectComm:
     # -- posts, which are not collective ------------------------------------------------------------------------
 
     def post(self, key: str, text: str) -> None:
-        """Append `text` to the list of texts that ranks have posted under `key`, in a store that all ranks can read.
+        """Append a text to the list that is stored under a key, in a store that all ranks can read with `read_posts`.
 
-        text: a text without ";".
+        Args:
+            key: the key of the list. All ranks may append to the same list.
+            text: any text without ";", which separates the texts of the list.
         """
         if self._store is not None:
             self._store.append(key, f"{text};")
@@ -172,7 +179,7 @@ class ObjectComm:
             self._store.delete_key(key)
 
     def show(self, key: str, text: str) -> None:
-        """Store `text` under `key`, where every rank can read it with `look`. It replaces the previous text."""
+        """Store `text` under `key`, where every rank can read it with `look`. It replaces any previous text there."""
         if self._store is not None:
             self._store.set(key, text)
 

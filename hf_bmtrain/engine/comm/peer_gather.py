@@ -55,8 +55,9 @@ class PeerGather(Gather):
       every rank must either gather or call `publish`.
     * After an asynchronous update by an optimizer, which `announce` registers, gathers of a shard wait until every rank
       has updated it.
-    * Weights may be written again after `wait_for_readers`, which waits for the copies of all ranks. It is called at
-      the end of every backward.
+    * Weights that were gathered may be written again after `wait_for_readers`, which waits for the copies of all ranks.
+      Every backward ends with this call. If such weights are written without it, the next `gather`, `publish` or
+      `announce` raises RuntimeError.
     """
 
     # [Note: meetings of gathers]

@@ -46,7 +46,10 @@ class PeerMemory(Protocol):
     def part(self, source: Any, start: int, stop: int) -> Any:
         """Return bytes start:stop of mapped memory of another process, as a source or target for `copy`.
 
-        source: the mapped memory that `map` returned.
+        Args:
+            source: the mapped memory that `map` returned.
+            start: the position of the first byte.
+            stop: the position after the last byte.
         """
         ...
 
@@ -183,7 +186,7 @@ class CudaMemory:
             handle = bytes(self._runtime.ipcGetMemHandle(address))
         slab = _Slab(address, nbytes)  # the tensor below and its views keep it alive
         memory = torch.as_tensor(slab, device=self._device).zero_()
-        torch.cuda.current_stream(self._device).synchronize()  # other processes must write only after the zeros
+        torch.cuda.current_stream(self._device).synchronize()  # the zeros must be written before other processes write
         return memory.view(dtype), (handle, address), weakref.ref(slab)
 
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:

@@ -109,8 +109,11 @@ class Mailboxes:
 
         A mailbox is memory into which the other ranks copy gradients.
 
-        box: this rank's mailbox for the same reduction. The other rank's mailbox has the same index.
-        rank: the other rank.
+        Args:
+            box: this rank's mailbox for the same reduction. The other rank's mailbox has the same index.
+            rank: the other rank.
+            start: the position of the first byte in the mailbox.
+            stop: the position after the last byte.
         """
         begin = box.number * self.nbytes
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
@@ -120,16 +123,17 @@ class PeerReduction(Reduction):
     """Averages the gradients of blocks with peer copies: each rank writes directly to the memory of the other ranks.
 
     Each rank copies the gradient elements of every other rank's shard, directly from autograd's tensors, into a mailbox
-    of that rank: memory with a row for each other rank, laid out like the shard. Then each rank sums these rows and its
-    own values. Small shards and unsupported dtypes are reduced by collectives. All ranks must reduce the same flat
-    buffers in the same order. The host waits only when mailboxes are allocated or freed.
+    of that rank: memory with a row for each other rank, laid out like the shard. Then each rank averages the rows of
+    its mailbox and its own values. Small shards and unsupported dtypes are reduced by collectives. All ranks must
+    reduce the same flat buffers in the same order. The host waits only when mailboxes are allocated or freed.
     """
 
     # [Note: meetings of reductions]
     # A meeting is an all-reduce of one element. It completes on no rank before the streams of all ranks have reached
     # it. Each rank has S >= 2 mailboxes, and reduction k uses mailbox k mod S. Two streams put the work in order:
     # * `_pushing` starts the copies of reduction k. It first waits for the work that was queued on the current stream
-    #   when `send` was called, which computes the gradients, and for meeting k-S+1, after which the mailboxes are free.
+    #   when `send` was called, which computes the gradients. It also waits for meeting k-S+1, after which no rank reads
+    #   the mailboxes k mod S any longer.
     # * `_adding` waits until these copies are complete, enters meeting k, and then sums the values.
     # No other synchronization is needed, for these reasons:
     # * All values have arrived before they are summed, because each rank enters meeting k after its own copies of

@@ -92,14 +92,16 @@ class Reducer(Protocol):
         Args:
             index: the index of the tensor in the layout.
             gradient: the gradient, in the tensor's full shape. The reducer may keep a reference and write to it.
-            destination: a function that returns the tensors (shard, total) with which `send` will be called. Reducers
-                that copy the gradient at once call it.
+            destination: a function that returns the tensors (shard, total) with which `send` will be called. Only
+                reducers that copy the gradient at once call this function.
         """
 
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        """Start to average the gradients over ranks. Collective: every rank must call it.
+        """Start to average the gradients over ranks. Call `wait` of the result before you use `shard` or `total`.
+
+        Collective: every rank must call it.
 
         Args:
             gradients: the full gradients of the layout's tensors, in order. None stands for a gradient that was passed

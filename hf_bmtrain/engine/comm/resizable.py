@@ -6,12 +6,12 @@ import torch
 
 
 class ResizableStorage:
-    """A flat tensor whose memory can be freed and allocated again, while views of it stay usable.
+    """A flat tensor whose memory can be freed and allocated again. Views of the tensor then use the new memory.
 
-    Views of `tensor`, including views that autograd has saved, refer to the new memory after `free` and `allocate`. A
-    block's full parameters can therefore be freed between its forward and its backward without recomputing the forward.
-    Reading a view while the memory is freed is undefined; on the CPU it crashes. The memory is allocated at first,
-    because views can be made only of allocated memory.
+    This includes views that autograd has saved. A block's full parameters can therefore be freed between its forward
+    and its backward without recomputing the forward. Do not read a view while the memory is freed: the values are
+    undefined, and on the CPU the process crashes. A new object has its memory allocated, because views can be made only
+    of allocated memory.
 
     Args:
         numel: the number of elements.
@@ -34,7 +34,7 @@ class ResizableStorage:
         self.allocated = True
 
     def allocate(self) -> torch.Tensor:
-        """Allocate the memory if it is not allocated, and return `tensor`. New contents are undefined."""
+        """Allocate the memory if it is not allocated, and return `tensor`. The values in new memory are undefined."""
         if not self.allocated:
             self._storage.resize_(self._nbytes)
             self.allocated = True
@@ -43,7 +43,7 @@ class ResizableStorage:
         return self.tensor
 
     def free(self) -> None:
-        """Free the memory, which later work on the current stream may reuse. Views are unusable until `allocate`."""
+        """Free the memory. Later work on the current stream may reuse it. Do not read views until `allocate`."""
         if self.allocated and self._nbytes:
             if self._poison is not None:
                 self.tensor.fill_(self._poison)
@@ -55,10 +55,14 @@ class ResizableStorage:
         return shares_storage(tensor, self.tensor)
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
-        """Return elements of this memory, from `start`, as a view of `shape` with its own version counter.
+        """Return a view of elements of this memory, with its own version counter.
 
-        With a shared counter, autograd would take each later write to the memory for an in-place write to the views
-        that it has saved, and backward would raise an error.
+        If views shared the counter of `tensor`, each write to the memory would increment the counter of views that
+        autograd has saved, and backward would raise an error.
+
+        Args:
+            start: the index of the view's first element in `tensor`.
+            shape: the shape of the view.
         """
         assert self.allocated
         return self.tensor.data[start : start + shape.numel()].view(shape)

@@ -96,7 +96,7 @@ def finish(device: torch.device) -> None:
 def has_own_memory(device: torch.device) -> bool:
     """Return whether `device` has its own memory, separate from the host's.
 
-    The meta device stands for a GPU here, so the result is True for it.
+    The result is also True for the meta device, which stands for a GPU in predictions of memory.
     """
     return device.type != "cpu"
 
@@ -107,6 +107,8 @@ def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immedia
     On a CUDA device, the work runs on a separate stream, concurrently with the computation. On another device, it runs
     at once.
 
-    priority: the CUDA stream's priority; -1 is higher than the computation's.
+    Args:
+        device: the device on which the work runs.
+        priority: the CUDA stream's priority: 0 for that of the computation, -1 to run before it when both are ready.
     """
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()

@@ -93,7 +93,7 @@ def variants(arch: int) -> list[Variant]:
     """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0). The result does not depend on it.
+        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
     """
     moments = (torch.float32, torch.bfloat16)
     return [
@@ -117,6 +117,9 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
         steps: (runs,) float32, the number of steps that each run has taken. It is incremented in place unless the step
             is skipped.
         records: (runs, 12) float32, written. RECORD names the columns.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or device, or is not contiguous.
     """
     runs, device = len(hyper), records.device
     expect("grad_scale", grad_scale, (torch.float32,), (1,), device)
@@ -161,7 +164,7 @@ def adam_update(
     contiguous, are on one device, and do not overlap.
 
     Args:
-        grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
+        grad: (n,) float32, float16 or bfloat16, only read. If `weight` is not None, the dtype of `weight` or float32.
         master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
             the differences between float32 masters and bfloat16 weights (see residual.py). With residuals, `weight` is
             read too, and a negative sign of exp_avg_sq marks a residual of 32768, which is stored as -32768.
@@ -174,6 +177,10 @@ def adam_update(
             rounding does not change when training continues on another number of ranks.
         coupled: whether to add l2 times the weight to the gradient (L2 regularization, Kingma and Ba 2015). If False,
             the l2 in `record` must be 0.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or device, or is not contiguous, or the combination of dtypes is
+            not supported.
     """
     n, device = master.numel(), master.device
     expect("master", master, (torch.float32, torch.int16), (n,), device)
@@ -189,7 +196,8 @@ def adam_update(
     if not master.is_cuda:
         return update_reference(grad, master, exp_avg, exp_avg_sq, weight, record, index_base)
     tensors = [grad, master, exp_avg, exp_avg_sq] + ([] if weight is None else [weight])
-    # Aligned access is faster. It needs tensors that are all aligned alike, as those of buffers with the same layout.
+    # Access in aligned groups of 4 elements is faster. It is possible if all tensors begin at the same distance, in
+    # elements, from an aligned address, as parts of flat buffers with the same layout do.
     head, quads = _aligned_part(n, tensors)
     blocks = -(-max(quads, n - 4 * quads) // THREADS)
     kernel(chosen, "adam_update", master.device)(
@@ -198,9 +206,10 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Find the range of elements that a kernel can access in groups of 4, each of which is aligned in all tensors.
+    """Find the range of elements that a kernel can access in groups of 4 that are aligned in all tensors.
 
-    Returns the index of the first element and the number of groups, or (0, 0) if there is no such range.
+    Returns the index of the range's first element and the number of groups, or (0, 0) if there is no such range. A
+    group is aligned if its address is a multiple of its size.
 
     n: the number of elements of each tensor.
     """

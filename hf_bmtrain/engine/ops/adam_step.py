@@ -78,7 +78,7 @@ class KernelSteps:
         """Begin an optimizer step: set the hyper-parameters, the gradient scale and the skip flag for all elements.
 
         Args:
-            hyper: the hyper-parameters of each parameter group.
+            hyper: for each parameter group, its hyper-parameters in the order of HYPER (lr, beta1, …).
             grad_scale: a float32 scalar by which gradients are divided, or None for 1.
             found_inf: a float32 scalar; the step is skipped if it is nonzero. None if the step must not be skipped.
         """
@@ -188,7 +188,7 @@ class TorchSteps:
 def kernels_serve(device: torch.device) -> bool:
     """Return whether updates on `device` use CUDA kernels.
 
-    The meta device stands for a GPU here, so the result is True for it.
+    The result is also True for the meta device, which stands for a GPU in predictions of memory.
     """
     return device.type != "cpu"
 
@@ -214,7 +214,7 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
     """Return an object that makes AdamW steps on `device`.
 
-    It is a KernelSteps on CUDA, and for a bfloat16 or 8-bit first moment, which torch's AdamW does not support.
+    The object is a KernelSteps on CUDA, and for a bfloat16 or 8-bit first moment, which torch's AdamW does not support.
     In all other cases, it is a TorchSteps.
 
     Args:

@@ -1,7 +1,8 @@
 """AdamW whose moments take 8 bits: a code for each element, and an exponent for each block of 32 elements.
 
-The first moment m and the square root √v of the second moment are stored. A code is a small floating-point number below
-2, with subnormals but without inf and NaN. The stored value is this number times 2ᴱ, where E is the block's exponent.
+The first moment m and the square root √v of the second moment are stored. A code is a floating-point number of 8 bits
+with a magnitude below 2. It may be subnormal, but not inf or NaN. The stored value is this number times 2ᴱ, where E is
+the block's exponent.
 
     m    1 sign bit, 3 exponent bits and 4 fraction bits; the smallest magnitude above 0 is 2ᴱ⁻¹⁰
     √v   3 exponent bits and 5 fraction bits; the smallest number above 0 is 2ᴱ⁻¹¹
@@ -37,10 +38,15 @@ this float32 times the factor is the number below 2 for which the code stands.""
 class Moments(NamedTuple):
     """Adam's moments of n elements, stored in 8 bits.
 
-    Each moment has a code for each element, (n,), and an exponent for each block of 32 elements, (⌈n/32⌉,), all uint8.
-    The code is a small floating-point number, which is multiplied by 2 to the power of the exponent. The codes of the
-    second moment, v, represent √v. An exponent E is stored as 127 + E, as in float32. If the stored exponent is 0,
-    `read` returns 0 for the whole block.
+    Each moment has a code for each element and an exponent for each block of 32 elements. The code is a floating-point
+    number of 8 bits, which is multiplied by 2 to the power of the exponent. An exponent E is stored as 127 + E, as in
+    float32. If the stored exponent is 0, `read` returns 0 for the whole block.
+
+    Attributes:
+        exp_avg: (n,) uint8, the codes of the first moment.
+        exp_avg_exponents: (⌈n/32⌉,) uint8, the exponents of the first moment.
+        exp_avg_sq: (n,) uint8, the codes of the square root of the second moment.
+        exp_avg_sq_exponents: (⌈n/32⌉,) uint8, the exponents of the square root of the second moment.
     """
 
     exp_avg: Tensor
@@ -57,8 +63,8 @@ class Moments(NamedTuple):
     def part(self, start: int, stop: int) -> Moments:
         """Return the moments of elements start:stop, as views.
 
-        Because 32 elements share an exponent, `start` must be a multiple of 32, and so must `stop` unless a parameter
-        or the moments end there.
+        Because 32 elements share an exponent, `start` must be a multiple of 32. `stop` must be a multiple of 32 too,
+        except at the end of a parameter or of these moments.
         """
         assert start % BLOCK == 0, start
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
@@ -160,7 +166,7 @@ def variants(arch: int) -> list[Variant]:
     """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0). The result does not depend on it.
+        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
     """
     return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 
@@ -179,10 +185,10 @@ def adam8_update(
     The weights are updated with the new moments in float32. These are rounded to 8 bits afterwards.
 
     Args:
-        grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
+        grad: (n,) float32, float16 or bfloat16, only read. If `weight` is not None, the dtype of `weight` or float32.
         master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
-            the differences between float32 masters and bfloat16 weights. The largest, 32768, is stored as 32767. With
-            residuals, `weight` is read too.
+            the differences between float32 masters and bfloat16 weights. The largest possible residual, 32768, is
+            stored as 32767, because int16 lacks 32768. With residuals, `weight` is read too.
         moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; None if `master` is the weight.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
@@ -190,6 +196,10 @@ def adam8_update(
             the random bits of stochastic rounding.
         coupled: whether to add l2 times the weight to the gradient (L2 regularization). If False, the l2 in `record`
             must be 0.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or device, or is not contiguous, or the combination of dtypes is
+            not supported.
     """
     n, device = master.numel(), master.device
     expect("master", master, (torch.float32, torch.int16), (n,), device)

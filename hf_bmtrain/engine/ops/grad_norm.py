@@ -30,7 +30,7 @@ def variants(arch: int) -> list[Variant]:
     """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0). The result does not depend on it.
+        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
     """
     return [variant(dtype) for dtype in C_NAMES]
 
@@ -45,6 +45,9 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
             elements are added.
         out: (2,) float64 on the same device, updated. Element 0 is the running sum. Element 1 becomes 1.0 if an element
             of `flat` is inf or NaN. The caller must set both to zero before the first tensor.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or device, or is not contiguous.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     expect("out", out, (torch.float64,), (2,), flat.device)
@@ -76,6 +79,9 @@ class Segments:
     Args:
         offsets: k + 1 non-decreasing integers. Segment s is flat[offsets[s]:offsets[s + 1]], and may be empty.
         device: the device of the flat tensors.
+
+    Raises:
+        ValueError: `offsets` is empty, decreases somewhere, or begins below 0.
     """
 
     def __init__(self, offsets: Sequence[int], device: torch.device | str):
@@ -86,7 +92,7 @@ class Segments:
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Three tensors that tell the CUDA kernels how each segment is divided into chunks of at most PIECE elements.
+        """Three tensors for the CUDA kernels: the division of the segments into chunks of at most PIECE elements.
 
         The first has the index of each chunk's first element (int64), and the second has each chunk's length (int32).
         The third has the index of each segment's first chunk, followed by the total number of chunks (int64).
@@ -116,17 +122,26 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
 
     Returns:
         (k,) float64 on the device of `flat`. An entry is inf or NaN if an element of its segment is.
+
+    Raises:
+        ValueError: `flat` is not contiguous, has another dtype, or is too short or on another device for the segments.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     if segments.offsets[-1] > flat.numel():
-        raise ValueError(f"segments end at {segments.offsets[-1]}, but the tensor has {flat.numel()} elements")
+        raise ValueError(
+            f"segments end at {segments.offsets[-1]}, but the tensor has {flat.numel()} elements. The last offset of "
+            "Segments must not exceed the number of elements."
+        )
     if flat.is_meta:
         return torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
     if not flat.is_cuda:
         return _segmented_on_cpu(flat.detach(), segments)
     begins, lengths, firsts = segments.tables
     if begins.device != flat.device:
-        raise ValueError(f"segments are on {begins.device}, but the tensor is on {flat.device}")
+        raise ValueError(
+            f"segments are on {begins.device}, but the tensor is on {flat.device}. Create the Segments with the device "
+            "of the tensor."
+        )
     out = torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
     pieces = begins.numel()
     if pieces == 0:

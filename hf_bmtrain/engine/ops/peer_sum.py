@@ -20,7 +20,7 @@ def variants(arch: int) -> list[Variant]:
     """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0). The result does not depend on it.
+        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
     """
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 
@@ -48,8 +48,11 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
             `out` itself.
 
     Returns:
-        (k,) float64, for some k: partial sums of squares. Their sum is the squared norm of `out`. It is inf or NaN if
-        an element of `out` is.
+        (k,) float64, partial sums of the squares of `out`, where k depends on n and the device. Their sum is the
+        squared norm of `out`, and is inf or NaN if an element of `out` is.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or device, or is not contiguous, or `own` is not a rank.
     """
     (others, n), device = rows.shape, rows.device
     expect("mine", mine, C_NAMES if rows.is_cuda else (*C_NAMES, torch.float64), (n,), device)
@@ -79,11 +82,12 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
 
 
 def reference(rows: Tensor, out: Tensor, total: Tensor | None = None) -> None:
-    """Compute `out` and `total` of `peer_mean` with torch on any device.
+    """Compute the same `out` and `total` as `peer_mean`, with torch on any device.
 
-    rows: (ranks, n), the values of all ranks in rank order.
-    out: (n,), written with the mean, or with the new `total`.
-    total: (n,), a running sum to which the mean is added in place, or None.
+    Args:
+        rows: (ranks, n), the values of all ranks in rank order, those of this rank included.
+        out: (n,) of the same dtype, written with the mean, or with the new `total`.
+        total: (n,) float32 (float64 for float64), a running sum to which the mean is added in place, or None.
     """
     mean = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for row in rows[1:]:

@@ -52,17 +52,18 @@ class AdamOptimizer(torch.optim.Optimizer):
     If half-precision weights are written between steps (by loading, averaging or masking), the masters of the changed
     weights are set to values that round to the new weights.
 
-    OptimManager or torch.amp.GradScaler may set two attributes before `step`, both float32 scalars on the device: the
-    gradients are divided by `grad_scale`, and the update is skipped if `found_inf` is not 0.
+    Before `step`, OptimManager or torch.amp.GradScaler may set two attributes to float32 tensors of one element on the
+    device: `grad_scale`, by which the gradients are divided, and `found_inf`. If `found_inf` is not 0, the update is
+    skipped.
 
     Args:
         params: parameters, or parameter groups as for torch's optimizers. Their dtype must be float32, float16 or
             bfloat16.
         lr: the learning rate, a number or a tensor of one element. If the tensor is on the weights' device, the kernel
-            reads it, and the host does not wait. This also holds for `betas`, `eps` and `weight_decay`.
-        betas: β₁ and β₂.
-        eps: added to √v, outside the square root.
-        weight_decay: wd.
+            reads it, and the host does not wait. `betas`, `eps` and `weight_decay` may also be such tensors.
+        betas: β₁ and β₂, at least 0 and below 1.
+        eps: a number that is added to √v, outside the square root.
+        weight_decay: the weight decay wd, at least 0.
         hold_steps: the number of first steps of a parameter in which m, v and t are updated but w is not, so that the
             moments warm up first. Skipped steps do not count. Parameter groups may have different values.
         decoupled: whether weight decay is decoupled from the gradient, as in the formula. False adds weight_decay·w to
@@ -77,7 +78,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             float32 moments, so `state_bits` may change between saving and loading.
 
     Raises:
-        TypeError: `params` is a single tensor.
+        TypeError: `params` is a single tensor or not iterable, or a setting has the wrong type.
         ValueError: a setting is out of range, there are no parameters, or one has an unsupported dtype.
     """
 
@@ -136,6 +137,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             param_group: a dict with "params" and the settings that differ from the defaults.
 
         Raises:
+            TypeError: `param_group` is not a dict, or a setting has the wrong type.
             ValueError: a setting is out of range, "params" is missing, or a parameter is not float32, float16 or
                 bfloat16.
         """
@@ -165,10 +167,14 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: a function that computes the loss, called before the update; or None.
-            scale: the number by which the gradients are divided.
+            scale: the number by which the gradients are divided, above 0.
 
         Returns:
             The return value of `closure`, or None.
+
+        Raises:
+            TypeError, ValueError: `closure` is not callable, or `scale` is not a finite number above 0.
+            RuntimeError: the optimizers of the ranks differ.
         """
         loss = None
         if closure is not None:
@@ -201,7 +207,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
-        """Update some of the runs (lists of adjacent parameters). Their gradients must be complete.
+        """Update some of the runs (lists of adjacent parameters). The gradients of their parameters must be complete.
 
         numbers: the indices of these runs in `self._states`, in ascending order.
         """
@@ -273,7 +279,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Does nothing and returns False if the last step updated the same parameters; otherwise returns True. A run of
         the same parameters as an earlier run keeps its state tensors. For other runs, state tensors are allocated, and
-        the parameters' earlier or loaded state is copied into them.
+        the parameters' earlier or loaded state is copied into them. Raises ValueError if the parameters are on several
+        devices.
 
         active: the parameters that this step updates, a list for each parameter group.
         """
@@ -406,7 +413,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return {parameter: without_codes(held) for parameter, held in self.state.items()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state of any AdamW optimizer. It stays in float32; torch would cast it to the parameters' dtype.
+        """Load the state of any AdamW optimizer, in float32. (Torch's optimizers cast it to the parameters' dtype.)
 
         The loaded state is a copy in host memory until the next step, so that the device never stores it twice.
         Collective if the state is from `state_dict(gather=True)`: every rank must then call it.
@@ -415,7 +422,9 @@ class AdamOptimizer(torch.optim.Optimizer):
             state_dict: this rank's state; or, on every rank, the full state, from which this rank takes its elements.
 
         Raises:
+            TypeError: `state_dict` is not a dict.
             ValueError: the state does not fit the parameters.
+            RuntimeError: the ranks pass different full states.
         """
         check_state(state_dict)
         if "sliced" in state_dict:  # the state is a full one, from state_dict(gather=True)
@@ -479,9 +488,16 @@ def _check_settings(group: dict) -> None:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return `value`, a number or a tensor of one element, as a float. Raises TypeError for other types.
+    """Return `value`, a number or a tensor of one element, as a float.
 
-    name: the name of the option, for the error message.
+    If `value` is a tensor on a GPU, the host waits for the device.
+
+    Args:
+        name: the name of the option, for the error message.
+        value: the value of the option.
+
+    Raises:
+        TypeError: `value` is neither a number nor a tensor of one element.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()

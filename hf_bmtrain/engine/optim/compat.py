@@ -1,10 +1,10 @@
 """Check that optimizers of any class can step over sharded parameters.
 
-Users may create any torch optimizer over sharded parameters, or may have created one before the model was sharded. The
-only place that sees all of them is torch's process-wide hook before an optimizer's step, which `init_distributed`
-registers. It checks an optimizer in the first step, and again after the optimizer's parameter groups have changed or
-more parameters were sharded. In every step, it also records the optimizer's settings in the collective log, which the
-ranks compare to find differences.
+Users may create any torch optimizer over sharded parameters, or may have created one before the model was sharded. To
+check all of them, `init_distributed` registers a hook that torch calls before every step of every optimizer. The hook
+checks an optimizer before the first step, and again after the optimizer's parameter groups have changed or more
+parameters were sharded. In every step, the hook also records the optimizer's settings in the collective log, a list of
+this rank's operations that the ranks compare.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
 
     Collective: every rank must call it.
 
-    full_state: the FullState of the optimizer, which tells whether its loaded state still has to be sharded. It is not
-        used for an AdamOptimizer, which shards a state when it is loaded.
+    full_state: the FullState of the optimizer, which does the sharding. It is not used for an AdamOptimizer, because
+        `AdamOptimizer.load_state_dict` shards the state already.
     """
     facts = None
     if isinstance(optimizer, AdamOptimizer):  # its load_state_dict has sharded the state already
@@ -122,9 +122,10 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
 
 
 def install() -> Callable[[], None]:
-    """Register a hook that checks every optimizer before its steps, and allow foreach functions on local parameters.
+    """Register a hook that checks every optimizer before its steps, and enable `foreach` for sharded parameters.
 
-    Without the second change, torch's optimizers would update local parameters (this rank's elements) one by one.
+    `foreach` means that torch's optimizers pass lists of parameters to functions such as `torch._foreach_add_`. Without
+    the second change, they would update sharded parameters one by one, which is slower.
 
     Returns:
         A function that undoes both changes.
@@ -235,7 +236,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     shape = _STEPS + 1, _ROWS, _COLUMNS
     weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device)
     for group in optimizer.param_groups:
-        for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but not all kernels have it
+        for dtype in (torch.float64, torch.float32):  # float64 is more exact, but some optimizers do not support it
             try:
                 values, tries = weights.to(dtype), [gradient.to(dtype) for gradient in gradients]
                 moved = _movement(optimizer, group, values, tries).view(-1)
@@ -267,8 +268,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
         reason = _difference(functools.partial(_move_local, optimizer, group, values, tries), moved)
         if reason is not None and parted is None:
             raise TypeError(
-                f"{type(optimizer).__name__} does not work with sharded parameters ({reason}). Use one of torch.optim, "
-                "or bmt.optim.AdamOptimizer, which keeps its state in 8 bits with state_bits=8."
+                f"{type(optimizer).__name__} does not work with sharded parameters ({reason}). Use an optimizer from "
+                "torch.optim, or bmt.optim.AdamOptimizer, which keeps its state in 8 bits with state_bits=8."
             )
         if reason is not None:
             raise TypeError(
@@ -281,13 +282,13 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
-    """Run a trial of an optimizer. Return a text that says how its result differs from `expected`, or None if equal.
+    """Run a trial of an optimizer. Return None if the result equals `expected`, otherwise a text about the difference.
 
-    The trials are updates of a small matrix, which show whether the optimizer can update sharded parameters.
+    A trial updates a small matrix, to find out whether the optimizer can update sharded parameters.
 
     Args:
-        move: runs the trial and returns the change of the weights. If it raises an error, that counts as a difference.
-        expected: the change that is expected. Relative differences up to 0.1 % are accepted.
+        move: runs the trial and returns the change of the weights. An error that it raises counts as a difference.
+        expected: the change that is expected. Differences up to 0.1 % of its largest element are accepted.
     """
     try:
         moved = move()

@@ -26,13 +26,13 @@ _CHECKSUMS = "checksums"
 
 
 class OptimManager:
-    """Steps optimizers and their schedulers, with loss scaling, gradient clipping, and skipping of inf or nan.
+    """Steps several optimizers and their schedulers, with loss scaling and gradient clipping, and skips inf and nan.
 
     If a gradient is inf or nan, the step is skipped: neither optimizers nor schedulers step, and the gradients are
     dropped. The loss scale, if there is one, is divided by `loss_scale_factor`, but not below `min_loss_scale`. One
     line in the log "hf_bmtrain" names the block, the parameter and, if known, the rank of the inf or nan. With a loss
-    scale, skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning. Without one, or at
-    the minimum scale, all of them are logged as warnings.
+    scale, skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning. Without a loss
+    scale, or at the minimum scale, all skipped steps are logged as warnings.
 
     With AdamOptimizer, the host does not wait for the device in `step`, because the norm, clip factor, scale and skip
     flag are scalars on the device. The host reads the skip flag in the next `backward` or `step`, and then advances the
@@ -52,7 +52,7 @@ class OptimManager:
             RuntimeError. Steps that a lower loss scale can avoid do not count. None for no limit.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
 
     Example::
 
@@ -168,8 +168,8 @@ class OptimManager:
         stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
         if stale:
             raise ValueError(
-                f"{stale} parameters of this {type(optimizer).__name__} were replaced by sharded ones after it was "
-                "created. Create the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
+                f"{stale} parameters of this {type(optimizer).__name__} were replaced when the model was "
+                "sharded. Create the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
             )
         self.optimizers.append(optimizer)
         self.schedulers.append(lr_scheduler)
@@ -199,8 +199,10 @@ class OptimManager:
             loss: a scalar, or a tensor of one element.
 
         Raises:
+            TypeError: `loss` is not a tensor.
             ValueError: `loss` does not have one element, or does not require a gradient.
-            RuntimeError: the last step was skipped, and the limit of skipped steps has been reached.
+            RuntimeError: the last step was skipped, and either the limit of skipped steps has been reached, or the
+                weights had been updated during the backward already, by `update_in_backward`.
         """
         if loss is None:
             raise ValueError("backward() needs the loss. Call manager.backward(loss).")
@@ -227,8 +229,14 @@ class OptimManager:
         mean of the gradients over the ranks thus becomes their sum divided by `grad_scale`. `step` divides the
         gradients by the loss scale only.
 
+        Collective if the last step was skipped: every rank must then call it.
+
         Args:
             loss: a scalar, or a tensor of one element.
+
+        Raises:
+            TypeError: `loss` is not a tensor.
+            RuntimeError: as for `backward`, if the last step was skipped.
         """
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
@@ -254,7 +262,7 @@ class OptimManager:
             max_norm: the maximum norm, a number or a tensor of one element.
             norm_type: the order of the norm, positive or inf.
             scale: accepted for compatibility with BMTrain, and ignored.
-            eps: added to the norm.
+            eps: a small number that is added to the norm in the factor.
 
         Returns:
             The norm before clipping, a float32 scalar on the device. Reading its value waits for the device.
@@ -262,7 +270,7 @@ class OptimManager:
         Raises:
             RuntimeError: an optimizer has already used the gradients during the backward, because of
                 `update_in_backward`.
-            TypeError, ValueError: an argument is out of range.
+            TypeError, ValueError: an argument has the wrong type or is out of range.
         """
         param_groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
         _check_clipping(param_groups, max_norm, norm_type, eps)
@@ -305,8 +313,8 @@ class OptimManager:
         Collective: every rank must call it.
 
         Raises:
-            RuntimeError: there is no optimizer, the ranks' managers differ, or the limit of skipped steps has been
-                reached.
+            RuntimeError: there is no optimizer, the ranks' managers differ, the limit of skipped steps has been
+                reached, or an optimizer has used an inf or nan during the backward (`update_in_backward`).
         """
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer. Call add_optimizer first.")
@@ -418,7 +426,7 @@ class OptimManager:
     def own_state(self) -> dict[str, Any]:
         """Return the state of the schedulers and the loss scale, without that of the optimizers.
 
-        It is the same on every rank.
+        The result is the same on every rank. Collective if the last step was skipped: every rank must then call it.
         """
         self._end_last_step()
         return {
@@ -438,6 +446,7 @@ class OptimManager:
             gather_opt: the value with which the state was saved; None accepts both.
 
         Raises:
+            TypeError: `state_dict` is not a dict, or `gather_opt` is not a bool or None.
             ValueError: the state does not fit the optimizers or this manager. The state of the schedulers and the loss
                 scale has not changed.
             RuntimeError: the ranks' states differ where they must be equal, or a value does not match its checksum

@@ -111,7 +111,7 @@ def with_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Pa
 def neighbours(
     parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
 ) -> list[list[torch.nn.Parameter]]:
-    """Divide parameters into lists, each of which one kernel launch can update, and which are as long as possible.
+    """Divide parameters into as few lists as possible, so that one kernel launch can update all parameters of a list.
 
     The members of a list are adjacent in one flat buffer. Each unsharded parameter is in a list of its own.
 
@@ -139,7 +139,12 @@ def neighbours(
 
 
 def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
-    """Return whether two lists of lists have the same lengths and the same objects, in the same order."""
+    """Return whether two lists of lists have the same lengths and the same objects, in the same order.
+
+    Args:
+        a: the first list of lists.
+        b: the second list of lists. Members are compared by identity (`is`).
+    """
     return [*map(len, a)] == [*map(len, b)] and all(map(operator.is_, chain(*a), chain(*b)))
 
 
@@ -155,7 +160,9 @@ def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tup
 def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) -> bool:
     """Return whether a parameter's `.grad` was neither replaced nor written since a call of `gradient_versions`.
 
-    seen: the value for this parameter in the result of that call.
+    Args:
+        parameter: the parameter.
+        seen: the value for this parameter in the result of that call, (`.grad`, its version counter).
     """
     gradient, version = seen
     with WithoutTorchFunction():
@@ -200,7 +207,12 @@ class StateTensors(NamedTuple):
     exp_avg_sq: torch.Tensor | None
 
     def part(self, start: int, stop: int) -> StateTensors:
-        """Return the state of elements start:stop, as views."""
+        """Return the state of elements start:stop, as views of these tensors.
+
+        Args:
+            start: the index of the first of the n elements to include.
+            stop: the index after the last element to include.
+        """
         master = None if self.master is None else self.master[start:stop]
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[start:stop]
         if isinstance(self.exp_avg, Moments):
@@ -229,9 +241,9 @@ class RunState:
             weights), together with the second moment exp_avg_sq. All are (n,).
         exp_avg: the first moment, (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
-        index_base: the number of the run's first element among all elements of the optimizer, from which stochastic
-            rounding derives its random bits (see `index_bases`). It does not depend on the number of ranks, except for
-            parameters that are laid out differently with one rank.
+        index_base: the number of the run's first element, if all elements of the optimizer are numbered as by
+            `index_bases`. Stochastic rounding derives its random bits from these numbers. They do not depend on the
+            number of ranks, except for parameters that are laid out differently with one rank.
         version: torch's version counter of the weights after the optimizer last wrote them; -1 before the first step.
     """
 
@@ -292,11 +304,10 @@ def has_codes(held: ParameterState) -> bool:
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
-    """Return a parameter's state as a state dict shows it: with float32 masters and moments.
+    """Return a parameter's optimizer state in the form for `state_dict()`: with float32 masters and moments.
 
-    Some states contain residuals (16-bit differences between masters and weights) or 8-bit moments instead. The float32
-    tensors that are computed from these are new tensors in host memory, to save device memory. All other tensors are
-    those of `held`.
+    If the optimizer stores residuals (16-bit differences between masters and weights) or 8-bit moments, float32 tensors
+    are computed from them, in host memory to save device memory. All other tensors are those of `held`.
 
     Args:
         parameter: the parameter.

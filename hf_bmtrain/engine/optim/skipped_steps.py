@@ -23,9 +23,14 @@ _WARN_EVERY = 8
 
 @torch.no_grad()
 def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Count nan and inf in this rank's elements of each of k gradients: (number of nan, number of inf), (k, 2) int64.
+    """Count nan and inf in this rank's elements of each of k gradients. The host does not wait for the device.
 
-    The result is on `device`, and the host does not wait for it. Both numbers are -1 for a gradient that is None.
+    Args:
+        gradients: the k gradients. Some may be None.
+        device: the device of the gradients and of the result.
+
+    Returns:
+        (k, 2) int64 on `device`: for each gradient the number of nan and the number of inf, or -1 and -1 if it is None.
     """
     counts = torch.full((len(gradients), 2), -1, dtype=torch.int64, device=device)
     for row, gradient in zip(counts, gradients):
@@ -57,11 +62,14 @@ class SkippedSteps:
         self._counts: torch.Tensor | None = None
 
     def look(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Count nan and inf in the gradients of a skipped step, before they are dropped. `report` uses the counts.
+        """Count nan and inf in the gradients of a skipped step, before the gradients are dropped, for `report`.
 
         Further calls for the same step do nothing.
 
-        step: the number of the step; the first is 1.
+        Args:
+            step: the number of the step; the first is 1.
+            gradients: the gradient of each parameter that is passed to `report`, in the same order; None if there is
+                no gradient.
         """
         if self._looked != step:
             self._looked, self._counts = step, count_not_finite(gradients, current_world().device)

@@ -35,10 +35,14 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 
     Args:
         optimizer: the optimizer.
-        world: the ranks.
+        world: the ranks over which the parameters are sharded.
         gather: False returns this rank's state, which the same rank can load if it stores the same shard. True returns
             the full state on rank 0, which any number of ranks can load, and only parameter groups on the other ranks.
             The result then has an entry "sliced": the names of the state tensors that are sharded like the parameters.
+
+    Raises:
+        RuntimeError: the optimizer keeps its state under names instead of parameters, or, if `gather` is True, the
+            ranks have state for different parameters.
     """
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
@@ -65,6 +69,10 @@ def copy_full_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str,
     """Return an optimizer's state dict with full tensors, copied to host memory on every rank.
 
     Collective: every rank must call it.
+
+    Args:
+        optimizer: an optimizer over sharded parameters.
+        world: the ranks over which the parameters are sharded.
     """
     state = optimizer.state_dict()
     return {**state, "state": _gather(optimizer, state, world, keep=True)[0]}
@@ -87,7 +95,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
     Args:
         optimizer: the optimizer.
         saved: this rank's own state; or, on every rank, the full state, from which this rank copies its elements.
-        world: the ranks.
+        world: the ranks over which the parameters are sharded.
 
     Raises:
         ValueError: the state belongs to another rank, another number of ranks, another shard, or other parameters.
@@ -118,7 +126,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
 
 
 def _misfit(saved: dict[str, Any], world: World) -> str | None:
-    """Return a text that says why this rank cannot load `saved`, or None if it can.
+    """Return None if this rank can load `saved`, otherwise the reason why it cannot, for the error.
 
     saved: the state that one rank saved for itself, with `gather=False`.
     """
@@ -156,7 +164,9 @@ class FullState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._local = False
-        self._sharded: Any = None  # `optimizer.state` at the last `shard_loaded`. Loading a state makes a new dict.
+        # The dict `optimizer.state` at the last `shard_loaded`. Loading a state replaces this dict by another, which is
+        # how `is_loaded` notices it.
+        self._sharded: Any = None
         optimizer.register_state_dict_post_hook(self._make_full)
 
     def is_loaded(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -322,14 +332,14 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     """Divide a state into tensors that are sharded like their parameters, and all other values, such as step counts.
 
     Collective: every rank must call it. A tensor is sharded like its parameter if, on every rank, it has the shape of
-    the local parameter. One rank alone cannot tell, because a step count may have the shape of a local parameter of one
-    element. Other values are taken from the rank that stores most elements of the parameter, because an optimizer may
-    not count steps on a rank without elements.
+    the local parameter. One rank alone cannot decide this, because a step count may have the shape of a local parameter
+    of one element. Other values are taken from the rank that stores the most elements of the parameter, because an
+    optimizer may not count steps on a rank without elements.
 
     Args:
         parameters: the parameters by their keys in `state`.
         state: this rank's state.
-        world: the ranks.
+        world: the ranks over which the parameters are sharded.
 
     Returns:
         The (name, key) of the tensors that are sharded like their parameters, in the same order on all ranks; and a

@@ -51,7 +51,8 @@ SLOW_LINK = 0.5
 """With `shard_over="auto"`, every host stores a copy of all weights if the bandwidth between hosts is less than this
 fraction of the bandwidth inside a host."""
 STATES, WEIGHTS = 16, 2
-"""Bytes per parameter with bf16 weights and AdamW: of weights, gradients, masters and moments; and of weights alone."""
+"""Bytes per parameter with bf16 weights and AdamW. STATES: for weights, gradients, float32 masters and both moments.
+WEIGHTS: for the weights alone."""
 _TRACE_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 MEASURED = 4 << 20  # size in bytes of a rank's shard in the all-gathers by which bandwidths are measured
 SMALLEST_PULLED = 16 << 20
@@ -74,7 +75,7 @@ class Backend(NamedTuple):
         blocks: averages the gradients of blocks.
         outside: averages the gradients of root parameters, which are outside blocks or shared by several.
         control: exchanges Python objects between the ranks.
-        opened: all communicators with other ranks that have been opened so far.
+        opened: all communicators with other ranks that have been opened so far. Later ones are appended.
         open_group: a collective function `(size, stride=1)` that divides all ranks into groups of `size` ranks at
             distances of `stride`, and returns the communicator of this rank's group. The same arguments give the same
             communicator again.
@@ -186,7 +187,7 @@ def open_backend(
     opened: list[Communicator] = []
 
     def interrupt() -> None:
-        if device.type == "cuda":  # on the CPU, waiting operations look for problems themselves
+        if device.type == "cuda":  # on the CPU, a waiting operation itself checks for problems every second
             abort_all(opened)
 
     def busy() -> bool:
@@ -411,8 +412,8 @@ def _choose_ranks(
             f"{on_host:.1f} GB per billion parameters instead of {on_host / len(hosts) + WEIGHTS / len(hosts[0]):.1f}"
         )
     _log.info(
-        "rank %d: shard_over='auto' selects '%s', because a rank receives %.2f GB/s from other hosts, %.2f GB/s from "
-        "its own host%s",
+        "rank %d: shard_over='auto' selects '%s', because a rank receives %.2f GB/s from other hosts, and %.2f GB/s "
+        "from its own host%s",
         rank, chosen, between / 1e9, inside / 1e9, faster,
     )  # fmt: skip
     return chosen
@@ -484,8 +485,8 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     where: dict[str, Any] = {"init_method": init_method}
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if isinstance(met, dist.TCPStore) and restarts != "0":
-        # torchrun keeps its store when it restarts the ranks. They would try to connect to the addresses of the ranks
-        # that have ended, so use keys of their own.
+        # torchrun keeps its key-value store when it restarts the ranks. The store still contains the addresses of the
+        # ranks that have ended, to which the new ranks would try to connect. So the new ranks use keys with a prefix.
         met.set_timeout(timeout)
         where = {"store": dist.PrefixStore(f"restart {restarts}", met)}
     begun = time.monotonic()
@@ -501,7 +502,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     finally:
         if not chosen:
             del os.environ[_TRACE_ON_TIMEOUT]
-    del met  # until now, it kept the store open through which the ranks connected the process group
+    del met  # needed until now, because it may be the server of the store through which init_process_group connects
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:

@@ -94,7 +94,9 @@ def check_seed(seed: int) -> None:
 
 
 def seed_everything(seed: int, rank: int, device: torch.device) -> None:
-    """Seed `random`, NumPy and torch's CPU generator with `seed`, and CUDA's with `seed` + `rank`.
+    """Seed `random`, NumPy and torch's CPU generator with `seed`, and CUDA's generator with `seed` + `rank`.
+
+    On GPUs, dropout thus differs between ranks.
 
     Args:
         seed: the seed, the same on every rank.

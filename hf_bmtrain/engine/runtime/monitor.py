@@ -81,14 +81,14 @@ class Monitor:
         """
 
     def missing(self) -> str:
-        """Return a text about ranks for which others are waiting now: at which line of the program they are, and why.
+        """Return a text about the ranks for which other ranks are waiting now: their lines in the program, and why.
 
-        The text also says how long the others have waited, and in which operations.
+        The text also contains how long the other ranks have waited, and in which operations.
         """
         return ""
 
     def end(self, how: str) -> None:
-        """Tell the other ranks how this rank's program ended. Later calls have no effect.
+        """Report to the other ranks how this rank's program ended. Later calls have no effect.
 
         Args:
             how: a description of the end, such as "raised ValueError: ...".

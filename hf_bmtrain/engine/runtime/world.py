@@ -75,7 +75,7 @@ class World:
     """The ranks that train together, with this rank's number, device and communicators.
 
     Attributes:
-        rank: 0 to size - 1.
+        rank: this rank's number, 0 to size - 1.
         size: the number of ranks.
         local_rank: this rank's number on its host.
         device: the device on which this rank computes and stores its shards.
@@ -103,8 +103,8 @@ class World:
             than `shard_group` does. None uses `shard_group`.
         grid: the tensor-parallel groups, or None without tensor parallelism.
         split_kind: a function that takes the dimension on which a parameter is split over a tensor-parallel group (-1
-            if it is not split), and returns how such parameters are stored. None without tensor parallelism.
-        poison: whether to fill memory with NaN while it is not yet written, and when it is freed, for debugging.
+            if it is not split), and returns the StorageKind of such parameters. None without tensor parallelism.
+        poison: whether to fill memory with NaN before it is written and when it is freed, for debugging.
         buffers: counts the flat buffers.
         kept: {folder: the object that saves checkpoints to it}.
         copying: one event for each checkpoint for which values are being copied. Optimizers wait for all these events
@@ -204,10 +204,10 @@ class World:
         agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
-        """Check the argument `comm` of a function of BMTrain's interface. It must stand for all ranks.
+        """Check that the argument `comm` of a function of BMTrain's interface selects all ranks.
 
         Args:
-            comm: None or this World. Both stand for all ranks.
+            comm: None or this World, which both select all ranks.
 
         Raises:
             NotImplementedError: `comm` is anything else.
@@ -268,7 +268,7 @@ def check_no_world() -> None:
 
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Return a context in which `world` is the world of this process, for a simulation on the meta device."""
+    """Return a context in which `current_world` returns `world`, for a simulation on the meta device."""
     global _world
     present, _world = _world, world
     try:
@@ -294,6 +294,10 @@ def print_rank(*values, rank: int = 0, **options) -> None:
         *values: the values to print.
         rank: the rank that prints.
         **options: keyword arguments of `print`.
+
+    Raises:
+        TypeError: `rank` is not an integer.
+        ValueError: `rank` is negative.
     """
     expect_number("rank", rank, "at least 0", lambda number: number >= 0, integer=True)
     if current_world().rank == rank:
@@ -301,7 +305,7 @@ def print_rank(*values, rank: int = 0, **options) -> None:
 
 
 def synchronize() -> None:
-    """Wait until every rank has called this and this rank's device has completed all queued work.
+    """Wait until every rank has called this, and the devices of all ranks have completed the work queued before.
 
     Collective: every rank must call it. This also frees the shards of models that no longer exist on any rank.
     """
@@ -313,7 +317,7 @@ def synchronize() -> None:
 
 
 def wait_loader() -> None:
-    """Wait until this rank's device has completed all queued work, so that a data loader does not run ahead of it.
+    """Wait until this rank's device has completed all queued work, so that the host does not load batches far ahead.
 
     This is not collective. Scripts written for BMTrain call it; with this package, training scripts need not.
     """

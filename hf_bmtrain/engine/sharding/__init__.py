@@ -1,5 +1,6 @@
 """Sharded parameters, stored in flat buffers of which every rank keeps 1/N.
 
-This package contains the flat buffers, the parameters that are views of them, their gradients, and the slots: the
-entries of modules' `_parameters` that are set to these parameters. It does not depend on blocks or optimizers.
+This package contains the flat buffers, the sharded parameters, which are views of a rank's shard, their gradients, and
+`Slot`, an entry of a module's `_parameters` that is set to a sharded parameter, or to the full one while a forward or
+backward needs it. The package does not depend on blocks (transformer layers) or optimizers.
 """

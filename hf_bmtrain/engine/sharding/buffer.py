@@ -27,7 +27,8 @@ from .unused import UnusedParameters
 class State(Enum):
     """The state of a flat buffer's full parameters: not in memory, being all-gathered, or readable.
 
-    With one rank the state is always SHARDED, although the full parameters are always readable in the shard.
+    If the shard is the full buffer (with one rank, unless the parameters are quantized), the state is always SHARDED,
+    although the full parameters are always readable.
     """
 
     SHARDED = auto()
@@ -50,7 +51,8 @@ class ShardedBuffer:
         full_params: for each parameter, a Parameter of the full shape. It is readable after `gather` and `wait`, and
             until `reshard`.
         number: the number of this buffer in the order of creation, from 1. It is the same on every rank.
-        local_ranges: for each parameter, the range of its elements in this rank's shard.
+        local_ranges: for each parameter, which of its elements this rank's shard stores, and their position there.
+        gradient: averages the gradients of the parameters over the ranks, and sets the `.grad` of local parameters.
         update: the last asynchronous update of the shard by an optimizer.
         resident: if True, `reshard` keeps the full buffer, but only while all parameters are frozen. The value is the
             same on every rank.
@@ -110,14 +112,14 @@ class ShardedBuffer:
     def route(
         self, source: torch.Tensor, target: ResizableStorage | None, cut: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        """Set the tensor that all-gathers send and the memory that they fill. Do not call it while unsharded.
+        """Choose what later all-gathers send and where they write the result. Called while the buffer is sharded.
 
         Args:
-            source: this rank's tensor to send.
-            target: the memory for the result; None if nothing needs to be gathered.
-            cut: the (start, stop) ranges of `source` that an all-gather must copy to this rank's own `target`, because
-                they are read there. None: the ranges of parameters that are divided between ranks. (Parameters that lie
-                entirely in this rank's shard are read in the shard.)
+            source: (n,) this rank's tensor to send, such as the shard, or a copy of it in float8.
+            target: the memory for the result, n elements of each rank; None if nothing needs to be gathered.
+            cut: the (start, stop) ranges of `source` that an all-gather must also copy to this rank's part of `target`.
+                None: the ranges of parameters that are divided between ranks, because these are read in `target`, while
+                a parameter that this rank stores in full is read in the shard.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -126,10 +128,12 @@ class ShardedBuffer:
         self._filled_version = -1
 
     def make_local(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
-        """Create the local parameters: for each parameter, an instance of `cls` that is a 1-D view of `shard`.
+        """Create and return the local parameters. Each contains this rank's elements of one parameter.
 
-        parameters: the full parameters, from which `requires_grad` and the attributes `init_method` and `group` (of
-            BMTrain) are copied.
+        Args:
+            cls: the class of the local parameters. Their memory is a 1-D view of `shard`.
+            parameters: the full parameters, in the order of the buffer. Their `requires_grad`, and their attributes
+                `init_method` and `group` (of BMTrain), if any, are copied.
         """
         slices: list[Any] = []
         for index, (parameter, local_range) in enumerate(zip(parameters, self.local_ranges)):
@@ -144,7 +148,7 @@ class ShardedBuffer:
 
     @property
     def slices(self) -> list[Any]:
-        """The flat buffer's local parameters that still exist. A local parameter is freed together with its module."""
+        """The local parameters of this buffer, except those that were freed together with their module."""
         return [local for reference in self.gradient.slices if (local := reference()) is not None]
 
     # -- all-gather, use, reshard -------------------------------------------------------------------------------
@@ -184,7 +188,7 @@ class ShardedBuffer:
 
     @property
     def needs_collective(self) -> bool:
-        """Whether `gather`, called now, may issue a collective. If False, it issues none."""
+        """Whether `gather`, if it were called now, might issue a collective. If False, it would issue none."""
         if self._alone or (self._state is not State.SHARDED and self._filled_version == self.shard._version):
             return False
         return self.storage.prepares or (self._target is not None and self._gather.is_collective(self._source))
@@ -216,7 +220,7 @@ class ShardedBuffer:
             self._collective_log.note(self._entries[evaluates])
 
     def wait(self) -> None:
-        """Make the current stream wait for the all-gather that `gather` started. Full parameters are then readable."""
+        """Make the current stream wait for the all-gather that `gather` started. Then full parameters are readable."""
         if self._state is State.GATHERING:
             if self._ticket is not None:
                 self._ticket.wait()
@@ -235,7 +239,7 @@ class ShardedBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Free the full buffer, even if `reshard` would keep it because `is_resident` is True."""
+        """Free the full buffer, even if it is resident (`is_resident`), in which case `reshard` would keep it."""
         if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()
             self._ticket = None
@@ -249,17 +253,20 @@ class ShardedBuffer:
 
     @property
     def sharded(self) -> bool:
-        """True if the full buffer has memory of its own. With one rank, it does not: the shard is the full buffer."""
+        """False if the shard is the full buffer: with one rank, unless the parameters are quantized. Otherwise True."""
         return not self._alone
 
     @property
     def is_unsharded(self) -> bool:
-        """True from `gather` until the full buffer is freed, and always with one rank, whose shard is that buffer."""
+        """True from `gather`, even before `wait`, until the full buffer is freed.
+
+        Always True if the shard is the full buffer (with one rank, unless the parameters are quantized).
+        """
         return self._alone or self._state is not State.SHARDED
 
     @property
     def full_nbytes(self) -> int:
-        """The number of bytes that `gather` allocates; 0 with one rank, whose shard is the full buffer."""
+        """The bytes that are allocated while the buffer is unsharded; 0 if the shard is the full buffer (one rank)."""
         return self.storage.memory().nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -319,12 +326,12 @@ class ShardedBuffer:
         """Raise RuntimeError if a forward cast a full parameter to another dtype or wrote to it in place.
 
         A write would be lost when the buffer is resharded, or would remain only on the rank whose shard contains the
-        whole parameter. With one rank, the shard is the full buffer, and writes are allowed. A cast is undone before
-        the error is raised.
+        whole parameter. Writes are allowed if the shard is the full buffer (with one rank, unless the parameters are
+        quantized). A cast is undone before the error is raised.
 
         Args:
-            copies: further Parameters over the memory of the full parameters. The forward is known to have written to
-                all of them.
+            copies: Parameters to which the forward has written in place. They share memory with `full_params`, but are
+                not in that list.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

@@ -99,8 +99,8 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -
     At the end, the local parameters are put back. If the code inside the context has replaced a parameter or module,
     this is undone, and RuntimeError is raised.
 
-    slots: the entries of modules that hold the local parameters.
-    full_params: for each local parameter, the full parameter to show.
+    slots: the entries of modules' `_parameters` that are set to local parameters.
+    full_params: for each local parameter, the full parameter that replaces it.
     """
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
@@ -145,7 +145,7 @@ def _write_back(world: World, full_params: Wholes) -> None:
 
     Raises RuntimeError, before anything is written, if a shape or dtype was changed.
 
-    full_params: for each local parameter, its full parameter, which the user may have changed.
+    full_params: {local parameter: a copy of the full parameter}. The user may have changed the copy.
     """
     misfits = [
         f"{tuple(sharded.full_shape)} {sharded.dtype} became {tuple(full.shape)} {full.dtype}"
@@ -171,7 +171,8 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
     Args:
         world: all ranks.
         full_params: {local parameter: a copy of the full parameter} of the parameters that must not change.
-        modify: whether the context was opened with modify=True. Then `full_params` has only read-only (quantized) ones.
+        modify: the argument `modify` of `gathered`. If True, all parameters in `full_params` are quantized, and the
+            error says why those cannot be written. If False, the error says to pass modify=True.
     """
     if not full_params:
         return

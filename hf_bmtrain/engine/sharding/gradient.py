@@ -25,10 +25,10 @@ class GradientBuffer:
     """The gradient of a flat buffer, which is averaged over the ranks and accumulated over several backwards.
 
     `send` starts to average the gradients that autograd stored in the `.grad` of the full parameters. `receive` waits
-    for the mean. It sets the `.grad` of the local parameters (this rank's elements of each) to views of `shard`, or
-    adds the mean to an existing `.grad`. Half-precision gradients of several backwards are summed in float32, and the
-    sum is rounded into `shard`. A rank that did not use a parameter contributes zeros. If no rank used it, its `.grad`
-    does not change.
+    for the mean, and then sets the `.grad` of the local parameters (this rank's elements of each) to views of `shard`,
+    or adds the mean to an existing `.grad`. Half-precision gradients of several backwards are summed in float32, and
+    the sum is rounded into `shard`. A rank that did not use a parameter contributes zeros. If no rank used a parameter,
+    its `.grad` does not change.
 
     Attributes:
         shard: (n,) this rank's shard of the flat gradient; None before the first backward, and after `free_if_unused`
@@ -37,8 +37,9 @@ class GradientBuffer:
             module.
         requires_grad: for each local parameter, whether it requires a gradient. Setting the parameter's own
             `requires_grad` changes this entry.
-        trained: for each local parameter, whether it required a gradient in any reduction so far.
-        number: the number of the flat buffer in the order of creation, which names it in the collective log.
+        trained: for each local parameter, whether it required a gradient in any call of `send` so far, or whether a
+            loaded checkpoint says that it was trained.
+        number: the number of the flat buffer in the order of creation. It identifies the buffer in the collective log.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class GradientBuffer:
             reducer: averages the gradients over the ranks.
             full_params: the full parameters, whose `.grad` autograd sets.
             like: this rank's shard of the parameters. The gradient's shard gets its shape, dtype and device.
-            unused: finds the parameters that no rank used.
+            unused: finds the parameters that no rank used in a backward.
         """
         self._placements, self._reducer, self._full_params, self._like = placements, reducer, full_params, like
         self._communicator = placements[0].communicator
@@ -73,11 +74,13 @@ class GradientBuffer:
         self._begun = False  # True while the shard is being written: from a backward's first gradient to `receive`
         self._pending: PendingReduce | None = None  # None except from `send` to `receive`
         self._collected: set[int] = set()
-        self._absent: list[int] = []  # indices of parameters without `.grad` that this rank did not use; see `decide`
+        # Indices of parameters without `.grad` that this rank did not use in the last backward, until `receive` or
+        # `decide` finds out whether another rank used them.
+        self._absent: list[int] = []
         self._squares: torch.Tensor | None = None
         self._norms: Callable[[], SegmentNorms] | None = None
         self.shard: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None  # the running sum of an accumulation, in float32 or wider
+        self._total: torch.Tensor | None = None  # the sum of gradient accumulation, in float32 or wider
         self._handed: list[torch.Tensor | None] = [None] * len(full_params)
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
         # `sizes` alternates between padding (at even positions) and parameters. Leave out empty padding, but keep empty
@@ -99,7 +102,10 @@ class GradientBuffer:
         return any(self.requires_grad)
 
     def follow_requires_grad(self) -> None:
-        """Set `requires_grad` of the full parameters, which autograd sees, to that of the local parameters."""
+        """Copy `requires_grad` from the local parameters to the full parameters.
+
+        Called before each training forward, because users freeze the local parameters, but autograd uses the full ones.
+        """
         if self.requires_grad != self._full_params_require_grad:
             for full, required in zip(self._full_params, self.requires_grad):
                 full.requires_grad_(required)
@@ -157,9 +163,12 @@ class GradientBuffer:
 
     @torch.no_grad()
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Accept a full gradient of parameter `index`, which the next `send` averages.
+        """Store a gradient of a full parameter, to be averaged over the ranks by the next `send`.
 
         Several gradients of one parameter are added up. Gradients of a frozen parameter are dropped.
+
+        index: the index of the parameter in the flat buffer.
+        gradient: this rank's gradient, in the parameter's full shape.
         """
         if self.requires_grad[index]:  # the parameter may have been frozen since the forward
             self._collected.add(index)
@@ -171,7 +180,10 @@ class GradientBuffer:
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index, `.grad`) of every full parameter with a `.grad`. Call it before `send`, which clears them."""
+        """Yield (index, gradient) for each full parameter with a `.grad`, this rank's gradient before averaging.
+
+        Call this before `send`, which sets every such `.grad` to None.
+        """
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
                 yield index, full.grad
@@ -202,7 +214,7 @@ class GradientBuffer:
         self._pending = self._reducer.send(gradients, shard, total)
 
     def _note_absent(self, lacking: list[int]) -> None:
-        """Tell the other ranks which parameters this rank did not use in the backward.
+        """Post the indices of the parameters that this rank did not use in the backward, for the other ranks to read.
 
         Parameters that have a `.grad` from an earlier backward are left out, because the mean is added to this `.grad`
         in any case.
@@ -222,13 +234,14 @@ class GradientBuffer:
     def receive(self) -> bool:
         """Wait for the averaged gradients that `send` has started, and set the `.grad` of the local parameters.
 
-        If gradients are accumulated, they are first added to the earlier ones. Each `.grad` is a view of `shard`, this
-        rank's shard of the flat gradient. A parameter that this rank did not use gets a `.grad` only if another rank
-        used it.
+        Under gradient accumulation, the new gradients are first added to the earlier ones. Each `.grad` is a view of
+        `shard`, this rank's shard of the flat gradient. A parameter that this rank did not use gets a `.grad` only if
+        another rank used it.
 
         Returns:
-            True if `decide` must be called later to set the `.grad` of parameters that this rank did not use. False if
-            this call has set all of them, as it does with one rank or if there are gradient hooks.
+            True if `decide` must be called later, because this rank does not know yet whether another rank used the
+            parameters that it did not use. False if nothing is left to do; always False with one rank, or if there are
+            gradient hooks.
         """
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
@@ -258,8 +271,8 @@ class GradientBuffer:
     def decide(self) -> None:
         """Set the `.grad` of parameters that this rank did not use in the backward, but another rank did.
 
-        If `receive` returned True, call this before the next reduction of the buffer. It makes the host wait for the
-        mean gradient. It does nothing if `receive` returned False, or while a reduction is pending.
+        If `receive` returned True, call this before the next reduction of the buffer. The host waits for the mean
+        gradient. Nothing is done if `receive` returned False, or while a reduction is pending.
         """
         if self._pending is not None or not self._absent:
             return
@@ -273,9 +286,10 @@ class GradientBuffer:
         return self._unused.agree(self._absent)
 
     def discard(self) -> None:
-        """Drop all gradients of this backward, and a pending reduction, after an exception in the backward.
+        """Drop all gradients of this backward, and the result of a pending reduction.
 
-        The memory of the flat gradient is freed if no parameter's `.grad` is a view of it.
+        Called after an exception in the backward, or if all parameters were frozen between forward and backward. The
+        memory of the flat gradient is freed if no local parameter has a `.grad`.
         """
         for full in self._full_params:
             full.grad = None
@@ -283,7 +297,7 @@ class GradientBuffer:
         self._collected.clear()
         self._absent = []
         if self._pending is not None:
-            self._pending.cancel()  # may have written to the shard, so the sums of squares are invalid now
+            self._pending.cancel()  # the reduction may have written to the shard, so drop the sums of squares too
             self._pending = self._squares = None
         self._begun = False
         # Free the shard, because its contents (padding included) are undefined now. If it were kept and the user then
@@ -291,11 +305,11 @@ class GradientBuffer:
         self.free_if_unused()
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the tensors into which this backward's gradients are reduced. The first call allocates them.
+        """Return the tensors into which this backward's gradients are reduced. The first call in a backward makes them.
 
         Returns:
-            (shard, total): `shard` receives this rank's part of the mean gradient. `total` is the running sum of
-                gradient accumulation, or None if no local parameter has a `.grad`.
+            (shard, total): `shard` receives this rank's part of the mean gradient. `total` is the sum of the gradients
+                of earlier backwards, to which the mean is added; None if no local parameter has a `.grad`.
         """
         assert self._pending is None, "`receive` was not called after the last `send`"
         if not self._begun:
@@ -357,8 +371,9 @@ class GradientBuffer:
         """Prepare the running sum of gradients, to which another backward will be added.
 
         The running sum of earlier backwards is kept if there is one, because it is more precise than `.grad`. If there
-        is none, or if the user has written to a `.grad` in place, `shard` is copied into a new sum. If the user has
-        replaced a `.grad`, that `.grad` is copied into its part of the sum.
+        is none, or if the user has written to a `.grad` in place, `shard` is copied into a new sum. Then the parts of
+        parameters whose `.grad` the user has replaced are overwritten: with the new `.grad`, or with zeros if it is
+        None.
         """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)
@@ -375,7 +390,7 @@ class GradientBuffer:
     def _hand_out(self, indices: Iterable[int]) -> None:
         """Set the `.grad` of the local parameters with these indices, then call their gradient hooks.
 
-        Each `.grad` becomes a view of `shard`, this rank's shard of the flat gradient.
+        Each `.grad` becomes a view of `shard`, this rank's shard of the flat gradient. Frozen parameters get none.
         """
         assert self.shard is not None
         norms = self._norms

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 class _Saved:
-    """Holds a view of a full parameter that autograd has saved. While this object exists, backward needs the view."""
+    """A view of a full parameter that autograd has saved. This object exists as long as backward may need the view."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
 
 
 class OnDemandGather:
-    """Unshards a flat buffer of root parameters (outside blocks) from the first read until backward is done with it.
+    """Keeps a flat buffer of root parameters (outside blocks) unsharded from the first read until backward is over.
 
-    The time of resharding depends on where the parameters are read:
+    It may be resharded earlier, depending on where its parameters are read:
 
-    * Inside the context `watch`, which sees every tensor that autograd saves, the buffer is resharded as soon as no
-      saved view of it remains. An embedding saves no weights, and a linear layer saves them until its own backward is
-      over.
-    * After a read outside `watch`, the buffer stays unsharded until the whole backward is over.
+    * If they are read only inside the context `watch`, which sees every tensor that autograd saves, the buffer is
+      resharded as soon as autograd keeps no view of it. An embedding saves no weights, and a linear layer saves its
+      weights until its own backward is over.
+    * If they are read outside `watch`, the buffer stays unsharded until the whole backward is over.
 
     If autograd unpacks a saved view after the buffer was resharded, for example in a second backward, the buffer is
     gathered again. All ranks gather and reshard at the same places.
@@ -52,7 +52,7 @@ class OnDemandGather:
 
         The first call creates it, and sets it as the attribute `on_demand` of all local parameters of the buffer.
 
-        schedule: the object that starts this process's all-gathers and reductions. It is used only if the
+        schedule: the Schedule of this process, which starts all-gathers and reductions. It is used only if the
             OnDemandGather is created.
         """
         gather = sharded.on_demand
@@ -132,7 +132,7 @@ class OnDemandGather:
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient of parameter `index`, from one of the modules that read it, to the flat buffer's gradient."""
         self._schedule.join_backward(self)
-        # A block's parameter that was also read outside the block may have a reduction pending. It must end first.
+        # If a block's parameter was also read outside the block, its reduction may be pending, and must end first.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
         for observer in self._schedule.observers.before_reduce:
@@ -188,8 +188,8 @@ class OnDemandGather:
     def finish_backward(self) -> None:
         """Free the full parameters and start to average their gradients over the ranks. Called when backward ends.
 
-        Collective: every rank must call it. The full parameters are not freed if an enclosing backward still needs
-        them.
+        Collective: every rank must call it. The full parameters are not freed if this backward runs inside another one
+        (in a reentrant checkpoint) that still needs them.
         """
         if not self._schedule.is_member(self):
             self.reshard()
@@ -204,10 +204,13 @@ class OnDemandGather:
 
 @contextmanager
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
-    """Keep track of the views of full parameters that autograd saves inside the context.
+    """Keep track of the views of full parameters that autograd saves inside the context, to know when to free them.
 
     At the end, the full parameters of a flat buffer are freed if autograd has saved no view of them, they were read
-    inside `watch` only, and only one module has read them so far.
+    inside `watch` only, and only one module has read them so far. Views that autograd has not saved are then invalid.
+
+    Inside the context, torch does not check whether saved tensors are modified in place. So their versions are
+    compared in backward, which raises RuntimeError if they differ.
 
     group: the OnDemandGathers (one for each flat buffer of root parameters) whose views are tracked.
     """

@@ -1,4 +1,4 @@
-"""DistributedParameter: this rank's elements of one parameter."""
+"""DistributedParameter, a parameter whose elements are divided between the ranks. Each rank stores its own part."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Origin(NamedTuple):
     """Where `auto_wrap` found a parameter.
 
     Attributes:
-        model: the number of the model in the order of wrapping.
-        number: the parameter's position among the model's parameters.
+        model: a number that is larger for models that were wrapped later.
+        number: the parameter's position in `model.named_parameters()`, from 0.
         block: the name of the parameter's block in the model, "" for a root parameter.
         name: the parameter's name in the block or, for a root parameter, in the model.
     """
@@ -44,23 +44,25 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective: every rank must call it.
 
-    The parameter has the full shape, but its memory contains only this rank's elements. They are a 1-D view of this
-    rank's shard of a flat buffer, so that writing to the parameter writes to the shard. `part` returns these elements
-    as a plain tensor, which may be empty. A forward that reads the parameter as an attribute of a `DistributedModule`
-    gets the full parameter.
+    The parameter has the full shape, but its memory contains only this rank's elements, possibly none. The memory is a
+    1-D view of this rank's shard of a flat buffer (which contains one or several parameters), so that writing to the
+    parameter writes to the shard. `part` returns this rank's elements as a plain tensor. A forward that reads the
+    parameter as an attribute of a `DistributedModule` gets the full parameter.
 
-    After a backward, a parameter has a `.grad` if any rank used it. Ranks that did not use it contribute zeros to the
-    mean. The `.grad` of a parameter that no rank used does not change (it is None at first), as in plain torch.
+    A backward averages the gradient over all ranks, and adds this rank's elements of the mean to `.grad`. Ranks that
+    did not use the parameter contribute zeros. If no rank used it, `.grad` does not change (it is None at first), as in
+    plain torch.
 
     Args:
         data: the full values, of any shape. Rank 0's values are used.
         requires_grad: whether the parameter requires a gradient.
         init_method: a function that fills a full tensor in place; `init_parameters` calls it.
         group: a name by which `grouped_parameters` groups parameters.
-        tp_mode: used only with tensor parallelism (`tp_size` of `init_distributed`). True: the ranks of a
-            tensor-parallel group use the parameter, or their parts of it, for the same rows of the batch. False: they
-            use it for different rows, so its gradient is summed over the ranks of a group, and averaged over the
-            groups.
+        tp_mode: whether all ranks of a tensor-parallel group apply the parameter, or their parts of it, to the same
+            rows of the batch. If True, the gradient is averaged over all ranks that have the same values. If False,
+            each rank of a group applies it to other rows, so the gradient is summed over the ranks of a group, which
+            compute one loss together, and averaged over the groups. Ignored without tensor parallelism (`tp_size` of
+            `init_distributed`).
         tp_split_dim: with `tp_mode`, the dimension on which a tensor is split over the ranks of a tensor-parallel
             group; -1 if it is not split. Each rank passes its part as `data`. The parameter has the shape of the part,
             and is sharded over the ranks that have the same part. State dicts contain the tensor before the split.
@@ -70,7 +72,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         origin: where `auto_wrap` found the parameter; None if it was created in another way.
 
     Raises:
-        ValueError: `data` is on the meta device, or its dtype cannot require a gradient.
+        ValueError: `data` is on the meta device, its dtype cannot require a gradient, or it has no dimension
+            `tp_split_dim`.
     """
 
     is_parameter = True
@@ -128,7 +131,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def full(self) -> torch.nn.Parameter:
-        """The full parameter. Its values are readable only while the flat buffer is unsharded."""
+        """The full parameter. Its values are readable only while its flat buffer is unsharded (all-gathered)."""
         return self.buffer.full_params[self.index]
 
     @property
@@ -153,7 +156,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def trained(self) -> bool:
         """Whether the parameter was ever trained, even if it is frozen now.
 
-        True if it required a gradient in any reduction so far, or if a loaded checkpoint says that it was trained.
+        True if it required a gradient when the gradients of its flat buffer were reduced, in any backward so far, or if
+        a loaded checkpoint says that it was trained.
         """
         return self.buffer.gradient.trained[self.index]
 
@@ -170,8 +174,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def autograd_leaves(self) -> list[torch.nn.Parameter]:
         """Return the leaves of autograd's graph that represent this parameter.
 
-        For a parameter of a block, this is the full parameter. For a root parameter (outside blocks), it is one
-        Parameter for each module that has read it.
+        For a parameter of a block, the only leaf is the full parameter. For a root parameter (one outside blocks),
+        there is one leaf for each module that has read it. These leaves share memory.
         """
         return [self.full] if self.on_demand is None else self.on_demand.full_params(self.index)
 
@@ -203,15 +207,13 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def storage_kind(self) -> StorageKind:
-        """The StorageKind (plain, quantized, …) that the parameter keeps if it is moved to another flat buffer."""
+        """The StorageKind (plain, quantized, …) that is used again if a full copy of the parameter is sharded."""
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Copy the attributes that matter for sharding to `full`, which may then be sharded again like this parameter.
+        """Copy `init_method`, `group` and the storage kind of this parameter to `full`, a full copy of it.
 
-        They are `init_method`, `group` and the storage kind (plain, quantized, …).
-
-        full: a full copy of this parameter.
+        If the copy is sharded later, it is then stored in the same form (plain, quantized, …) as this parameter.
         """
         full.init_method, full.group = self.init_method, self.group
         if self.storage_kind != PLAIN:  # otherwise omit it, so that pickled copies contain no class of this library
@@ -231,7 +233,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             full: a tensor of `full_shape`, of any dtype and device.
 
         Returns:
-            A 1-D view of `full`, or of a contiguous copy if `full` is not contiguous. It may be empty.
+            A sharded tensor. Its memory is a view of `full`, or of a contiguous copy if `full` is not contiguous. On
+            some ranks it may be empty.
 
         Raises:
             ValueError: `full` has another shape.
@@ -239,10 +242,11 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         expect_tensor("full", full)
         if full.shape != self.full_shape:
             raise ValueError(
-                f"the tensor must have the full shape of the parameter, {tuple(self.full_shape)}, got "
-                f"{tuple(full.shape)}"
+                f"the tensor must have the full shape of the parameter, {tuple(self.full_shape)}, but it has shape "
+                f"{tuple(full.shape)}. Pass the full tensor, not one rank's elements"
             )
-        self.buffer.update.wait()  # the caller may copy the result into the shard, to which an update may still write
+        # The caller may copy the result into the shard, to which an asynchronous optimizer step may still write.
+        self.buffer.update.wait()
         return ShardTensor.of(self.placement.cut(full), self.placement)
 
     def take_whole(self, whole: torch.Tensor) -> ShardTensor:
@@ -250,7 +254,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
         Args:
             whole: a tensor of the full shape or, if this parameter is split over a tensor-parallel group (see
-                `tp_split_dim`), of the shape before the split.
+                `tp_split_dim`), of the shape before the split. It may have any dtype and device.
+
+        Returns:
+            A sharded tensor, whose memory is a view of `whole` if possible.
 
         Raises:
             ValueError: `whole` has another shape.
@@ -310,7 +317,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return memo.setdefault(id(self), full)
 
     def refuse_copy(self) -> None:
-        """Raise an error if the parameter cannot be deep-copied.
+        """Raise an error if the parameter cannot be deep-copied, because it is quantized.
 
         Raises:
             RuntimeError: the parameter is quantized.
@@ -333,9 +340,10 @@ def is_read_only(parameter: object) -> bool:
 
 
 class _ReadWhole(torch.autograd.Function):
-    """Differentiable copy of a full parameter, made when a function of torch or `gather` reads the local parameter.
+    """The autograd function that copies the full values of a sharded parameter into a new tensor.
 
-    In backward, the gradient of the copy is added to the gradients that are averaged over the ranks into `.grad`.
+    It runs when `gather`, or a function of torch, reads the sharded parameter while autograd records. Its backward
+    passes the gradient of the copy on: it is averaged over the ranks together with the parameter's other gradients.
     """
 
     @staticmethod

@@ -17,7 +17,8 @@ class PendingUpdate:
     `parameter.take`, the attribute `.data` and torch operations on a local parameter include this wait. If other ranks
     copy weights directly from this rank's memory, `announce` makes them wait as well.
 
-    Until `wait`, this object refers to the gradients that the update reads, so that their memory is not reused.
+    Until `wait` is called, this object keeps references to the gradients that the update reads, so that their memory is
+    not reused.
 
     Attributes:
         ticket: a handle whose `wait` makes the current stream wait until the update has written the shard; None if no
@@ -35,8 +36,8 @@ class PendingUpdate:
         """Register an asynchronous update of the shard that an optimizer has started.
 
         Args:
-            ticket: a handle whose `wait` makes the current stream wait until the shard is written. It must not complete
-                before earlier updates do.
+            ticket: a handle whose `wait` makes the current stream wait until the shard is written. Because it replaces
+                the ticket of an earlier update, it must not complete before that update does.
             gradients: the tensors that the update reads.
         """
         # The next backward cannot overwrite these gradients before the update has read them, because the forward before

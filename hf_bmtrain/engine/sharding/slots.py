@@ -1,4 +1,4 @@
-"""Slots: the entries of modules' `_parameters` that hold sharded parameters."""
+"""Move parameters into flat buffers, and keep track of their entries in modules' `_parameters` (class `Slot`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .storage import PLAIN, StorageKind
 
 
 class Slot(NamedTuple):
-    """An entry of a module's `_parameters`, which is set to the full parameter when needed, else to the local one.
+    """An entry of a module's `_parameters`. It is set to the full parameter when needed, else to the local parameter.
 
-    The local parameter contains only this rank's elements. A tied parameter has several slots.
+    The local parameter contains only this rank's elements. A parameter that several modules share has several slots.
 
     Attributes:
         parameters: the module's `_parameters`.
@@ -28,7 +28,7 @@ class Slot(NamedTuple):
         sharded: the local parameter.
     """
 
-    parameters: dict[str, Any]  # not the module, because it may refer to the slot, which would be a reference cycle
+    parameters: dict[str, Any]  # not the module: if the module refers to the slot, this would be a reference cycle
     name: str
     full: torch.nn.Parameter
     sharded: DistributedParameter
@@ -51,7 +51,7 @@ def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
 
 
 def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
-    """Return the flat buffers of a wrapped model, in the order of its parameters."""
+    """Return the flat buffers of a sharded model, in the order of `model.parameters()`."""
     return list(dict.fromkeys(p.buffer for p in model.parameters() if isinstance(p, DistributedParameter)))
 
 
@@ -103,7 +103,7 @@ def shard_places(
 
     Args:
         world: the ranks that share the buffers.
-        places: (module, name, parameter) of each entry of a module that is to be set to a local parameter.
+        places: (module, name, parameter) of each entry of a module's `_parameters` to be set to a local parameter.
         reduction: averages the gradients over the ranks.
         kind_of: returns a parameter's storage kind. If it returns None, the parameter's own `storage_kind` is used, or
             PLAIN if it has none.
@@ -145,13 +145,14 @@ class _Group(NamedTuple):
 
 
 def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
-    """Let parameters that are stored as they are share a flat buffer with others, for example quantized ones.
+    """Move plain parameters (stored as they are) into a group of another storage kind, if this kind accepts them.
 
-    Each group becomes one flat buffer, so this saves an all-gather. The parameters of the group that differs from `key`
-    only in having the plain kind are moved to the start of group `key`, if the storage kind of `key` accepts them.
+    Each group becomes one flat buffer with its own all-gather, so this saves an all-gather. An example are norms and
+    biases that share a buffer with weights that are gathered in float8. The parameters of the group that differs from
+    `key` only in its storage kind, PLAIN, are put at the start of the group `key`.
 
     groups: for each group, its parameters as {id(parameter): parameter}. Changed in place.
-    key: the group that receives the parameters. Its storage kind is not the plain kind.
+    key: the group that gets the parameters. Its storage kind is not PLAIN.
 
     Returns:
         The number of moved parameters.
@@ -175,12 +176,12 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 @contextmanager
 def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
-    """Set the slots to None inside the context, so that `module._apply(convert)` does not touch local parameters.
+    """Set the slots to None inside the context, so that `module._apply(convert)` does not change local parameters.
 
     Raises RuntimeError at the start if `convert` would move local parameters to another device or cast them.
 
     Args:
-        slots: the entries of modules that are set to local parameters.
+        slots: the entries of modules' `_parameters` that are set to local parameters.
         convert: the function that `_apply` applies to every tensor.
     """
     for slot in slots:

@@ -44,7 +44,7 @@ class SourcedParameter(torch.nn.Parameter):
 
         Args:
             full: a tensor on the CPU with the same values on all `size` ranks.
-            rank: this rank.
+            rank: the index of this rank, from 0 to size - 1.
             size: the number of ranks.
             dtype: the dtype of the parameter; None for that of `full`.
         """
@@ -59,10 +59,10 @@ class SourcedParameter(torch.nn.Parameter):
     def divide(self, rank: int, size: int) -> None:
         """Replace `values`, which must contain all elements, by a copy of this rank's share in host memory.
 
-        The share is one of `size` equal parts of the elements.
+        The share is one of `size` equal parts of the elements, padded with zeros if the elements do not suffice.
 
         Args:
-            rank: this rank.
+            rank: the index of this rank, from 0 to size - 1.
             size: the number of ranks.
         """
         assert self.values is not None
@@ -73,12 +73,13 @@ class SourcedParameter(torch.nn.Parameter):
     def has_share_of(self, other: SourcedParameter, rank: int, size: int) -> bool:
         """Return whether this loaded parameter and `other` have equal shapes and equal values in this rank's share.
 
-        Not collective. A share is one of `size` equal parts of the elements: before parameters are sharded, a rank may
-        have loaded only its share of the values.
+        Not collective. Returns False if one of the two has been sharded, so that its values were dropped. A share is
+        one of `size` equal parts of the elements. Only this rank's share is compared, because a rank may not have
+        loaded the other shares.
 
         Args:
             other: another loaded parameter.
-            rank: this rank.
+            rank: the index of this rank, from 0 to size - 1.
             size: the number of ranks.
         """
         shares = [
@@ -93,15 +94,18 @@ class SourcedParameter(torch.nn.Parameter):
 
     @torch.no_grad()
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
-        """Fill a part of a shard with this parameter's elements start:start+len(part), and drop `values`.
+        """Copy this rank's elements of the parameter to its shard, and drop `values`. Called when it is sharded.
 
         Collective: every rank must call it. If the values are in a memory-mapped file (`mapped`), each rank reads its
         elements from the file. Otherwise each rank has a share of the values, and the shares are all-gathered.
 
         Args:
-            part: 1-D, the memory in the shard for this rank's elements of the parameter.
-            start: the index of the first of these elements in the flattened parameter.
+            part: (n,), the memory in the shard for this rank's elements of the parameter. It is filled.
+            start: the index of the first of these n elements in the flattened parameter.
             communicator: the ranks that have the shares. `mapped` must be the same on all of them.
+
+        Raises:
+            RuntimeError: the values were dropped already, by an earlier call.
         """
         if self.values is None:
             raise RuntimeError(

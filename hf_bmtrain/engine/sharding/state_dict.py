@@ -59,7 +59,7 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
     Args:
         destination: the state dict: a StateDict, or another dict, for example if `state_dict` was called on a module
             that is not sharded but contains sharded modules.
-        slots: the entries of modules whose parameters are saved.
+        slots: the entries of the saved parameters in modules' `_parameters`.
         collect: fills `destination` with the parameters that the modules contain.
     """
     full_params = {slot.full: slot.sharded for slot in slots}
@@ -92,9 +92,14 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
 
 
 def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> None:
-    """Raise RuntimeError unless all ranks are about to load the same values. Collective: every rank must call it.
+    """Raise RuntimeError unless all ranks are about to load the same parameters. Collective: every rank must call it.
 
-    Entries for modules' buffers (`register_buffer`) are not compared, because they may differ between the ranks.
+    Entries for modules' buffers (`register_buffer`) are not compared, because they may differ between the ranks. Nor
+    are sharded tensors, because each rank has other elements of them.
+
+    Args:
+        model: the sharded model.
+        state: the state dict that this rank has passed to `model.load_state_dict`.
     """
     world = current_world()
     # A DistributedStateDictWrapper, which is no dict, needs no check: from it, every rank loads rank 0's values.
@@ -122,12 +127,13 @@ def shard_on_load(
     """Replace full tensors of the module's parameters in `state_dict` by this rank's elements, which torch then loads.
 
     Collective: every rank must call it. This is a load_state_dict pre-hook. For a DistributedModule inside a block it
-    runs twice; the second run changes nothing.
+    runs twice; the second run changes nothing. Raises RuntimeError if `load_state_dict` was called with assign=True.
 
     prefix: the module's name in front of its parameters' names in `state_dict`, such as "layers.0.".
-    metadata: torch's metadata of the module, which says whether `load_state_dict` was called with assign=True.
+    metadata: torch's metadata of the module. It contains the argument `assign` of `load_state_dict`.
     strict, missing, unexpected: torch passes them to every hook. They are not used.
-    errors: gets a message for each value that does not fit its parameter. torch raises them together.
+    errors: a list to which a message is appended for each value whose shape does not match its parameter. torch raises
+        one error with all messages.
     """
     slots = find_slots([module])
     for buffer in dict.fromkeys(slot.sharded.buffer for slot in slots):
@@ -149,11 +155,15 @@ def shard_on_load(
 
 
 def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
-    """Register hooks by which modules with sharded parameters save full tensors, and load their part of full tensors.
+    """Register hooks on modules with sharded parameters, so that they save full tensors, and load from full tensors.
+
+    `state_dict()` of such a module then returns full tensors. `load_state_dict` takes full tensors, of which each rank
+    copies its own elements.
 
     Args:
-        layer: the module whose submodules, itself included, get the hooks.
-        slots: the entries of modules that hold the sharded parameters. Modules without a slot get no hooks.
+        layer: a module. It and all modules inside it get the hooks.
+        slots: the entries of modules' `_parameters` that are set to sharded parameters. Modules without such an entry
+            get no hooks.
     """
     filled = {id(slot.parameters) for slot in slots}
     for module in layer.modules():
@@ -166,7 +176,7 @@ def _gather_on_save(module, state_dict, prefix, metadata) -> None:
     """Replace local parameters in `state_dict` by full tensors on the CPU. Collective: every rank must call it.
 
     This is a state_dict post-hook of the modules inside a block, for users that call such a module's own `state_dict`.
-    During `state_dict` of the block or the model, the modules hold full parameters, so nothing is done.
+    During `state_dict` of the block or the model, the modules contain full parameters, so nothing is done.
 
     prefix: the module's name in front of its parameters' names in `state_dict`, such as "layers.0.".
     metadata: torch passes it to every hook. It is not used.

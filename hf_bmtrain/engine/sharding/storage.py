@@ -54,8 +54,8 @@ class Storage:
             and what the user can do instead.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
         is_part: whether the full parameters are parts of tensors that tensor parallelism splits (see `whole_shape`).
-        kind: the StorageKind that the parameters keep if they are moved to another flat buffer. None: it is chosen
-            again.
+        kind: the StorageKind to use again if full copies of the parameters are sharded. None: it is chosen again, as
+            for parameters that were never sharded.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -87,11 +87,14 @@ class Storage:
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
-        """Allocate the shard and the full buffer, and tell the flat buffer which memory an all-gather sends and fills.
+        """Allocate the shard and the full buffer, and choose what all-gathers send and fill (`ShardedBuffer.route`).
 
-        Collective: every rank must call it. Afterwards, `fill` writes the shard, and frees the full buffer.
+        Collective: every rank must call it. The caller calls `fill` afterwards, which writes the shard and frees the
+        full buffer.
 
-        dtype: the dtype of the shard and the full buffer.
+        Args:
+            world: the ranks over which the parameters are sharded.
+            dtype: the dtype of the shard and the full buffer.
         """
         buffer, layout = self.buffer, self.buffer.layout
         buffer.shard = world.shards.allocate(layout.shard_numel, dtype, world.device, buffer.update.wait)
@@ -102,7 +105,8 @@ class Storage:
     def view(self, index: int, shape: torch.Size) -> torch.Tensor:
         """Return the full parameter `index` as a tensor of `shape`, which is readable while the buffer is unsharded.
 
-        It is a view of this rank's shard if that contains the whole parameter, and of the full buffer otherwise.
+        The result is a view of this rank's shard if the shard contains the whole parameter, otherwise of the full
+        buffer.
         """
         buffer = self.buffer
         local_range = buffer.local_ranges[index]
@@ -117,6 +121,9 @@ class Storage:
         """Fill the shards with rank 0's values of `parameters`, because random initial values differ between ranks.
 
         Collective: every rank must call it.
+
+        parameters: the full parameters, in the order of the flat buffer. A SourcedParameter is read from its own
+            source, such as a file, instead of rank 0.
         """
         buffer = self.buffer
         if any(isinstance(parameter, SourcedParameter) for parameter in parameters):
@@ -136,12 +143,12 @@ class Storage:
         self.full.free()
 
     def _fill_singly(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Fill the shards with rank 0's values of `parameters`, one at a time, without memory for the full buffer.
+        """Do the work of `fill` for one parameter after another, so that no memory for the full buffer is needed.
 
-        Collective: every rank must call it. A SourcedParameter is read from its own source, such as a file, and not
-        from rank 0.
+        Collective: every rank must call it.
 
-        parameters: the full parameters, in the order of the flat buffer.
+        parameters: the full parameters, in the order of the flat buffer. A SourcedParameter is read from its own
+            source, such as a file. Of other parameters, all ranks get rank 0's values.
         """
         buffer = self.buffer
         if self.full is not None:
@@ -159,7 +166,8 @@ class Storage:
     def before_gather(self) -> None:
         """Fill the memory that the all-gather sends, for example with a quantized shard.
 
-        Called before each all-gather if `prepares` is True. May be collective. Here it does nothing.
+        Called in each `ShardedBuffer.gather` if `prepares` is True, even if no all-gather follows because the full
+        parameters are up to date. It must then not be collective; otherwise it may be. Here it does nothing.
         """
 
     def after_gather(self) -> None:
@@ -169,7 +177,7 @@ class Storage:
         """
 
     def reshard(self) -> None:
-        """Free the memory of the full parameters. May be called even if `after_gather` was not called."""
+        """Free the memory of the full parameters. May be called after an all-gather without `after_gather` between."""
         if self.full is not None:
             self.full.free()
 
@@ -177,7 +185,8 @@ class Storage:
     def full_values(self) -> Iterator[None]:
         """Make the full parameters readable inside the context, with exactly the values of all ranks' shards.
 
-        Collective: every rank must call it. Subclasses whose ordinary all-gather sends rounded values override it.
+        Collective: every rank must call it. Subclasses whose usual all-gather sends rounded values override this
+        method. At the end, the full parameters are freed unless they were readable before.
         """
         buffer = self.buffer
         was_unsharded = buffer.is_unsharded
@@ -242,7 +251,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """A way to store the shards of flat buffers. This class is the plain kind, which stores elements as they are.
+    """A form in which the shards of flat buffers are stored. This class is the plain form: elements as they are.
 
     `make` creates the storage of a flat buffer. Parameters may share a flat buffer if their kinds compare equal.
     """

@@ -11,8 +11,8 @@ class UnusedParameters:
     """Finds the parameters of one flat buffer that no rank used in a backward, so that their `.grad` is not changed.
 
     Before the gradient of the buffer is reduced, each rank that did not use all parameters posts the indices of its
-    unused ones in a key-value store. After the host has waited for the mean gradient, these ranks read all posts. By
-    then every rank has started the reduction, so a rank without a post used all parameters.
+    unused parameters in a key-value store. After the host has waited for the mean gradient, these ranks read all posts.
+    By then every rank has started the reduction, so a rank that has posted nothing has used all parameters.
 
     Attributes:
         sent: the number of reductions of the flat buffer that were started so far. GradientBuffer increments it.
@@ -22,17 +22,19 @@ class UnusedParameters:
         """Create an object that finds the unused parameters of one flat buffer.
 
         Args:
-            control: exchanges texts between the ranks through a key-value store. Each rank posts its unused parameters.
-            number: the buffer's number, the same on every rank.
+            control: gives access to the key-value store in which the ranks post their unused parameters.
+            number: the flat buffer's number in the order of creation, the same on every rank.
         """
         self._control, self.number = control, number
         self.sent = 0
         self._read: str | None = None
 
     def post(self, indices: Sequence[int]) -> None:
-        """Tell the other ranks, before the reduction starts, which parameters this rank did not use.
+        """Post the indices of the parameters that this rank did not use, for the other ranks to read in `agree`.
 
-        indices: the positions of these parameters in the flat buffer.
+        Call this before the reduction of the gradient starts, and only if there are such parameters.
+
+        indices: the indices of these parameters in the flat buffer.
         """
         self._control.post(self._key, ",".join(map(str, indices)))
 

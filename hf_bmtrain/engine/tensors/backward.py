@@ -18,7 +18,7 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
     and accumulated into its `.grad`. The `.grad` of parameters that are not in `inputs` does not change.
 
     Args:
-        tensors: the tensors to differentiate.
+        tensors: the tensor or tensors to differentiate, such as the loss.
         inputs: the tensors whose `.grad` receives gradients.
         **options: other arguments of `torch.autograd.backward`.
     """

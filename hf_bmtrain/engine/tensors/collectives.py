@@ -29,7 +29,7 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
     different elements of the full tensor. Nothing changes for other tensors, or for functions that call
     `__torch_function__` already. A module that imported a function by name before this call keeps the original one.
 
-    kinds: the classes of sharded tensors, and of views of their full copies.
+    kinds: the tensor subclasses to which this applies: sharded tensors, and views of temporary full copies of them.
     """
     for name in _NAMES:
         function: Any = getattr(distributed_c10d, name)

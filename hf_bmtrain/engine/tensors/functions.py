@@ -41,7 +41,7 @@ CONVERSIONS = frozenset("to float double half bfloat16 int long short bool cpu c
 """Functions that convert their first tensor. Other arguments only give the dtype or device to convert to."""
 
 LIKE = frozenset("detach alias zeros_like ones_like empty_like full_like".split())
-"""Functions of one tensor that autograd never records. Given a sharded tensor, they always return a sharded tensor."""
+"""Functions of one tensor that autograd never records. For a sharded tensor, they always return a sharded tensor."""
 
 RANDOM = frozenset(
     """

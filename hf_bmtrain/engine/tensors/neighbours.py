@@ -1,4 +1,4 @@
-"""Join tensors that are adjacent in memory, so that in-place functions of lists have fewer tensors to write."""
+"""Join tensors that are adjacent in memory, so that functions such as `torch._foreach_mul_` write fewer tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Join tensors that are adjacent in memory, so that an in-place function of a list has fewer tensors to write.
+    """Join tensors that are adjacent in memory, so that functions such as `torch._foreach_mul_` write fewer tensors.
 
     The sharded parameters of one flat buffer are adjacent in memory, and so are their gradients. Weight decay, for
-    example, then multiplies one tensor per flat buffer. Call this only within `WithoutTorchFunction`, where a sharded
-    tensor acts as a plain tensor of this rank's elements.
+    example, then multiplies one tensor per flat buffer instead of one per parameter. Call this only within
+    `WithoutTorchFunction`, where a sharded tensor acts as a plain tensor of this rank's elements.
 
     Args:
         tensors: at least one tensor.

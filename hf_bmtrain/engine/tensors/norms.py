@@ -19,9 +19,9 @@ class SegmentNorms:
     """Computes the 2-norms of all tensors of a flat buffer over all ranks, in one pass and one all-reduce.
 
     A segment is the part of this rank's shard that belongs to one tensor, together with the padding after it. The
-    norms are cached until the shard's version counter changes. (Kernels that write through raw pointers increment it,
-    too.) All ranks write to the buffer at the same points of the program, so either all of them compute new norms, or
-    none does.
+    norms are cached until the shard's version counter changes. (Kernels that write through raw pointers increment this
+    counter, too.) All ranks write to the buffer at the same points of the program, so either all ranks compute new
+    norms, or no rank does.
 
     Args:
         shard: (n,) float32, float16 or bfloat16, this rank's shard.
@@ -62,9 +62,9 @@ class SegmentNorms:
         return self._norms.clone().unbind()
 
     def local_squares(self) -> torch.Tensor:
-        """Return the squared 2-norm of this rank's elements of each of the flat buffer's k tensors, (k,) float64.
+        """Return the sum of squares of this rank's elements of each tensor in the flat buffer.
 
-        Not collective.
+        The result is a float64 tensor (k,) for the k tensors. Not collective.
         """
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares
@@ -93,8 +93,9 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
 def note_clipping(collective_log: CollectiveLog) -> None:
     """If `torch.nn.utils.clip_grad_norm_` is on the call stack, record its arguments in the log `collective_log`.
 
-    The ranks compare their logs, and so detect that they clip to different norms. The arguments are read from the local
-    variables of `clip_grad_norm_`, because it does not pass them to the functions that it calls.
+    Each rank has such a log of its operations. The ranks compare the logs, and so detect that they clip to different
+    norms. The arguments are read from the local variables of `clip_grad_norm_`, because it does not pass them to the
+    functions that it calls.
     """
     frame = sys._getframe(1)
     for _ in range(_CALLERS):

@@ -27,6 +27,8 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
     The 2-norms of gradients that a backward has stored in `.grad` are computed for whole flat buffers, and cached. All
     other norms are computed with one more all-reduce, and not cached.
 
+    Raises ValueError if `order` is not greater than 0.
+
     pieces: sharded tensors.
     order: a number greater than 0, or inf.
     """
@@ -123,7 +125,7 @@ def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _non_finite_check(pieces, found_inf, inv_scale):
     amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
-    torch.autograd.graph.increment_version(pieces)  # the function writes to `pieces`, but torch does not count this
+    torch.autograd.graph.increment_version(pieces)  # this function of torch writes, but increments no version
     slices = [piece for piece in pieces if _is_local(piece)]
     slices[0].placement.norms.all_reduce(found_inf, maximum=True).wait()
 

@@ -103,11 +103,12 @@ class ShardBase:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient: a sharded tensor of which each rank stores the same elements as of this tensor, or None.
+        """The gradient, or None. It is sharded like this tensor: each rank stores the same elements of both.
 
-        It is stored both in torch's own `.grad` and in the Python attribute `grad_now`. Reading torch's own `.grad`
-        calls `__torch_function__`, which takes 15 times as long. In each step, gradient clipping reads the gradient
-        four times and the optimizer three times.
+        If `.grad` is set to a full tensor, only this rank's elements of it are kept. The gradient is stored in torch's
+        own `.grad`, and also in the Python attribute `grad_now`, because reading torch's own `.grad` calls
+        `__torch_function__`, which takes 15 times as long. In each step, gradient clipping reads the gradient four
+        times and the optimizer three times.
         """
         return self.grad_now
 
@@ -510,7 +511,8 @@ class _Call:
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
         """Apply an in-place function to a plain tensor and sharded ones, as in `plain.add_(sharded)`.
 
-        The plain tensor has either the full shape or as many elements as this rank stores.
+        The plain tensor must have either the full shape or as many elements as this rank stores. If the plain tensor
+        has the full shape, or if the sharded tensors are vectors, this is collective: every rank must call it.
 
         Args:
             target: the plain tensor, to which the function writes.
@@ -519,8 +521,8 @@ class _Call:
         """
         if target.shape != like.shape or target.shape == like.full_shape:
             return self._on_full()
-        # A rank that stores a whole vector finds that `target` has the full shape, so it gathers the vector, in
-        # `_on_full`. Gather vectors here, too, because all ranks must issue the same collectives.
+        # If one rank stores all elements of a vector, `target` has the full shape on that rank, which therefore gathers
+        # the vector in `_on_full`. The other ranks must take part, so they gather the vector here.
         if len(like.full_shape) < 2:
             barrier_outside(f"{self.name} of a sharded tensor")
             for key, each in {id(each): each for each in self.slices}.items():
@@ -555,8 +557,9 @@ class _Call:
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
         """Return the tensors to pass instead of `members`, so that a function of lists acts on this rank's elements.
 
-        Such a function is `torch._foreach_add_(parameters, gradients)`. Returns None if it must act on full tensors
-        instead, because a member cannot be combined with the sharded one element by element on this rank.
+        An example of such a function is `torch._foreach_add_(parameters, gradients)`. Returns None if the function must
+        act on full tensors instead, because a member cannot be combined with the sharded member element by element on
+        this rank.
 
         members: the items at one position of all lists, such as (parameters[i], gradients[i]).
         """
@@ -574,7 +577,8 @@ class _Call:
         """Do the work of `_aligned` for functions that write to plain tensors, such as `_foreach_add_(plain, sharded)`.
 
         Returns the tensors to pass instead of `members`, so that the function acts on this rank's elements. Returns
-        None if it must act on full tensors. Collective if the sharded tensors have fewer than two dimensions.
+        None if it must act on full tensors. Raises RuntimeError if the shape of the plain tensor does not match.
+        Collective if the sharded tensors have fewer than two dimensions.
 
         members: the arguments at the same position of each list, for example (plain[i], sharded[i]). The function
             writes to the first, which is a plain tensor.
@@ -584,8 +588,9 @@ class _Call:
         target = members[0]
         if target.shape not in (like.shape, like.full_shape):
             _refuse_plain_target(self.name, target, like)
-        # `target` has as many elements as this rank stores, or the full shape. A rank that stores a whole vector cannot
-        # tell which, and other ranks can. So gather vectors in both cases: all ranks must issue the same collectives.
+        # `target` has as many elements as this rank stores, or the full shape. A rank that stores all elements of a
+        # vector cannot distinguish the two cases, but other ranks can. Because all ranks must issue the same
+        # collectives, vectors are gathered in both cases.
         if len(like.full_shape) < 2 and current_world().size > 1:
             barrier_outside(f"{self.name} of a sharded tensor")
             for number, each in enumerate(members):
@@ -615,7 +620,12 @@ class _Call:
         return [part if like is None else ShardTensor.of(part, like.placement) for part, like in zip(result, likes)]
 
     def _communicate(self) -> Any:
-        """Run a collective of torch.distributed on full tensors, in place of the sharded tensors that it was given."""
+        """Gather the sharded tensors that were passed to a function of torch.distributed, and run it on full tensors.
+
+        Collective: every rank must call it. Raises RuntimeError for subgroups and point-to-point operations, because
+        every rank must take part in the gathering, and for async_op=True, because the results are copied back to the
+        sharded tensors as soon as the function returns.
+        """
         if current_world().size == 1:  # this rank's elements are the full tensor
             own = lambda each: each.part.view(each.full_shape) if isinstance(each, ShardBase) else each  # noqa: E731
             return self.func(*replace_tensors(own, self.args), **replace_tensors(own, self.kwargs))
@@ -670,8 +680,8 @@ class _Call:
     def _declared_writes(self) -> set[int] | None:
         """Return the ids of the tensors that the schema of an operator of torch.ops declares to be modified.
 
-        Returns None for all other functions. Version counters would not show all writes of these operators, because
-        operators of other libraries may write by their own kernels or through `.data`.
+        Returns None for all other functions. For operators, version counters are not sufficient, because operators of
+        other libraries may write by their own kernels or through `.data`, and neither increments a counter.
         """
         schema = schema_of(self.func)
         if schema is None:
@@ -683,9 +693,9 @@ class _Call:
     def _explain(self, error: RuntimeError) -> None:
         """Raise a clearer error than `error` if an argument of the wrong size is its likely cause. Otherwise, return.
 
-        `error` was raised by the torch function that is being called, which computes with the full tensors. A frequent
-        cause is a plain 1-D tensor, created with as many elements as this rank stores of a parameter, which does not
-        fit the full shape.
+        `error` was raised by the torch function that is being called on full tensors. A frequent cause is a plain 1-D
+        tensor that was created with as many elements as this rank stores of a parameter, and so does not fit the full
+        shape.
         """
         with WithoutTorchFunction():
             for piece in self.slices:
@@ -700,7 +710,9 @@ class _Call:
     def _write_back(self, target: Any, full: torch.Tensor) -> None:
         """Copy this rank's elements of `full` to the sharded tensor `target`.
 
-        full: the full copy of `target` on which the torch function was called, and which it has modified.
+        Raises RuntimeError if autograd forbids the write, or if the function has changed the shape or the dtype.
+
+        full: the full copy of `target`, after the torch function has modified it.
         """
         with WithoutTorchFunction():
             if self.full and target.requires_grad:
@@ -725,7 +737,7 @@ def barrier_outside(occasion: str) -> None:
     Collective: every rank must call it. If a rank does not, an error names that rank and `occasion`, instead of a
     deadlock.
 
-    occasion: the operation that the ranks are about to start.
+    occasion: the operation that the ranks are about to start, in words, for the error.
     """
     world = current_world()
     if world.size > 1 and not (world.schedule.in_forward or world.schedule.in_backward):
@@ -773,8 +785,8 @@ class Address:
 def _data_ptr(tensor: Any) -> int | Address:
     """Return the result of `data_ptr()` of a sharded tensor.
 
-    With one rank it is the ordinary int. With several it is an `Address`, which can be compared and hashed, but raises
-    RuntimeError in arithmetic, because this rank's memory holds only a part of the full tensor.
+    With one rank, the result is the ordinary int. With several ranks, it is an `Address`, which can be compared and
+    hashed, but raises RuntimeError in arithmetic, because this rank's memory contains only a part of the full tensor.
     """
     with WithoutTorchFunction():
         return tensor.data_ptr() if tensor.placement.communicator.size == 1 else Address(tensor)
@@ -783,9 +795,9 @@ def _data_ptr(tensor: Any) -> int | Address:
 def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Apply an element-wise function of lists, such as `torch._foreach_mul_`, to this rank's elements.
 
-    This is a fast path for optimizers. The sharded tensors at one position of the lists must share their `placement`
-    (which elements each rank stores) as one object, and plain tensors must have one element. Otherwise this function
-    does nothing and returns NotImplemented, and the caller uses the slower `_Call`.
+    This is a fast path for optimizers. The sharded tensors at one position of all lists must have the same Placement
+    object (which elements each rank stores), and plain tensors must have one element. Otherwise this function does
+    nothing and returns NotImplemented, and the caller uses the slower `_Call`.
 
     func: the function.
     name: the result of `name_of(func)`. A trailing `_` means that the function writes to its first argument.
@@ -882,8 +894,8 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     if value.shape == like.shape and value.shape != shape:
         raise ValueError(
             f"A tensor of shape {tuple(value.shape)} is ambiguous in an operation with a sharded parameter of shape "
-            f"{tuple(shape)}. It may be this rank's {value.numel()} elements, or a full tensor to be broadcast. If it "
-            "is the former, create it with torch.zeros_like(parameter) or parameter.take(full). If it is the latter, "
+            f"{tuple(shape)}. It may be this rank's {value.numel()} elements, or a full tensor to be broadcast. In "
+            "the first case, create it with torch.zeros_like(parameter) or parameter.take(full). In the second case, "
             ".expand() it to the full shape."
         )
     return like.placement.cut(value.expand(shape)) if result == shape else None

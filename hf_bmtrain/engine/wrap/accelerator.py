@@ -2,7 +2,8 @@
 
 The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator has another number of
 ranks or shards models itself, or if the Trainer lacks this package's callback (BMTrainCallback). Neither Accelerate nor
-transformers is imported here. Transformers is found in `sys.modules`, and `World.accelerator` is Accelerate's state.
+transformers is imported here, because a program need not have them. If the program has imported them, they are found in
+`sys.modules`.
 
 If a group of ranks shares the rows (sequences) of a batch, Accelerate's data loaders are made to give the same batches
 to all ranks of the group, and its `gather_for_metrics` to return each row once.
@@ -34,7 +35,9 @@ _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 def check_accelerator(state: Any, size: int) -> None:
     """Raise RuntimeError if the Accelerator shards models itself, or if its number of ranks is not `size`.
 
-    state: the AcceleratorState.
+    Args:
+        state: the AcceleratorState.
+        size: the number of ranks of this package.
     """
     kind = getattr(state.distributed_type, "value", str(state.distributed_type))
     if kind in _OWN_SHARDING:
@@ -43,7 +46,7 @@ def check_accelerator(state: Any, size: int) -> None:
             "DeepSpeed or Megatron options (arguments, plugin, config file, ACCELERATE_USE_* variables)."
         )
     if state.num_processes != size:
-        # On a machine without a GPU, Accelerate ignores the ranks of the launcher unless it is told to use the CPU.
+        # On a machine without a GPU, Accelerate ignores the ranks of the launcher unless its CPU option is set.
         way_out = (
             "Start the script with torchrun or accelerate launch."
             if torch.cuda.is_available()
@@ -58,9 +61,11 @@ def check_accelerator(state: Any, size: int) -> None:
 def check_trainer(model: torch.nn.Module, size: int) -> None:
     """Raise RuntimeError if a Trainer that never had this package's BMTrainCallback trains `model` on several ranks.
 
-    The Trainer is found on the call stack, because this function is called in forward.
+    Called before each training forward. If a Trainer has called the model, the Trainer is found on the call stack.
 
-    size: the number of ranks, at least 2.
+    Args:
+        model: the sharded model.
+        size: the number of ranks, at least 2.
     """
     transformers: Any = sys.modules["transformers.trainer"]
     if not hasattr(transformers, "Trainer"):  # transformers.trainer is still being imported
@@ -133,10 +138,10 @@ class _Dimension:
 
 
 class GroupMesh:
-    """Replacement for the DeviceMesh from which Accelerate's data loaders compute which batches a rank gets.
+    """Replacement for the DeviceMesh by which Accelerate's data loaders distribute batches over ranks.
 
-    With it, each group of `size` consecutive ranks gets the same batches, as in context parallelism: the dimension "cp"
-    has the size of a group. Accelerate reads nothing but the names and sizes of the dimensions.
+    With this mesh, each group of `size` consecutive ranks gets the same batches, as in context parallelism: the
+    dimension "cp" has the size of a group. Accelerate reads only the names and sizes of the dimensions.
 
     Args:
         size: the number of ranks in a group.
@@ -155,7 +160,11 @@ class GroupMesh:
 def share_rows(model: torch.nn.Module, size: int) -> None:
     """Record in `model` that each group of `size` consecutive ranks shares the same rows (sequences) of a batch.
 
-    `ranks_per_row` returns this number.
+    `ranks_per_row` then returns `size` for this model.
+
+    Args:
+        model: the model, which gets a private attribute.
+        size: the number of ranks in a group.
     """
     setattr(model, _ROWS, size)
 
@@ -169,6 +178,10 @@ def share_batches(size: int, world: World) -> None:
     """Make the data loaders that Accelerate prepares from now on give each group of `size` ranks the same batches.
 
     `Accelerator.gather_for_metrics` then returns each row once. This has no effect if no Accelerator has been created.
+
+    Args:
+        size: the number of consecutive ranks in a group.
+        world: the world of all ranks.
     """
     if world.accelerator is None:
         return
@@ -178,12 +191,13 @@ def share_batches(size: int, world: World) -> None:
 
 @functools.cache  # the class is changed once
 def _gather_rows_once(kind: Any) -> None:
-    """Make `gather_for_metrics` return each row once if several ranks share it. Other Accelerators are not affected.
+    """Make `Accelerator.gather_for_metrics` return each row of a batch once, even if several ranks share the row.
 
-    The rows come from the first rank of each group. Accelerate removes from their end those with which it has filled up
-    the last batch. If each row were gathered several times, it would remove others.
+    Only the rows of the first rank of each group are returned. Accelerate adds rows to an incomplete last batch, and
+    `gather_for_metrics` keeps only as many of the gathered rows as the batch had before. If the gathered rows contained
+    duplicates, it would remove the wrong rows. Nothing changes for Accelerators whose mesh is not a GroupMesh.
 
-    kind: the class accelerate.Accelerator. It is changed, because a program may create its Accelerator later.
+    kind: the class accelerate.Accelerator. The class is changed, because a program may create its Accelerator later.
     """
     gather_for_metrics: Callable[..., Any] = kind.gather_for_metrics
 
@@ -196,10 +210,11 @@ def _gather_rows_once(kind: Any) -> None:
         apply: Callable[..., Any] = sys.modules["accelerate.utils"].recursively_apply
         try:
             apply(lambda each: each, input_data, error_on_other_type=True)
-        except TypeError:  # not only tensors: Accelerate gathers objects in such cases
+        except TypeError:  # `input_data` does not consist of tensors only: Accelerate gathers it as objects
             use_gather_object = True
         if use_gather_object:
-            # The lists of all ranks are joined, so the other ranks of a group contribute empty ones.
+            # Accelerate joins the lists of all ranks. To return each row once, only the first rank of a group passes
+            # its list, and the others pass an empty list.
             own = input_data if accelerator.process_index % size == 0 else []
             return gather_for_metrics(accelerator, own, use_gather_object=True)
 

@@ -20,7 +20,7 @@ class WrapPlan(NamedTuple):
         layers: the modules that are or become blocks, which are sharded one by one.
         root: all modules that are neither in `layers` nor inside one of them.
         shared: ids of parameters that are used by several of `layers`, or by one of them and by a module of `root`.
-            They do not belong to a block, but are sharded as root parameters.
+            They are not sharded with a block, but together with the parameters of `root`.
         compiled: whether the blocks are compiled.
         late: whether the model was wrapped before. If so, only the parameters that were added since are sharded.
     """
@@ -45,7 +45,9 @@ class Extension:
     def admit(self, model: torch.nn.Module, late: bool) -> None:
         """Raise ValueError, with the reason, if the model cannot be wrapped.
 
-        late: whether the model was wrapped before, so that only parameters that were added since are sharded.
+        Args:
+            model: the model to check.
+            late: whether the model was wrapped before, so that only parameters that were added since are sharded.
         """
 
     def recognizes(self, parameter: torch.nn.Parameter) -> bool:
@@ -66,9 +68,10 @@ class Extension:
         """Change modules and parameters of `plan.model` before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
-        """Return the ids of those parameters of blocks that must not share a flat buffer with other parameters.
+        """Return the ids of parameters of blocks that need flat buffers of their own, apart from all other parameters.
 
-        The sets that several extensions return are united. Parameters in the union may share a buffer with each other.
+        The parameters that all extensions return together may share a flat buffer with each other, but not with other
+        parameters.
 
         plan: the model that is being wrapped, and its division into blocks and other modules.
         """

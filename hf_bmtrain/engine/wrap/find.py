@@ -44,13 +44,16 @@ def choose_chains(
         The chains, and the ModuleLists that were found or that are among `blocks`.
 
     Raises:
-        ValueError: one of `blocks` is not part of the model, or is inside another one.
+        ValueError: `blocks` is a single layer instead of a list, or one of its modules is not part of the model or is
+            inside another one.
     """
     if blocks is None:
         lists = find_block_lists(model)
         return [list(dict.fromkeys(found)) for found in lists], lists
     if isinstance(blocks, torch.nn.Module) and not isinstance(blocks, _LISTS):
-        raise ValueError(f"blocks= must be a list of modules of the model, got one {type(blocks).__name__}.")
+        raise ValueError(
+            f"blocks= must be a list of modules of the model, got one {type(blocks).__name__}. Pass it in a list."
+        )
     asked = [blocks] if isinstance(blocks, torch.nn.Module) else list(blocks)
     lists = [item for item in asked if isinstance(item, torch.nn.ModuleList)]
     chains = [list(dict.fromkeys(item)) for item in asked if isinstance(item, _LISTS)]
@@ -66,7 +69,7 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
         if not isinstance(block, torch.nn.Module) or not names.get(block):
             raise ValueError(
                 f"blocks= contains a {type(block).__name__} that is not part of this {type(model).__name__}. Pass "
-                "modules of the model itself, such as model.encoder.layers (a ModuleList stands for its items)."
+                "modules of the model itself, such as model.encoder.layers (a ModuleList means all of its items)."
             )
         for inner in block.modules():
             if inner is not block and inner in blocks:

@@ -47,10 +47,10 @@ class ModelHook:
     so the checks precede them. Hooks that were registered before the model was wrapped, and may change the arguments,
     run first.
 
-    The hook raises RuntimeError if the model is traced or exported. In a training forward it also raises RuntimeError
-    if the model is called inside a torch.func transform or DistributedDataParallel, if Accelerate shards models itself
-    or has another number of ranks, if a Trainer on several ranks lacks BMTrainCallback, if a parameter is not sharded,
-    or if a block's parameter was renamed.
+    The hook raises RuntimeError if the model is traced or exported. In a training forward (with gradients enabled), it
+    also raises RuntimeError if the model is called inside a torch.func transform or DistributedDataParallel, if
+    Accelerate shards models itself or has another number of ranks, if a Trainer on several ranks lacks BMTrainCallback,
+    if a parameter is not sharded, or if a block's parameter was renamed.
 
     Every training forward checks all parameters and modules again, because they can be replaced at any time.
     """
@@ -66,7 +66,7 @@ class ModelHook:
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
-        if world.device.type != "meta":  # a simulated world (on meta) may have more ranks than Accelerate sees
+        if world.device.type != "meta":  # a simulated world (on meta) may have more ranks than Accelerate
             self._check(model, world)
         if world.schedule.observers.before_forward:
             _tell_observers(world, model, args, kwargs)
@@ -104,8 +104,8 @@ class ModelHook:
     def _walk(self, model: torch.nn.Module) -> None:
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
-                # If a wrapped model is inside a block, its modules have full parameters (marked `is_unsharded`) while
-                # that block's forward runs.
+                # `model` may itself be inside a block of a larger wrapped model. While that block's forward runs, the
+                # parameters of `model` are full ones, marked by the attribute `is_unsharded`.
                 known = _is_sharded(type(parameter)) or hasattr(parameter, "is_unsharded")
                 if parameter is not None and not known:
                     raise RuntimeError(
@@ -176,7 +176,11 @@ def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) ->
     """Run training forwards of `modules` with use_cache=False if any of `blocks` is compiled or recomputes its forward.
 
     A recomputed forward would append to the key-value cache twice, and a compiled layer would need a second graph for
-    forwards with a cache. Modules without a `use_cache` argument are not changed.
+    forwards with a cache.
+
+    Args:
+        modules: the modules to change. Those whose forward has no argument `use_cache` are skipped.
+        blocks: the model's CheckpointBlocks.
     """
     states = weakref.WeakSet(block._bmt for block in blocks)
 

@@ -64,7 +64,7 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
     states: weak references to the BlockStates of the blocks (sharded transformer layers).
     on: whether the blocks recompute their forwards in backward from now on.
     args, kwargs: the arguments of the replaced method. `offload` keeps the inputs of recomputed blocks in host memory.
-        Any `every_n_layers` but 1 raises ValueError. Options of torch.utils.checkpoint are ignored.
+        A value of `every_n_layers` other than 1 raises ValueError. Options of torch.utils.checkpoint are ignored.
     """
     given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
     for value in (*args, *kwargs.values()):
@@ -91,10 +91,10 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
     """Make every rank continue to generate until all ranks have finished, because all must take part in all-gathers.
 
-    transformers does so if a module has the attribute `_is_fsdp_managed_module`, or if `generate` is called with
-    synced_gpus=True; both are set here. Modules that drop layers at random do not get the attribute, because it makes
-    transformers call all of their layers. Continuous batching cannot keep the ranks together, so it raises an error if
-    there are several ranks.
+    transformers synchronizes the ranks in this way if a module has the attribute `_is_fsdp_managed_module`, or if
+    `generate` is called with synced_gpus=True. This function sets both. Modules that drop layers at random do not get
+    the attribute, because it makes transformers call all of their layers. Continuous batching cannot keep the ranks
+    together, so it raises an error if there are several ranks.
 
     Args:
         model: the model, whose modules are patched.

@@ -46,8 +46,8 @@ def admit(model: torch.nn.Module) -> None:
 def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
     """Raise ValueError if one of `blocks`, or a module that contains one, was compiled by `module.compile()`.
 
-    Such a compilation would include the all-gathers of the block. Modules inside a block, and modules that contain no
-    block, may be compiled.
+    Such a compilation would include the block's all-gathers, which must run outside compiled code. Modules inside a
+    block, and modules that contain no block, may be compiled.
 
     Args:
         model: the model, all of whose modules are checked.
@@ -80,7 +80,10 @@ def _admit_modules(model: torch.nn.Module) -> None:
 def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Parameter], bool]) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded. The error names the first such parameter.
 
-    recognized: a function that returns whether an extension can shard a parameter of a class that is not torch's own.
+    Args:
+        model: the model, all of whose parameters are checked.
+        recognized: a function that returns whether an extension can shard a parameter of a class that is not torch's
+            own.
     """
     simulating = current_world().device.type == "meta"
     for name, module in model.named_modules():
@@ -109,7 +112,7 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
             raise ValueError(
                 f"auto_wrap: '{name}' has a hook on its gradient, which would be lost, because auto_wrap replaces the "
                 "parameter. Register it after auto_wrap with parameter.register_post_accumulate_grad_hook; the hook "
-                "then sees the averaged gradient."
+                "then gets the averaged gradient."
             )
         if isinstance(parameter, DistributedParameter) or recognized(parameter):
             continue

@@ -24,8 +24,9 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
 
     Such a parameter, for example a tied weight, belongs to no block and is sharded as a root parameter.
 
-    blocks: the modules that are or become blocks (layers that are sharded one by one).
-    outside: the modules that are neither blocks nor inside one.
+    Args:
+        blocks: the modules that are or become blocks (layers that are sharded one by one).
+        outside: the modules that are neither blocks nor inside one.
     """
     owners: dict[int, set[int]] = {}
     for number, block in enumerate(blocks):
@@ -42,9 +43,10 @@ def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Mo
     Root parameters are those that are not sharded with a block: all parameters of the modules in `outside`, and those
     inside `blocks` that several modules share. The places in `outside` come first.
 
-    blocks: the modules that are or become blocks (layers that are sharded one by one).
-    outside: the modules that are neither blocks nor inside one.
-    shared: the ids of the shared parameters, from `shared_parameters`.
+    Args:
+        blocks: the modules that are or become blocks (layers that are sharded one by one).
+        outside: the modules that are neither blocks nor inside one.
+        shared: the ids of the shared parameters, from `shared_parameters`.
     """
     inside = find_places(module for block in blocks for module in block.modules())
     return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
@@ -73,10 +75,10 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
 
 
 def name_buffers(model: torch.nn.Module, world: World) -> None:
-    """Give every flat buffer a name for messages, and set `origin` of every sharded parameter.
+    """Give every flat buffer a name for messages, and set the attribute `origin` of every sharded parameter.
 
-    A buffer is named after the first of its parameters. The origin of a parameter has the path of the block that
-    contains it, and the parameter's name in this block.
+    A flat buffer is named after the first of its parameters. The origin of a parameter contains the path of its block
+    in the model, and the name of the parameter in this block.
 
     Args:
         model: the model, whose parameters are sharded.
@@ -107,6 +109,10 @@ def place_buffers(model: torch.nn.Module, world: World) -> None:
     """Move the module buffers (running means, masks, rotary tables) of `model` to this rank's device, `world.device`.
 
     Collective: every rank must call it. All ranks get rank 0's values.
+
+    Args:
+        model: the model, whose buffers are replaced.
+        world: the ranks. Rank 0 broadcasts its buffers.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -1,6 +1,7 @@
-"""Find models of which ranks may run different modules in the same step, and make these ranks agree on collectives.
+"""Detect models in which ranks may run different modules in the same step, and make the ranks agree on collectives.
 
-For example, each rank may drop different layers at random. They then agree, before each collective, on the next one.
+For example, each rank may drop different layers at random. Before each collective, the ranks then agree on which
+collective is next.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 
     Called when the model is wrapped for the first time.
 
-    plan: the model, and its division into blocks and other modules.
-    chains: the model's lists of blocks, each in execution order.
+    Args:
+        plan: the model, and its division into blocks and other modules.
+        chains: the model's lists of blocks, each in execution order.
     """
     reason = _why_uneven(plan, chains)
     if reason is None or plan.world.size == 1:
@@ -55,7 +57,7 @@ def follow_additions(plan: WrapPlan) -> None:
 def _register(plan: WrapPlan) -> None:
     """Mark the model of `plan` as uneven (ranks may run different parts of it), and number its collectives.
 
-    With these numbers, a rank tells the others which collective it needs next, and they agree on one (see
+    Each rank sends the others the number of the collective that it needs next, and the ranks agree on one number (see
     `Negotiation`).
     """
     for module in plan.root:
@@ -83,7 +85,7 @@ def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
     dropping = [type(module).__name__ for module in plan.root if drops_layers(module)]
     if dropping:
         return f"{dropping[0]} drops layers at random"
-    # Ignore dicts: PEFT sets the `config` of a model that has none to a dict.
+    # Ignore dicts: if a model has no `config`, PEFT sets this attribute to a dict.
     found = (each for module in plan.root if not isinstance(each := getattr(module, "config", None), dict))
     configs = dict.fromkeys(type(config).__name__ for config in found if config is not None)
     if len(configs) > 1:

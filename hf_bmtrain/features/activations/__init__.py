@@ -28,7 +28,7 @@ def input_store(world: World) -> InputStore | None:
 
     Returns None on the CPU, where activations are in host memory anyway.
 
-    world: the ranks that train the model.
+    world: the ranks that train the model. Only the device of this rank is used.
     """
     if has_own_memory(world.device):
         return HostInputs(world.device)
@@ -36,7 +36,10 @@ def input_store(world: World) -> InputStore | None:
 
 
 class OffloadActivations(Extension):
-    """The part of `auto_wrap` that applies its argument `offload_activations`: keeps block inputs in host memory."""
+    """The part of `auto_wrap` that applies the argument `offload_activations`.
+
+    If it is True, the inputs of recomputed blocks (transformer layers) are kept in host memory until backward.
+    """
 
     def __init__(self, options: Options) -> None:
         self._on = options.offload_activations

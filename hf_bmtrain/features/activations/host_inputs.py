@@ -27,8 +27,8 @@ class HostInputs:
     * In the backward, a block waits until its input has been copied back, and then queues the copy of the preceding
       block's input. So at most two inputs are on the device.
 
-    Host memory is allocated in the first steps and reused afterwards, also for smaller inputs. For larger inputs, it is
-    replaced.
+    Host memory is allocated in the first steps and reused afterwards, also for smaller inputs. Memory that is too small
+    for a larger input is freed, and larger memory is allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,7 +103,8 @@ class HostInputs:
     def give_back(self, memory: torch.Tensor) -> None:
         """Allow other inputs to reuse `memory`, which `download` returned.
 
-        Copies that use `memory` may still be queued. The copies of its next user run after them, on the same stream.
+        Copies from or to `memory` may still be queued. This is safe, because later copies that use `memory` run after
+        them, on the same stream.
         """
         bisect.insort(self._free, memory, key=_size)
 
@@ -126,10 +127,10 @@ class _Saved:
     If the tensor has stayed on the device since the forward, backward checks that user code has not modified it in
     place. A tensor that was copied back from the host needs no check, because only this object refers to it.
 
-    inputs: all inputs of the same forward.
+    inputs: the `_Inputs` with all inputs of the same forward.
     tensor: the tensor on the device; None while only the copy exists.
     copy: the copy in host memory, which may not be complete yet.
-    memory: the host memory that contains `copy`, given back when this object is deleted.
+    memory: the host memory that contains `copy`. Other inputs may reuse it once this object is deleted.
     """
 
     def __init__(self, inputs: _Inputs, tensor: torch.Tensor, copy: torch.Tensor, memory: torch.Tensor) -> None:
@@ -174,7 +175,10 @@ class _Inputs:
         return saved
 
     def leave_device(self) -> None:
-        """Free the block's inputs on the device, after making the current stream wait for their copies to the host."""
+        """Free the block's inputs on the device, after making the current stream wait for their copies to the host.
+
+        Raises RuntimeError if user code has modified an input in place since the forward.
+        """
         self._event.wait()
         for saved in self._saved:
             saved.check_unwritten()

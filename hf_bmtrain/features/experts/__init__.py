@@ -2,9 +2,9 @@
 
 In the implementation "grouped_mm" of transformers, each token has one row for each of its k experts. Indexing sorts the
 rows by expert, and another indexing restores the order of the outputs. The backward of torch's indexing sorts the rows
-again, to sum the gradients of equal indices, although no index occurs twice. Here, rows move by permutations instead.
-The backward of a permutation is its inverse, and the gradients of a token's k rows are summed once they are adjacent
-again. The outputs equal those of transformers bit for bit.
+again, to sum the gradients of equal indices, although no index occurs twice. The functions of this folder permute the
+rows instead. The backward of a permutation is the inverse permutation, after which the gradients of each token's k rows
+are adjacent, so that a plain sum adds them. The outputs equal those of transformers bit for bit.
 
 The faster forward replaces `experts_implementation="grouped_mm"` in blocks (the transformer layers that `auto_wrap`
 shards). Transformers' own code still runs with other values of `experts_implementation`, in evaluation, with expert

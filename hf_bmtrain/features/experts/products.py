@@ -109,7 +109,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]
     dx = grouped_product(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None
-    # If `matrices` is a transposed view, its gradient is one too, so that the viewed tensor's gradient is contiguous.
+    # If `matrices` is a transposed view, return a transposed view too. The viewed tensor's gradient is then contiguous.
     if matrices.stride(1) == 1 != matrices.stride(2):
         return dx, gradient_of_groups(dy, x, ends).transpose(1, 2), None
     return dx, gradient_of_groups(x, dy, ends), None

@@ -25,10 +25,10 @@ Factors = list[tuple[Tensor, Tensor, float]]
 
 
 class SortedExperts(OnlyWhileSharded):
-    """Base class that is added to the class of an existing module of experts, to give it a faster forward.
+    """Base class that is added to the class of an existing module of experts, to give the module a faster forward.
 
-    In training the module then runs `run_experts` where transformers would run its implementation "grouped_mm". LoRA
-    adapters of its weights are passed to `forward` as the keyword argument `lora_factors`.
+    In training, the module then runs `run_experts` where transformers would run its implementation "grouped_mm". LoRA
+    adapters of the module's weights are passed to `forward` as the keyword argument `lora_factors`.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -143,8 +143,8 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
 def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Combine the LoRA adapters of one weight into a single adapter. Return its Aᵀ (E, K, r) and (s B)ᵀ (E, r, N).
 
-    Its rank r is the sum of the adapters' ranks. A and B are padded with zeros so that r is a multiple of the alignment
-    that torch's grouped_mm kernel requires.
+    The rank r of the combined adapter is the sum of the adapters' ranks, increased to a multiple of the alignment that
+    torch's grouped_mm kernel requires. The additional rows are zeros.
 
     factors: (A, B, s) of each adapter; s is its scaling.
     matrices: (E, K, N), the adapted weight: one matrix for each of E experts.

@@ -24,7 +24,10 @@ from .storage import Float8Kind
 
 
 class Float8(Extension):
-    """The part of `auto_wrap` that applies its arguments `float8` and `keep`: makes linear layers compute in float8."""
+    """The part of `auto_wrap` that makes linear layers compute in float8, as its arguments `float8` and `keep` select.
+
+    `keep` names layers that do not use float8.
+    """
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""Quantize matrices to float8, and multiply them: e4m3 values with float32 scales, one per row or one per weight.
+"""Quantize matrices to float8 (e4m3 values with float32 scales, one per row or one per weight), and multiply them.
 
 A quantized element represents value * scale. The scale is absmax / 448, where absmax is the largest magnitude among the
 elements that share the scale, but at least 1e-30. The value is the element times 448 / absmax, computed in float32 and
@@ -88,8 +88,9 @@ def quantize_rows(x: Tensor) -> Float8:
 def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
     """Quantize the matrix x to float8 twice, with one scale per row and with one scale per column.
 
-    The second result is the transpose of x, (K, M'), so it has one scale per row too. M' is M rounded up to a multiple
-    of ALIGNMENT; the added columns are zero.
+    The first result is x, (M, K), with one scale per row. The second is the transpose of x, (K, M'), whose rows are the
+    columns of x, so that it has one scale per row too. M' is M rounded up to a multiple of ALIGNMENT; the added columns
+    are zero.
 
     x: (M, K) float32, float16 or bfloat16.
     """
@@ -178,7 +179,9 @@ def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
 
 
 def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
-    """Round the k ranges of x to float8, as `quantize_full` would round the full weights.
+    """Round the k ranges of x to float8 with the scales of the full weights, of which the ranges are parts.
+
+    The values are those that `quantize_full` computes for the full weights.
 
     Args:
         x: (n,), a shard.
@@ -199,9 +202,9 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 
 
 def scales_of(bits: Tensor) -> Tensor:
-    """Return the scales of n weight matrices, (n,) float32. A weight is its float8 values times its scale.
+    """Return the float8 scales of n weight matrices, (n,) float32, from the largest magnitude in each matrix.
 
-    bits: (n,) int32, the absmax (largest magnitude) of each matrix as the bit pattern of a float32.
+    bits: (n,) int32, the largest magnitude (absmax) of each matrix as the bit pattern of a float32.
     """
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
     # The divisor is a tensor, because `absmax / MOST` on a GPU is a multiplication by 1 / MOST, which is rounded.
@@ -250,13 +253,13 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether to quantize x with this package's CUDA kernels. Otherwise torch's operations do it.
+    """Return whether to quantize x with this package's CUDA kernels. If not, torch's operations quantize it.
 
-    True on GPUs, and on the meta device, which stands for a GPU. False for an empty x, and while torch.compile traces
-    the caller, because Inductor then generates kernels from torch's operations.
+    True on GPUs, and on the meta device, which is used to predict the memory of a GPU. False for an empty x, and while
+    torch.compile traces the caller, because Inductor then generates kernels from torch's operations.
     """
-    # The exception is `quantize_both`: compiled code calls it as a custom operator, whose body is not traced, so this
-    # returns True there. The kernels take 0.6 ms. Inductor would compute the column-wise absmax in the kernel that
+    # `quantize_both` uses the CUDA kernels even in compiled code: it is a custom operator there, and torch.compile does
+    # not trace into it. These kernels take 0.6 ms. Inductor would compute the column-wise absmax in the kernel that
     # computes the elements, which takes 1.3 ms (H200, backward of a SwiGLU of 8192 x 14336).
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
@@ -284,7 +287,7 @@ def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def _tiles(x: Tensor, parts: int) -> int:
-    """Return how many tiles cover the matrix x. A tile consists of _TILE rows and, of each row, `parts` * 16 bytes."""
+    """Return how many tiles cover the matrix x. A tile has `parts` * 16 bytes of each of _TILE rows."""
     return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
 
 

@@ -94,8 +94,8 @@ class Calibration(Observer):
         all-gathered in float8 if all its layers keep float8, and each of them has been called on some rank. In a model
         with adapters, no buffer is all-gathered in float8.
 
-        Does nothing if some rank still has to run the backward of a block, because a layer that stops using float8
-        would then be recomputed in another dtype than in the forward.
+        Does nothing if the backward of a block is still to come on some rank, because a layer that stopped using float8
+        now would be recomputed in another dtype than in the forward.
         """
         nothing = torch.zeros(2, device=self._world.device)
         mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])
@@ -136,8 +136,8 @@ class Calibration(Observer):
 class CalibrationInStep(Calibration):
     """Measures the float8 noise of layers in the first training forward. Later, the ranks decide which use float8.
 
-    They decide at the start of the first training forward that begins after every rank has run the backward of the
-    measured forward.
+    The ranks decide at the start of the first training forward after every rank has run the backward of the measured
+    forward.
     """
 
     _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then
@@ -255,10 +255,10 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
             guard.finish()
         elif known and world.rank == 0:
             _log.warning(
-                "float8: this model has %d layers that can use float8, but the checkpoint says for only %d of them "
-                "whether they use it. So the next training step measures all of them again, and results may differ "
-                "slightly from those of the run that saved the checkpoint. To avoid this, pass the same float8= and "
-                "keep= to auto_wrap as in that run.", len(found), len(known),
+                "float8: this model has %d layers that can use float8, but the checkpoint contains the decision "
+                "whether they use it for only %d of them. So the next training step measures all of them again, and "
+                "results may differ slightly from those of the run that saved the checkpoint. To avoid this, pass the "
+                "same float8= and keep= to auto_wrap as in that run.", len(found), len(known),
             )  # fmt: skip
 
 
@@ -304,9 +304,11 @@ def _tell(ratios: dict[str, float]) -> None:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return the signal-to-noise ratio in dB, 10 log10(signal / noise); inf if a number is zero or not finite.
+    """Return the signal-to-noise ratio in dB, 10 log10(signal / noise), or inf if either number is zero or not finite.
 
-    signal, noise: the sums of squares of the exact output and of its error.
+    Args:
+        signal: the sum of squares of the exact output.
+        noise: the sum of squares of the error in the output.
     """
     if not math.isfinite(signal) or not math.isfinite(noise):
         return math.inf  # the output overflowed, which is not rounding noise; the loss scale handles it

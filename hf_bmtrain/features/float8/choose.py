@@ -33,7 +33,7 @@ def choose_float8(
         model: the model that is about to be sharded.
         blocks: its blocks (transformer layers).
         device: the device on which the layers compute.
-        float8: the argument of `auto_wrap`. False selects no layers.
+        float8: the argument of `auto_wrap`: True, "rows" (a synonym of True), or False, which selects no layers.
         keep: names of layers that must not compute in float8, or of modules that contain such layers.
 
     Raises:
@@ -54,7 +54,12 @@ def choose_float8(
 
 
 def check_late_float8(model: torch.nn.Module, float8: UseFloat8) -> None:
-    """Raise ValueError if `float8` is requested for `model`, which was wrapped without float8 before."""
+    """Raise ValueError if float8 is requested in a later call of `auto_wrap`, but not in the call that wrapped `model`.
+
+    Args:
+        model: the model, already wrapped.
+        float8: the argument of the later call. If it is False, nothing is checked.
+    """
     if float8 and not any(isinstance(module, Float8Linear) for module in model.modules()):
         raise ValueError(
             "auto_wrap: this model was wrapped without float8, which cannot be added later. Load the model again and "
@@ -103,7 +108,8 @@ def _choose(
             layers[path] = module
     if unused:
         raise ValueError(
-            f"auto_wrap: names in keep= match no linear layer in a block and no module around one: {sorted(unused)}. "
+            "auto_wrap: names in keep= match no linear layer in a block, and no module that contains such a layer: "
+            f"{sorted(unused)}. "
             f"The linear layers are named: {', '.join(sorted({path.rpartition('.')[2] for path in [*layers, *left]}))}."
         )
     if not layers:

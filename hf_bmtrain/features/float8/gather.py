@@ -60,11 +60,11 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
-    """All-gather the weights of float8 layers in float8 from now on, and log for how many flat buffers this is done.
+    """All-gather the weights of float8 layers in float8 from now on, and log how many flat buffers are sent like this.
 
-    Collective: every rank must call it. A flat buffer holds the weights that are all-gathered together, usually those
-    of one block. It is still all-gathered in its own dtype if the state of one of its layers has a `reason` for it, for
-    example that the layer has stopped using float8.
+    Collective: every rank must call it. A flat buffer contains the weights that are all-gathered together, usually
+    those of one block. A buffer is still all-gathered in its own dtype if `reason` is set in the state of one of its
+    layers, for example because the layer has stopped using float8.
 
     Args:
         world: the ranks over which the layers are sharded.

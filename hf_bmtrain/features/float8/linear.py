@@ -26,12 +26,12 @@ from .storage import Float8Storage, GatheredFactor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1024
-"""The number of rows of a layer's output in which `_powers` measures rounding noise at a time. It limits the memory for
-the exact output, which is computed for comparison."""
+"""`_powers` measures the rounding noise of a layer's output in chunks of this many rows. This limits the memory for the
+exact output, with which the layer's output is compared."""
 
 
 class Float8Inputs:
-    """Caches a quantized input for several layers that get the same one, such as the query, key and value projections.
+    """Caches a quantized input for layers that get the same input, such as the query, key and value projections.
 
     The cache has one entry, which is dropped when the input tensor is garbage-collected or a layer gets another input.
     """
@@ -42,15 +42,21 @@ class Float8Inputs:
         self._factors: tuple[Float8, Float8 | None] | None = None
 
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
-        """Quantize x to float8 with one scale per row and, if `both`, also one per column. Use the cache if possible.
+        """Quantize x to float8 with one scale per row and, if `both`, also with one scale per column.
 
-        Returns four tensors: values and scales by rows, then values and scales by columns, which are None without
-        `both`.
+        If x was the last input too, and has not been modified since, the result may come from the cache.
 
-        x: (..., K), converted to `dtype` and flattened to (M, K) before it is quantized.
+        Args:
+            x: (..., K). It is flattened to (M, K).
+            dtype: the dtype to which x is converted before it is quantized.
+            both: whether x is needed with one scale per column too.
+
+        Returns:
+            Four tensors: the values and scales of x quantized by rows, then those of x quantized by columns. The last
+            two are None if `both` is False.
         """
-        # In compiled code no cache is needed, because torch.compile removes repeated computations. It could not trace
-        # `_is_view` either.
+        # In compiled code no cache is needed, because torch.compile removes repeated computations. Besides,
+        # torch.compile cannot trace `_is_view`.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _flattened(*_round(x, dtype, both))
         # Two kinds of inputs are not cached, because the version counter does not show that their values have changed:
@@ -103,8 +109,8 @@ class Float8State:
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
         """Return the layer's weight in float8 if it was all-gathered in float8, otherwise None.
 
-        Also returns None if `weight` is another tensor than the full parameter: the all-gathered values are then not
-        those of `weight`.
+        Also returns None if `weight` is another tensor than the full parameter, because the all-gathered values are
+        then not those of `weight`.
 
         weight: the tensor that the layer has as its `weight` in this forward.
         """
@@ -219,10 +225,11 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
-    """Return a weight in float8 or, if `turned`, its transpose, with one scale per row, for a float8 product.
+    """Return a weight as a factor of a float8 product, with one scale per row.
 
-    weight: either one tensor, the full weight in its own dtype, or three, the fields of a GatheredFactor: the values of
-        a weight that was all-gathered in float8, and its scales for rows and for columns.
+    weight: a sequence of one tensor, the full weight in its own dtype; or a sequence of the three fields of a
+        GatheredFactor, which is a weight that was all-gathered in float8.
+    turned: whether to return the weight's transpose instead.
     """
     if len(weight) > 1:
         return GatheredFactor(*weight).factor(turned)

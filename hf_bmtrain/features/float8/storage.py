@@ -38,7 +38,10 @@ class GatheredFactor(NamedTuple):
     column_scales: torch.Tensor
 
     def factor(self, turned: bool) -> Float8:
-        """Return the weight, or if `turned` a copy of its transpose, with one scale per row, for a float8 product."""
+        """Return the weight as a factor of a float8 product, with its scale repeated for each row.
+
+        turned: whether to return a copy of the weight's transpose instead.
+        """
         if turned:
             return Float8(transpose(self.values), self.column_scales)
         return Float8(self.values, self.row_scales)
@@ -47,12 +50,12 @@ class GatheredFactor(NamedTuple):
 class Float8Requantizer:
     """Rounds the shards of weights to float8 before they are all-gathered.
 
-    All shards that have changed are rounded together, with one all-reduce for the absmax (largest magnitude) of each
-    weight. A shard that an optimizer updates asynchronously is rounded alone instead, after its own update.
+    All shards that have changed are rounded together. One all-reduce then computes the absmax (largest magnitude) of
+    each of their weights. A shard that an optimizer updates asynchronously is rounded separately, after its own update.
 
     Each shard is registered with `add(storage, owners)`. The owners are objects that live as long as the model. All
     ranks must round the same shards, so a shard is skipped once its owners have been deleted, even if an optimizer
-    keeps its storage alive on some ranks.
+    keeps the shard's storage alive on some ranks.
 
     Args:
         communicator: connects the ranks over which the weights are sharded.
@@ -67,11 +70,10 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round to float8 the shard of `gathered`, before its all-gather, and all other shards that have changed.
+        """Round the shard of `gathered` to float8, and with it all other shards that have changed.
 
-        Other shards are left out if their model was deleted, or if they are updated asynchronously.
-
-        Collective: every rank must call it.
+        Called before the all-gather of `gathered`. Other shards are left out if their model was deleted, or if they are
+        updated asynchronously. Collective: every rank must call it.
         """
         changed: list[Float8Storage] = []
         for reference, owners in self._storages:
@@ -104,6 +106,10 @@ class Float8Kind(StorageKind):
 
         For each byte of `small`, `own` must have at least LEAST_WEIGHTS elements. The result does not depend on the
         number of ranks.
+
+        Args:
+            small: full parameters, in any dtype.
+            own: full weights of float8 layers.
         """
         nbytes = sum(parameter.numel() * parameter.itemsize for parameter in small)
         return LEAST_WEIGHTS * nbytes <= sum(parameter.numel() for parameter in own)
@@ -114,9 +120,9 @@ class Float8Storage(Storage):
 
     Before `switch` is called, the weights are all-gathered in their own dtype. Afterwards, each rank rounds its shard
     to float8 when it has changed, and an all-gather sends one byte per element. The layers compute with `factors`,
-    which then contains the gathered weights: bit for bit the full weights rounded to float8. The full weights in their
-    own dtype are in memory only within the context `full_values`. Outside of it, all their elements read as NaN, so
-    that an unexpected read is noticed.
+    which then contains the gathered weights. These equal the full weights rounded to float8, bit for bit. The full
+    weights in their own dtype are in memory only within the context `full_values`. Outside this context, all elements
+    of the full weights read as NaN, so that an unexpected read is noticed.
 
     The flat buffer also contains the block's small parameters (norms, biases), so that they need no all-gather and
     reduction of their own. They are at the start of the buffer, rank 0 stores all of them, and they are sent unrounded.
@@ -139,7 +145,7 @@ class Float8Storage(Storage):
 
     def __init__(self, small: int = 0) -> None:
         self._small = small
-        self._shown: list[torch.Tensor] = []  # a view of each small parameter (norm or bias), full
+        self._shown: list[torch.Tensor] = []  # views of the full small parameters (norms and biases)
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
         # Parameters start at multiples of this many elements, not bytes, because they must also be aligned in the
@@ -177,8 +183,8 @@ class Float8Storage(Storage):
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
         Call it while no forward is waiting for its backward. The weights are all-gathered immediately, to check that
-        they arrive correctly. A buffer that was resident (unsharded between steps) remains unsharded afterwards:
-        if only some ranks run its block next, their all-gather would wait for the other ranks forever.
+        they arrive correctly. A buffer that was resident (unsharded between steps) remains unsharded afterwards.
+        Otherwise, if only some ranks run its block next, their all-gather would wait for the other ranks forever.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.
@@ -266,8 +272,8 @@ class Float8Storage(Storage):
     def _codes(self, index: int) -> torch.Tensor:
         """Return a view of the float8 values, as bytes, of the weight with this index in the flat buffer.
 
-        If this rank stores the full weight, it is a view of the rounded shard. Otherwise it is a view of the memory
-        into which the weight is all-gathered.
+        If this rank stores the full weight, the result is a view of the rounded shard. Otherwise it is a view of the
+        memory into which the weight is all-gathered.
         """
         local_range, shape = self.buffer.local_ranges[index], self.buffer.full_params[index].shape
         if local_range.length < shape.numel():
@@ -327,11 +333,12 @@ class Float8Storage(Storage):
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
         """Write this rank's parts of the k weights, rounded to float8, into the memory that the next all-gather sends.
 
-        The small parameters (norms, biases) are copied there unrounded. The scales are copied to where the layers read
-        them.
+        The small parameters (norms, biases) are copied there unrounded. The scales are copied into `factors`, for the
+        layers' products.
 
-        bits: (k,) int32, the absmax (largest magnitude) of each full weight as the bit pattern of a float32.
-        scales: (k, 1) float32, the scale of each weight.
+        Args:
+            bits: (k,) int32, the absmax (largest magnitude) of each full weight as the bit pattern of a float32.
+            scales: (k, 1) float32, the scale of each weight.
         """
         shard = self.buffer.shard
         round_pieces(shard.data, self._pieces_here, bits, self._rounded)

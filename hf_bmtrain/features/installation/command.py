@@ -26,8 +26,8 @@ TESTED: dict[str, tuple[str, ...]] = {
     "peft": ("0.21",),
     "trl": ("1.16",),
 }
-"""{package: releases with which it was tested}. Each release of torch was tested with the newest releases of the other
-packages."""
+"""{package: releases of the package with which hf_bmtrain was tested}. Each release of torch was tested with the newest
+releases of the other packages."""
 PURPOSES = {
     "cupy": "GPUs", "peft": "LoRA and other adapters", "trl": "SFT, DPO, GRPO",
     "bitsandbytes": "base models in its nf4 format, 8-bit optimizers",
@@ -47,7 +47,10 @@ def main() -> None:
 
 
 def report(text: str) -> str:
-    """Return a Markdown code block with `text` (the result of `screen`), environment variables and the GPU topology."""
+    """Return the Markdown code block that `python -m hf_bmtrain --report` prints, to paste into an issue.
+
+    It contains `text` (the result of `screen`), the environment variables that matter, and the GPU topology.
+    """
     set_ = [f"{name}={value}" for name, value in variables().items()]
     return "\n".join(["```", text, "", "environment: " + (" ".join(set_) or "nothing set"), topology().rstrip(), "```"])
 
@@ -92,7 +95,10 @@ def is_tested(name: str, version: str) -> bool:
 
 
 def devices(facts: Facts) -> list[str]:
-    """Return lines of text about the GPUs in `facts`, the versions of CUDA and NCCL, and the links between the GPUs."""
+    """Return lines of text about the GPUs, the versions of CUDA and NCCL, and the links between the GPUs.
+
+    facts: the facts about this machine.
+    """
     built = f"torch is built for CUDA {facts.cuda}" if facts.cuda else "torch is built without CUDA"
     if not facts.gpus:
         return [f"GPUs: none that torch can use ({built})"]
@@ -105,8 +111,8 @@ def devices(facts: Facts) -> list[str]:
         lines.append(f"  {count} x {name}, {memory / 2**30:.1f} GiB, compute capability {major}.{minor}")
     if len(facts.gpus) > 1:
         kind = ", ".join(f"{link}{' (NVLink)' if link.startswith('NV') else ''}" for link in facts.links) or "unknown"
-        pairs = ", ".join(f"{b} from {a}" for a, b in facts.blocked)
-        reach = f"no access to memory: GPU {pairs}" if pairs else "each GPU can access the memory of every other"
+        pairs = ", ".join(f"GPU {b} from GPU {a}" for a, b in facts.blocked)
+        reach = f"no access to the memory of {pairs}" if pairs else "each GPU can access the memory of every other"
         lines.append(f"  links: {kind}; {reach}")
     return lines
 
@@ -136,7 +142,9 @@ def choices(facts: Facts) -> list[str]:
 
 
 def obstacles(facts: Facts) -> list[str]:
-    """Return lines of text, each a thing to do before training works here, such as a pip command. Empty if it works.
+    """Return lines of text that say what to do before training can work here, such as a pip command.
+
+    The list is empty if training works.
 
     facts: the facts about this machine.
     """
@@ -168,7 +176,10 @@ def advice(facts: Facts) -> list[str]:
 
 
 def is_older(version: str | None, oldest: str) -> bool:
-    """Return whether `version` is None (not installed) or older than `oldest`. Only major and minor version count."""
+    """Return whether `version` is None (not installed) or older than `oldest`.
+
+    Only the first two numbers are compared: "2.6.1" is not older than "2.6.2".
+    """
     if version is None:
         return True
     found, admitted = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, oldest))

@@ -109,7 +109,11 @@ def find_facts() -> Facts:
 
 
 def installed(package: str) -> str | None:
-    """Return the installed version of a package, or None. "cupy" also finds the wheels cupy-cuda13x and -cuda12x."""
+    """Return the installed version of a package, or None if it is not installed.
+
+    For "cupy", this is the version of cupy-cuda13x, cupy-cuda12x or cupy, because CuPy has a package for each CUDA
+    version.
+    """
     for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if package == "cupy" else (package,):
         try:
             return importlib.metadata.version(name)

@@ -1,10 +1,11 @@
-"""A faster forward for PEFT's LoRA layers, which adds the adapters to the output of the frozen layer in place.
+"""A faster forward for PEFT's LoRA layers: it adds the outputs of the adapters to the frozen layer's output in place.
 
 LoRA layers in blocks (transformer layers) make fewer passes over the output than in PEFT, and no float32 copies of
 activations. A layer with DoRA, an adapter bias, or hooks on its inner layers runs PEFT's own forward, and the log says
-so. Adapters on stacks of experts (3-D weights, `target_parameters`) are computed as separate products instead of being
-added to the stack. Adapters, even frozen ones, share no flat buffer with base weights, because a buffer's gradients are
-reduced together: if an adapter is trained later, the gradients of base weights must not be reduced with it.
+so. For experts that are stacked in one 3-D weight (PEFT's `target_parameters`), the products with an adapter's matrices
+A and B are computed separately, while PEFT adds B A to the weight. Adapters, even frozen ones, share no flat buffer
+(parameters that are sharded together) with base weights, because a buffer's gradients are reduced together: if an
+adapter is trained later, the gradients of base weights must not be reduced with it.
 
 Files: `linear` is the layer; `factors` computes its products with A and B; `experts` handles adapters on stacks of
 experts; `parametrize` makes PEFT's own forward of adapters on parameters work when those parameters are sharded.
@@ -25,7 +26,12 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Lora(Extension):
-    """The part of `auto_wrap` that adapts PEFT's LoRA layers to sharding. It applies to every model."""
+    """The part of `auto_wrap` for PEFT's adapters. It has no option, and changes only models that have adapters.
+
+    In blocks (transformer layers), LoRA layers get a faster forward, and adapters of stacked experts are computed apart
+    from the experts' weights. Everywhere, adapters of `target_parameters` are made to work with sharded parameters, and
+    adapters share no flat buffer (parameters that are sharded together) with other parameters.
+    """
 
     def separate(self, plan: WrapPlan) -> set[int]:
         return adapter_parameters(plan.model)

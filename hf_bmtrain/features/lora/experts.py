@@ -8,8 +8,8 @@ then computes a gradient as large as the stack. The results are equal up to roun
 PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
 is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
 
-This works for models of the transformers library whose experts support `experts_implementation="grouped_mm"`, and if
-this setting is "eager", "batched_mm" or "grouped_mm", which all compute the same. For other models and settings, PEFT's
+This works for models of the transformers library whose experts support `experts_implementation="grouped_mm"`. The
+setting may be "eager", "batched_mm" or "grouped_mm", which all compute the same. For other models and settings, PEFT's
 own forward runs.
 """
 
@@ -37,9 +37,10 @@ _logged: set[str] = set()
 class SplitWrapper(OnlyWhileSharded):
     """PEFT's wrapper of a stack of experts (a 3-D weight), changed in place to compute its adapters separately.
 
-    It passes the adapters to the experts' forward by keyword, instead of adding them to the stack. If several stacks of
-    one module have adapters, PEFT nests their wrappers, and each wrapper adds its adapters to that keyword argument. A
-    wrapper whose adapters cannot be passed runs PEFT's own forward.
+    Instead of adding the adapters to the stack, the wrapper's forward passes them, as a keyword argument, to the
+    forward of the experts, which computes their products. If several stacks of one module have adapters, PEFT nests
+    their wrappers, and each wrapper adds its adapters to that keyword argument. If the adapters are of a kind that the
+    experts' forward does not support, PEFT's own forward runs.
 
     Attributes:
         base_layer: the module of experts, or another wrapper around it.
@@ -62,9 +63,9 @@ class SplitWrapper(OnlyWhileSharded):
 def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
     """Make LoRA adapters on stacks of experts take less memory: compute their products apart from the weights.
 
-    A stack is a 3-D parameter with one matrix per expert, which PEFT wraps in a ParamWrapper. The class of each such
-    wrapper in `modules` is replaced in place by a subclass of SplitWrapper, whose forward does not add the adapters to
-    the stack.
+    A stack is a 3-D parameter with one matrix per expert. PEFT wraps a module with such a parameter in a ParamWrapper.
+    The class of each such wrapper in `modules` is replaced in place by a subclass of SplitWrapper, whose forward does
+    not add the adapters to the stack.
 
     Args:
         modules: any modules. Modules that are not such wrappers, and wrappers that are SplitWrappers already, are left
@@ -89,7 +90,8 @@ def _extended_class(cls: Any) -> Any:
 def _is_wrapper(module: Any) -> bool:
     """Return whether `module` is PEFT's ParamWrapper around a stack of experts, and is not a SplitWrapper yet.
 
-    A stack is a 3-D weight of a module of experts that transformers can run with its "grouped_mm".
+    A stack is a 3-D weight, with one matrix per expert, of a module that transformers can run with its implementation
+    "grouped_mm".
     """
     cls = type(module)
     if (cls.__module__, cls.__name__) != _WRAPPER or isinstance(module, SplitWrapper):
@@ -109,14 +111,14 @@ def _factors_of(wrapper: Any) -> Factors | str:
     experts = wrapper.get_base_layer()
     implementation = experts.config._experts_implementation
     if implementation not in _IMPLEMENTATIONS:
-        return f"experts_implementation is {implementation!r}"
+        return f"experts_implementation is {implementation!r}, not 'eager', 'batched_mm' or 'grouped_mm'"
     if getattr(experts, "_is_expert_parallel", False):
         return "the experts are sharded by expert parallelism"
     if "forward" in vars(experts):
         return "the experts' forward is replaced"
     stack = getattr(experts, wrapper.parameter_name)
     if not stack.is_floating_point() or stack.itemsize < 2:
-        return f"the experts' weights are {stack.dtype}"
+        return f"the experts' weights are {stack.dtype}, not floating-point numbers of 16 bits or more"
     if not torch.compiler.is_compiling() and functorch_transforms_active():
         return ""
     factors: Factors = []

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
 
-_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # whether `out_dtype=` works on CUDA (since torch 2.8)
+_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # whether products have `out_dtype=` (since torch 2.8)
 
 
 class Adapter(NamedTuple):
@@ -57,16 +57,24 @@ class Adapter(NamedTuple):
 def has_wide_products(device: torch.device) -> bool:
     """Return whether `device` can multiply 16-bit matrices with a float32 result, without rounding it to 16 bits.
 
-    This depends on the GPU and on torch. Other devices always can: they multiply float32 copies of the matrices.
+    On CUDA this depends on the GPU and on torch's version. It is always True for other devices, where float32 copies of
+    the matrices are multiplied.
     """
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
 
 def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """Convert A and Bᵀ of an adapter to `dtype`. If the adapter is split, make stacks of bfloat16 matrices of them.
+    """Convert an adapter's matrices A and B to the form in which `enter` and `add_products` take them.
 
-    Returns A and Bᵀ, (r, K) and (r, N). If the adapter is split (`Adapter.split`), each is a stack [hi, lo, hi, hi]
-    with 4 r rows, where hi + lo is the float32 matrix.
+    Args:
+        a: A, (r, K).
+        b: B, (N, r).
+        dtype: the dtype in which the layer computes.
+        adapter: the settings of the adapter. If `adapter.split` is True, A and B are float32, and `dtype` is bfloat16.
+
+    Returns:
+        A and Bᵀ in `dtype`, (r, K) and (r, N). If `adapter.split` is True, each of the two is replaced by a stack
+        [hi, lo, hi, hi] of bfloat16 matrices, with 4 r rows, where hi + lo is the float32 matrix.
     """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
@@ -84,6 +92,8 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
     """Multiply x by A or B of an adapter with scaling s: u = x Aᵀ in the forward, du = s dy B in the backward.
 
+    If the adapter is split (`Adapter.split`), its float32 matrices are represented as sums of bfloat16 matrices.
+
     Args:
         x: (rows, width): in the forward the layer's input, in the backward dy, the gradient of its output.
         factor: A or Bᵀ, (r, width) or, if the adapter is split, the stack (4 r, width) that `factors_of` makes of it.
@@ -92,7 +102,7 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
         scaled: whether to multiply by s. If the adapter is split, the result always includes s.
 
     Returns:
-        (rows, r). If the adapter is split (`Adapter.split`), (rows, 4 r): four bfloat16 parts of the product.
+        (rows, r). If the adapter is split, (rows, 4 r): four bfloat16 parts of the product.
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
@@ -110,8 +120,8 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
 def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 `values` rounded to bfloat16, and the remainder, both as float32.
 
-    The rounding is done by integer arithmetic on the upper 16 bits: Inductor removes a conversion to bfloat16 and back,
-    which would make the remainder zero.
+    The values are rounded by integer arithmetic on their bits, because Inductor would remove a conversion to bfloat16
+    and back, and the remainder would then be zero.
     """
     low = values - ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     # `values - low` equals the rounded view above, which is not returned because torch 2.6 cannot concatenate it.
@@ -121,14 +131,14 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
     """Return y + Σ s · u @ factor, the sum over all adapters of a layer; s is the adapter's scaling.
 
-    In forward, y is the output of the frozen layer, u = x Aᵀ and the factor is Bᵀ. y is changed in place, except in
-    compiled code.
+    In the forward, y is the output of the frozen layer, u = x Aᵀ, and the factor is Bᵀ. In the backward, y is the
+    gradient of x, u = s dy B, the factor is A, and `scalings` are 1. y is changed in place, except in compiled code.
 
     Args:
         y: (rows, width).
-        us: for each adapter, the tensor u, (rows, r). If split, it is s u as four bfloat16 parts, (rows, 4 r).
-        factors: for each adapter, the matrix by which u is multiplied, (r, width) or, if split, (4 r, width).
-        scalings: for each adapter, s; not used if split.
+        us: for each adapter, the tensor u, (rows, r). With `split`: s u as four bfloat16 parts, (rows, 4 r).
+        factors: for each adapter, the matrix by which u is multiplied, (r, width); with `split`, (4 r, width).
+        scalings: for each adapter, s; not used with `split`.
         split: whether the adapters' float32 matrices are represented by sums of bfloat16 matrices.
     """
     if split and len(us) > 1:  # one product for all adapters, so that y is rounded once
@@ -143,7 +153,8 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
 def draw_mask(x: Tensor, rate: float) -> Tensor:
     """Return a boolean mask of the elements of x that dropout keeps; each is dropped with probability `rate`.
 
-    On the CPU, torch.nn.Dropout keeps the same elements for the same random state, except in compiled code.
+    On the CPU, except in compiled code, the mask is the one that torch.nn.Dropout would draw from the same random
+    state.
     """
     if torch.compiler.is_compiling():
         return torch.rand(x.shape, device=x.device) >= rate
@@ -151,7 +162,13 @@ def draw_mask(x: Tensor, rate: float) -> Tensor:
 
 
 def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
-    """Return y + product · mask, with the boolean mask of a dropout. y is updated in place, except in compiled code."""
+    """Return y + product · mask, element by element. y is updated in place, except in compiled code.
+
+    Args:
+        y: (rows, width).
+        product: (rows, width).
+        mask: (rows, width), the boolean mask of a dropout.
+    """
     add = torch.addcmul if torch.compiler.is_compiling() else Tensor.addcmul_
     return add(y, product, mask)
 
@@ -159,9 +176,10 @@ def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
 def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
     """Return the gradient of A in `dtype`: dA = duᵀ x.
 
+    If the adapter is split (`Adapter.split`), its float32 matrices are represented as sums of bfloat16 matrices.
+
     Args:
-        du: the gradient of x Aᵀ, (rows, r). If the adapter is split (`Adapter.split`): four bfloat16 parts of it,
-            (rows, 4 r).
+        du: the gradient of x Aᵀ, (rows, r). If the adapter is split: four bfloat16 parts of this gradient, (rows, 4 r).
         x: (rows, K), the layer's input, after dropout.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
@@ -175,10 +193,11 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
     """Return the gradient of B in `dtype`: dB = s dyᵀ u, where s is the adapter's scaling.
 
+    If the adapter is split (`Adapter.split`), its float32 matrices are represented as sums of bfloat16 matrices.
+
     Args:
         dy: (rows, N), the gradient of the layer's output.
-        u: x Aᵀ, (rows, r), from the forward. If the adapter is split (`Adapter.split`): s x Aᵀ as four bfloat16 parts,
-            (rows, 4 r).
+        u: x Aᵀ, (rows, r), from the forward. If the adapter is split: s x Aᵀ as four bfloat16 parts, (rows, 4 r).
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         dtype: the dtype of the result.
@@ -191,11 +210,12 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
     """Return factor · one @ other in `dtype`: the gradient of A or B.
 
-    If `dtype` is float32, the matrices have 16 bits and `adapter.wide` is True, the product is not rounded to 16 bits.
+    The product is rounded to the dtype of the matrices before it is converted to `dtype`. This rounding is avoided if
+    `dtype` is float32, the matrices have 16 bits, and the device can multiply with a float32 result (`adapter.wide`).
 
     one, other: matrices of one dtype, with shapes (M, K) and (K, N).
     factor: a number by which the product is multiplied before it is rounded.
-    adapter: the settings of the adapter. Its `wide` is True if the device can multiply without this rounding.
+    adapter: the settings of the adapter.
     dtype: the dtype of the result.
     """
     if dtype == torch.float32 != one.dtype and adapter.wide:

@@ -1,17 +1,17 @@
-"""FusedLoraLinear: PEFT's LoRA layer in a block, which adds its adapters to the output of the frozen layer in place.
+"""FusedLoraLinear: PEFT's LoRA layer, changed to add the outputs of its adapters to the frozen layer's output in place.
 
-With the adapter's scaling s, the forward computes u = x Aᵀ and y = x Wᵀ + b + s u Bᵀ. The backward computes du = s dy
-B, dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same, but in the forward it allocates three tensors
-of the output's size, for u Bᵀ, s u Bᵀ and the sum, and in the backward two more. Here cuBLAS accumulates into y and dx.
-`factors` computes the products with A and B, in one of two modes:
+With the adapter's scaling s, the forward computes u = x Aᵀ and y = x Wᵀ + b + s u Bᵀ. The backward computes
+du = s dy B, dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same, but allocates three tensors of the
+output's size in the forward, for u Bᵀ, s u Bᵀ and the sum, and two more in the backward. Here cuBLAS adds the products
+to y and dx in place. `factors` computes the products with A and B, in one of two modes:
 
 * *rounded*: A and B are converted to the dtype that the layer computes in, as by autocast.
-* *split*: if A and B are float32, and the layer computes in bfloat16 without autocast (PEFT's default), A and B are
-  represented as sums of bfloat16 matrices. PEFT instead converts x and dy to float32, and multiplies in float32.
+* *split*: used if A and B are float32, and the layer computes in bfloat16 without autocast (PEFT's default). A and B
+  are represented as sums of bfloat16 matrices. PEFT instead converts x and dy to float32, and multiplies in float32.
 
-[Note: kernels and bytes] The table shows how many kernels one layer with M rows, K inputs and N outputs launches, and
-the memory traffic that they cause, in addition to the two products of its frozen layer. Traffic is in units of M
-elements of 2 bytes, without matrices that have r rows or columns.
+[Note: kernels and bytes] For one layer with M rows, K inputs and N outputs, the table contains the number of kernels
+and the memory traffic ("moved"), both without the two products of the frozen layer. The unit of traffic is M elements
+of 2 bytes. Matrices that have r rows or columns are not counted.
 
                         PEFT, float32    split          PEFT, autocast   rounded
     kernels, forward    7                8              9                5
@@ -63,14 +63,14 @@ _logged: set[str] = set()
 class FusedLoraLinear(OnlyWhileSharded):
     """PEFT's LoRA layer, changed in place so that its forward adds the adapters with fewer kernels and less memory.
 
-    It runs PEFT's own forward in these cases:
+    The layer runs PEFT's own forward in these cases:
 
     * Its adapters or its base layer are of a kind that is not supported. The reason is logged once.
     * No adapter is active, or the adapters are disabled or merged.
     * It computes in float32, where PEFT's forward has the same precision.
     * A transform of torch.func is active.
-    * It is compiled, and not all adapters are split (float32 adapters of a bfloat16 layer). The compiler then fuses
-      PEFT's forward equally well.
+    * It is compiled, and its adapters are not all *split*: split adapters are float32, while the layer computes in
+      bfloat16. For other adapters, the compiler fuses PEFT's forward equally well.
 
     base_layer: the frozen layer.
     wide: whether the device can multiply 16-bit matrices with a float32 result.
@@ -97,7 +97,7 @@ class FusedLoraLinear(OnlyWhileSharded):
 
 
 def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = None) -> int:
-    """Turn PEFT's LoRA layers among `modules` into FusedLoraLinear layers, in place.
+    """Turn PEFT's LoRA layers among `modules` into FusedLoraLinear layers, in place, which makes their forwards faster.
 
     Args:
         modules: any modules. Modules that are not PEFT's LoRA layers, or are fused already, are left alone.
@@ -188,7 +188,7 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
             return f"the dropout layer {dropout} is not supported"
         split = not rounds and a.weight.dtype == b.weight.dtype == torch.float32 and dtype == torch.bfloat16
         if not (rounds or split or a.weight.dtype == b.weight.dtype == dtype):
-            range_ = ", whose range is too small to split a float32 matrix" if dtype == torch.float16 else ""
+            range_ = ", whose range is too small for float32 matrices" if dtype == torch.float16 else ""
             return f"A is {a.weight.dtype}, B is {b.weight.dtype}, but the base layer computes in {dtype}{range_}"
         if split and not (layer.wide and getattr(layer, "cast_input_dtype_enabled", True)):
             return (
@@ -217,7 +217,10 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 
 
 def _rate(dropout: torch.nn.Module) -> float | None:
-    """Return the current dropout probability of `dropout`, or None if this file cannot compute this kind of dropout."""
+    """Return the current probability of a dropout layer, or None if `draw_mask` cannot compute this kind of dropout.
+
+    The probability is 0 in evaluation, and for torch.nn.Identity.
+    """
     if type(dropout) is torch.nn.Dropout:
         rate = dropout.p if dropout.training else 0.0
         return rate if rate < 1 and not dropout.inplace else None
@@ -248,7 +251,10 @@ def _is_four_bit(base: Any) -> bool:
 
 
 def _returns(base: Any, given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether the frozen layer `base` computes its output in `dtype`, given an input of dtype `given`."""
+    """Return whether the frozen layer `base` computes its output in `dtype`, given an input of dtype `given`.
+
+    False is possible only for bitsandbytes' Linear4bit, because its attribute `compute_dtype` selects the dtype.
+    """
     return not _is_four_bit(base) or (given == dtype and base.compute_dtype in (None, dtype))
 
 
@@ -257,9 +263,9 @@ def _all_split(adapters: tuple[Adapter, ...]) -> bool:
 
 
 class LoraProduct(torch.autograd.Function):
-    """Computes the output of a frozen linear layer with adapters, y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ, in `dtype`.
+    """Computes the output of a frozen linear layer with LoRA adapters: y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ.
 
-    The sum is over the adapters.
+    The sum is over the adapters. The backward computes gradients of x, A and B, but not of W and b.
 
     x: (rows, K).
     weight: W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D.

@@ -45,9 +45,9 @@ def _extended_class(cls: Any) -> Any:
 
 @contextmanager
 def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator[None]:
-    """Return a context that enters `activated`, without counting this as a change of the wrapped parameter.
+    """Return a context that enters `activated`, but preserves torch's counter of writes to the wrapped parameter.
 
-    Torch's counter of in-place writes and the module's entry for the parameter are preserved.
+    At its end, it also restores the module's entry for the parameter, which `activated` replaces.
 
     activated: PEFT's context, in which the adapter is added to the parameter.
     wrapper: PEFT's wrapper of the parameter.
@@ -55,7 +55,7 @@ def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name
     held = holder._parameters.get(name)
     with ExitStack() as stack:
-        if held is not None:  # None if another adapter has replaced this parameter already
+        if held is not None:  # None if another adapter's context has replaced the parameter already
             stack.callback(holder._parameters.__setitem__, name, held)
         with preserve_version(wrapper.get_param()):
             stack.enter_context(activated)

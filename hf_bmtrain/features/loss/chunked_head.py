@@ -57,7 +57,7 @@ class ChunkedHead:
 
     Attributes:
         armed: whether the layer now returns the placeholder, because a training forward with labels is running.
-        warned: whether the log has already said that full logits are computed.
+        warned: whether the warning that full logits are computed was already logged. It is logged only once.
     """
 
     armed: bool
@@ -109,7 +109,8 @@ class UnbornLogits:
             self._head.warned = True
             _log.warning(
                 "fuse_causal_loss: full logits are computed, because the model or its loss applies %s to them. The "
-                "loss is the same, but takes as much memory as without fuse_causal_loss",
+                "loss is the same, but takes as much memory as without fuse_causal_loss. To save memory, change the "
+                "model so that it does not apply this operation.",
                 asked,
             )
         logits = self._linear(self._hidden)
@@ -127,7 +128,7 @@ class UnbornLogits:
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
             self._hidden if factor == 1 else self._hidden * factor,
-            self._head._parameters["weight"],  # `.weight` would all-gather it now; the loss does so later
+            self._head._parameters["weight"],  # unlike `.weight`, this does not all-gather it yet
             target,
             self._head._parameters["bias"],
             class_weight=weight,

@@ -43,13 +43,15 @@ class Criterion:
             )
         if isinstance(self.num_items, Tensor):
             if self.num_items.numel() != 1:
-                raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(self.num_items.shape)}")
+                raise ValueError(
+                    f"num_items_in_batch must be one number, got a tensor of shape {tuple(self.num_items.shape)}"
+                )
         else:
             wanted = "finite and must not be negative"
             expect_number("num_items_in_batch", self.num_items, wanted, lambda n: 0 <= n < math.inf)
 
     def indices(self, targets: Tensor, classes: int) -> Tensor:
-        """Check the targets, and return them as int64. (Narrower dtypes such as uint8 cannot hold `ignore_index`.)
+        """Check the targets, and return them as int64, because narrower dtypes may not contain `ignore_index`.
 
         Args:
             targets: a tensor of class indices of any integer dtype.
@@ -79,9 +81,11 @@ class Criterion:
     def factor(self, targets: Tensor) -> Tensor:
         """Return the factor, (1,) float32, by which `reduce` multiplies the sum of the losses.
 
-        It is computed on the device of the targets, without a synchronization. For a mean it is 1 / divisor. If the
-        divisor is 0 (all targets are ignored), it is 1, so that the mean is 0, and not NaN as in torch. For reduction
-        "sum" or "none" it is 1.
+        The factor is computed on the device of the targets, without a synchronization. For a mean it is 1 / divisor. If
+        the divisor is 0, because all targets are ignored, the factor is 1: the mean is then 0, whereas torch's is NaN.
+        For reduction "sum" or "none" the factor is 1.
+
+        targets: int64, of any shape, the class of each row.
         """
         one = torch.ones(1, device=targets.device)
         if self.reduction != "mean":
@@ -96,7 +100,12 @@ class Criterion:
         return torch.where(total == 0, one, one / total)
 
     def reduce(self, losses: Tensor, factor: Tensor) -> Tensor:
-        """Return the scalar `losses.sum() * factor`, or `losses` (N,) itself for reduction "none"."""
+        """Return the scalar `losses.sum() * factor`, or `losses` unchanged for reduction "none".
+
+        Args:
+            losses: float32, of the targets' shape: the loss of each row, 0 for ignored targets.
+            factor: (1,) float32, the result of `factor`.
+        """
         return losses if self.reduction == "none" else losses.sum() * factor[0]
 
 
@@ -112,13 +121,15 @@ def criterion(
     """Check the settings of a loss function, and return them as a Criterion.
 
     Args:
-        class_weight: (V,), one weight per class, or None. A mean then divides by the sum of the targets' weights.
-        ignore_index: targets with this value contribute nothing.
+        class_weight: (V,), one weight per class, or None. With weights, a mean divides by the sum of the targets'
+            weights.
+        ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         z_loss: the factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
-        num_items: the divisor of the mean, or None for the number of targets that are not ignored.
+        num_items: the divisor of the mean, as a number or a tensor of one element. None divides by the number of
+            targets that are not ignored.
 
     Raises:
         TypeError, ValueError: a setting has a wrong type or is out of range.

@@ -1,8 +1,8 @@
 """Cross-entropy of rows of logits: the losses, and the gradient, which may overwrite the logits.
 
 The methods of `CrossEntropy` use kernels/cross_entropy*.cu for CUDA tensors, and torch in float32 for others. They do
-not reduce the losses over rows. The caller does, and passes `scale`, the factor of each row's loss in the reduction, so
-that the methods can compute the gradient of the reduced loss.
+not reduce the losses over rows; the caller does. For the gradient of the reduced loss, the caller passes `scale`, the
+factor by which the reduction multiplies each row's loss.
 """
 
 import math
@@ -88,13 +88,13 @@ class CrossEntropy:
     reduction, with the z_loss of PaLM (Chowdhery et al. 2022).
 
     A row whose target is `ignore_index` has loss 0 and gradient 0. A target outside 0 .. V - 1 has loss NaN and
-    gradient 0. A logit of -inf is an impossible class; logits below -2e38 count as -inf. If a logit is NaN or +inf, the
-    loss and gradient of its row are NaN.
+    gradient 0. A logit of -inf means that the class has probability 0; logits below -2e38 count as -inf. If a logit is
+    NaN or +inf, the loss and gradient of its row are NaN.
 
     `class_weight` is (V,) float32, or None. The methods take these arguments:
         logits         (N, V) float32, float16 or bfloat16; rows contiguous, any row stride and alignment
         targets        (N,) int64
-        lses           (N,) float32: logsumexp of each row, as `losses` returns it
+        lses           (N,) float32: the logsumexp of each row, as `losses` returns it
         scale          (1,) or (N,) float32: the factor of each row's loss. For a mean this is 1 / number of targets,
                        times the loss scale. For float16 it must include the loss scale, or the gradient underflows.
     """
@@ -106,8 +106,10 @@ class CrossEntropy:
     class_weight: Tensor | None = None
 
     def __post_init__(self) -> None:
-        expect_number("ignore_index", self.ignore_index, "of 64 bits", lambda n: -(2**63) <= n < 2**63, integer=True)
-        wanted = "a share and must lie in [0, 1]"
+        expect_number(
+            "ignore_index", self.ignore_index, "in the range of int64", lambda n: -(2**63) <= n < 2**63, integer=True
+        )
+        wanted = "a probability and lie in [0, 1]"
         expect_number("label_smoothing", self.label_smoothing, wanted, lambda part: 0 <= part <= 1)
         for name, factor in (("z_loss", self.z_loss), ("softcap", self.softcap)):
             expect_number(name, factor, "finite and must not be negative", lambda factor: 0 <= factor < math.inf)
@@ -305,8 +307,8 @@ def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
     """Multiply each row of `gradient` by wanted / used, in place.
 
     Backward calls this if forward has computed the gradient with the scale `used`. Only backward knows the scale
-    `wanted`, which includes the loss scale. A row with used = 0 is not changed. On CUDA, rows with wanted = used are
-    neither read nor written.
+    `wanted`, which includes the loss scale. A row with used = 0 has a gradient of 0, and is not changed. On CUDA, rows
+    with wanted = used are neither read nor written.
 
     Args:
         gradient: (N, V), a gradient that was computed with `scale=used`.
@@ -339,7 +341,7 @@ def _parts(logits: Tensor) -> int:
 
 
 def _stride(scale: Tensor) -> int:
-    """Return the distance, in elements, between the scales of two rows: 0 if all rows share one scale."""
+    """Return the number of elements between the scales of two consecutive rows: 1, or 0 if all rows share one scale."""
     return int(scale.numel() > 1)
 
 

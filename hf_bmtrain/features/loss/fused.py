@@ -37,6 +37,7 @@ class FusedCrossEntropy(torch.nn.Module):
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
 
     Raises:
+        TypeError: an argument has a wrong type.
         ValueError: the reduction is unknown, label smoothing is outside [0, 1], z_loss or softcap is negative, weight
             is not 1-D, or `parallel` is set with an argument that it does not support.
     """
@@ -85,6 +86,7 @@ class FusedCrossEntropy(torch.nn.Module):
             probability 0. If a logit is NaN or +inf, the loss and gradient of its row are NaN.
 
         Raises:
+            TypeError: an argument has a wrong type.
             ValueError: a shape or dtype is wrong; on the CPU also: a target is out of range. On CUDA, where that check
                 would synchronize, a target out of range makes the loss of its row NaN, and hence the mean or sum too.
                 The gradient of that row is zero; the gradients of other rows are correct.
@@ -138,6 +140,7 @@ def cross_entropy(
         documents special values.
 
     Raises:
+        TypeError: an argument has a wrong type.
         ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd; on
             the CPU also: a target is out of range.
         RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
@@ -154,7 +157,7 @@ def cross_entropy(
             f"got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}"
         )
     if logits.shape[1] == 0:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes")
+        raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes: dimension 1 is empty")
     targets = how.indices(targets, logits.shape[1])
     wanted = torch.is_grad_enabled() and logits.requires_grad
     if inplace and wanted and logits.is_leaf:

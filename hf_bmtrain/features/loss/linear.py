@@ -67,10 +67,11 @@ def linear_cross_entropy(
             `hidden`.
 
     Returns:
-        float32: a scalar, or the targets' shape with reduction "none". Targets out of range, no targets at all, and
-        infinite logits have the results that `FusedCrossEntropy.forward` documents.
+        float32: a scalar, or a tensor of the targets' shape with reduction "none". `FusedCrossEntropy.forward`
+        describes the results for targets out of range, for targets that are all ignored, and for infinite logits.
 
     Raises:
+        TypeError: an argument has a wrong type.
         ValueError: a shape, dtype or setting is wrong; on the CPU also: a target is out of range.
         RuntimeError: in backward, for create_graph=True, or for a second backward through the same mean or sum.
     """
@@ -221,15 +222,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
-    """Multiply the gradient of the weight or bias by `ratio`, and pass it on to autograd or to a flat buffer.
+    """Multiply the gradient of the weight or bias by `ratio`, and pass the product on to autograd or to a flat buffer.
 
-    For a parameter of a sharded model, adds the product to the gradient that the parameter's flat buffer will reduce,
-    and returns None. For any other parameter, returns the product in the parameter's dtype, for autograd. Returns None
-    if `gradient` is None.
+    For a parameter of a sharded model, add the product to the gradient that the parameter's flat buffer will reduce,
+    and return None. For any other parameter, return the product in the parameter's dtype, for autograd. Return None if
+    `gradient` is None.
 
     gradient: float32, of the parameter's shape; overwritten if the parameter is float32.
-    ratio: (1,) float32, the factor that makes `gradient` the parameter's gradient, such as the loss's incoming
-        gradient.
+    ratio: (1,) float32. The forward has computed `gradient` for a certain factor of the losses. `ratio` is the factor
+        that backward requires, which includes the incoming gradient, divided by the forward's factor.
     """
     if gradient is None:
         return None

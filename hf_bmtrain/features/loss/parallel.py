@@ -19,18 +19,19 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
     from these, because backward does not communicate: each rank uses its own gradient of the losses.
 
     Args:
-        logits: (..., classes / tp_size), floating, for this rank's classes: the output of a ColumnParallelLinear or of
-            the projection of a VPEmbedding.
+        logits: (..., classes / tp_size), floating, the logits of this rank's classes. They are the output of a
+            ColumnParallelLinear or of the projection of a VPEmbedding.
         target: (...) int, the class of each row. Targets below 0, such as -100, have loss 0 and gradient 0. On CUDA,
             where checking would synchronize, a target that is too large makes the loss and gradient of its row NaN.
-        label_smoothing: as in torch.nn.functional.cross_entropy.
+        label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
 
     Returns:
         (...) float32.
 
     Raises:
-        ValueError: a shape does not fit, `label_smoothing` is not in 0 to 1 or, on the CPU, a target is not below the
-            total number of classes.
+        TypeError: `label_smoothing` is not a number.
+        ValueError: `target` has another shape than `logits` without the last dimension; `label_smoothing` is not in
+            [0, 1]; or, on the CPU, a target is not below the total number of classes.
     """
     expect_number("label_smoothing", label_smoothing, "from 0 to 1", lambda share: 0 <= share <= 1)
     if target.shape != logits.shape[:-1]:

@@ -4,10 +4,11 @@ With the value "auto" (GPU only), memory is measured in the first training steps
 
 * `activations` plans use_checkpoint="auto": which blocks are recomputed. `plan` contains the algorithm.
 * `residents` plans keep_frozen="auto": which frozen parameters stay unsharded between steps.
-* Both measure with `meter`. A MemoryPlanner owns both, and tells them when forwards and backwards begin and end.
+* Both use `meter` to measure memory. `MemoryPlanner` owns both plans, and calls them when forwards and backwards begin
+  and end.
 
 `attention` implements use_checkpoint="attention", which recomputes blocks except for their attention. `shortage` adds
-to out-of-memory errors a list of what takes memory, and advice on how to save some.
+to out-of-memory errors a table of what takes memory, and advice on how to save memory.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 class MemoryPlanner(Observer):
-    """Owns the plans for use_checkpoint="auto" and keep_frozen="auto", and passes the events of training on to them.
+    """Owns the plans for use_checkpoint="auto" and keep_frozen="auto", and calls their methods during training.
 
     There is at most one planner per world. As an observer, it is called before each forward of a wrapped model and
-    after each backward. If memory is measured during a backward, `finish_backward` is also called at its end, or
-    `abandon_backward` if it raises an error.
+    after each backward. For a backward in which memory is measured, `finish_backward` is also called when the backward
+    ends, or `abandon_backward` if the backward raises an error.
 
     Attributes:
         activations: the plan for all blocks with use_checkpoint="auto". It does not use the memory of resident buffers
@@ -51,7 +52,7 @@ class MemoryPlanner(Observer):
     """
 
     buffers = ()  # the schedule reads `buffers` of each object that it calls in a backward; the planner has none
-    position = 10  # before the other observers, so that the memory of resharded buffers is free when they run
+    position = 10  # before most observers, which may then use the memory that this one frees by resharding
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
         self.world, self.memory = world, memory
@@ -73,9 +74,11 @@ class MemoryPlanner(Observer):
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
-        """Return an object that tells whether `block` is recomputed, according to the plan in `activations`.
+        """Return the recomputation policy of a block with use_checkpoint="auto", which follows the plan `activations`.
 
         If all blocks that were measured for this plan have been deleted, a new, empty plan replaces it first.
+
+        block: the block's state.
         """
         self._has_policies = True
         if self.activations.outlived:
@@ -93,7 +96,7 @@ class MemoryPlanner(Observer):
             self.activations.begin_together(shapes_of(args, kwargs))
 
     def finish_backward(self) -> None:
-        """Store the memory measured in the backward that is ending, from which the next plan is made."""
+        """Store what was measured in the backward that is ending. The next plan of `activations` uses these values."""
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -160,9 +163,9 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
 
 
 class Memory(Extension):
-    """The extension that applies `auto_wrap(keep_frozen=)`, and makes out-of-memory errors say how to save memory.
+    """The part of `auto_wrap` that applies its argument `keep_frozen`, and adds advice to out-of-memory errors.
 
-    keep_frozen selects frozen parameters that stay unsharded between steps.
+    keep_frozen determines which frozen parameters stay unsharded between steps. The advice is on how to save memory.
     """
 
     def __init__(self, options: Options) -> None:
@@ -177,13 +180,13 @@ class Memory(Extension):
 
 
 def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:
-    """Keep frozen parameters of `model`, which has just been wrapped, unsharded between steps.
+    """Apply the argument `keep_frozen` of `auto_wrap` to `model`, which has just been wrapped.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. Does nothing if a single rank stores the whole model.
 
     world: the ranks over which the model is sharded.
-    keep_frozen: True keeps all of them unsharded from now on, False none. "auto" measures the memory of the first
-        steps, and then keeps as many unsharded as fit.
+    keep_frozen: True keeps all frozen parameters unsharded between steps, False keeps none. "auto" measures the memory
+        of the first steps, and then keeps as many unsharded as fit; on the CPU it keeps none.
     """
     if keep_frozen is False or world.shard_group.size == 1:
         return
@@ -201,10 +204,10 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
 
 
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
-    """With keep_frozen=True, also keep parameters unsharded that were added or frozen after `model` was wrapped.
+    """Also keep frozen parameters unsharded between steps that were added or frozen after `model` was wrapped.
 
-    Called when auto_wrap shards parameters that were added to a wrapped model. Does nothing if `model` was wrapped with
-    another value of `keep_frozen`. Collective: every rank must call it.
+    Called when auto_wrap shards parameters that were added to a wrapped model. Does nothing unless `model` was wrapped
+    with keep_frozen=True. Collective: every rank must call it.
 
     model: the wrapped model, or a module that contains it.
     world: the ranks over which the model is sharded.

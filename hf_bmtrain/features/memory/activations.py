@@ -43,8 +43,9 @@ class Block(Protocol):
 
     Attributes:
         buffers: the flat buffers of the block's parameters.
-        zero_level: 3 reshards the block between its forward and its backward; 2 keeps it unsharded.
-        inputs: keeps the inputs of the block in host memory until backward; None if they stay on the device.
+        zero_level: 3 reshards the block between its forward and its backward; 2 keeps it unsharded between them.
+        inputs: the store that keeps the inputs of the block in host memory until backward; None if they stay on the
+            device.
     """
 
     buffers: list[ShardedBuffer]
@@ -59,7 +60,7 @@ class Measurement:
     Attributes:
         shapes: the shapes of the forward's inputs.
         nbytes: the bytes that autograd saved in the forward for backward.
-        calls: how many forwards of the block, including this one, were waiting for their backward.
+        calls: how many forwards of the block, including this one, were waiting for their backward when it ended.
         attention: the bytes of the outputs of attention in the forward.
         watch: the stopwatch that has measured the time of the forward.
         meter: the meter that has measured the time of attention in the forward.
@@ -74,13 +75,13 @@ class Measurement:
 
 
 class AutoCheckpoint(Recompute):
-    """Tells whether a block with use_checkpoint="auto" is recomputed, according to the plan in `activations`.
+    """Decides whether a block with use_checkpoint="auto" is recomputed, according to the plan in `activations`.
 
     For a block that is recomputed, the plan may still keep the outputs of attention, so that attention is not
     recomputed.
 
-    The plan holds for inputs that are, in every dimension, at most as large as the inputs of a measured forward,
-    because they need no more memory. Larger inputs start a new measurement.
+    The plan is valid for inputs that are, in every dimension, at most as large as the inputs of a measured forward,
+    because such inputs need no more memory. Larger inputs start a new measurement.
 
     Attributes:
         kept: whether the block keeps its activations, and so is not recomputed.
@@ -201,7 +202,8 @@ class AutoCheckpoint(Recompute):
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
         # SavedBytes does not count the tensors in `held`, because they are on the device anyway. With
-        # offload_activations, it counts inputs with a gradient: they leave the device only if the block is recomputed.
+        # offload_activations, inputs that require a gradient are counted: if the block is recomputed, they are moved to
+        # the host, so keeping the block's activations would take their memory too.
         held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
         saved, meter = SavedBytes([*held, *views]), AttentionMeter()
         device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))
@@ -221,7 +223,7 @@ class AutoCheckpoint(Recompute):
 
 
 class Activations:
-    """The plan for all blocks of a world with use_checkpoint="auto": which are recomputed, and which stay unsharded.
+    """The plan for all blocks with use_checkpoint="auto": which of them are recomputed, and which stay unsharded.
 
     A pass lasts from the first training forward of a block after a backward to the end of the next backward. The first
     passes are measured. Later, inputs that are larger than all measured ones start a measurement, until the end of the
@@ -230,8 +232,8 @@ class Activations:
 
     The ranks make the first plan together, once an optimizer has stepped and so has allocated its state. They assume
     the largest activations and the least free memory of any rank. Each rank makes later plans by itself, if its inputs
-    have grown, or if less memory is free than before. These plans change only which blocks are recomputed, which
-    usually involves no collective.
+    have grown, or if less memory is free than before. Later plans change only which blocks are recomputed. Ranks may
+    differ in this, because the backward of a block usually calls the same collectives with and without recomputation.
 
     There are two exceptions. Ranks of an uneven model, which may enter different blocks, make even the first plan by
     themselves. If layers call collectives in their forwards (`together`), all ranks make every plan together.
@@ -239,8 +241,8 @@ class Activations:
     Attributes:
         measuring: whether the rest of this pass is measured.
         left: the bytes that the last plan leaves for parameters that keep_frozen="auto" keeps unsharded between steps,
-            including those that are unsharded already. None before the first plan, and from a measurement to the next
-            plan.
+            including the bytes of those that are unsharded already. None before the first plan, and from the start of
+            a measurement to the next plan.
     """
 
     def __init__(self, planner: MemoryPlanner) -> None:
@@ -342,13 +344,18 @@ class Activations:
             self._plan_again(blocks, self._free)
 
     def measure(self) -> None:
-        """Recompute every block, and measure how much memory that takes, until the end of the next backward."""
+        """Recompute every block, and measure the peaks of memory, from now to the end of the next backward."""
         if not self.measuring:
             self.measuring, self._stale, self._recomputed = True, True, False
             self._meter.memory.reset_peak()
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
-        """Store a measurement of `block` until the next backward ends, when `finish_backward` uses it."""
+        """Store the measurement of a forward until the next backward ends. `finish_backward` then uses it.
+
+        Args:
+            block: the policy of the block whose forward was measured.
+            measurement: the measurement.
+        """
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
@@ -419,7 +426,7 @@ class Activations:
         return free - self._forward, free - self._backward
 
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
-        """Make the first plan (which blocks are recomputed) if an optimizer has stepped. Return whether it was made.
+        """Make the first plan of which blocks are recomputed, if an optimizer has stepped. Return whether it was made.
 
         Collective: every rank must call it. Before an optimizer has stepped on any rank, it is too early for a plan,
         because the optimizer's state is not allocated yet. The plan is the same on every rank, except in an uneven
@@ -452,8 +459,8 @@ class Activations:
         """Choose anew which blocks are recomputed: on this rank alone, or on all ranks if they plan together.
 
         blocks: the measured blocks.
-        free: the number of bytes to plan with: the fewest that were free at any first training forward after a
-            backward, since the first plan.
+        free: the number of bytes to plan with. It is the smallest number of bytes that were free when a pass began,
+            over all passes since the first plan. A pass begins with the first training forward after a backward.
         """
         world = self._planner.world
         mine = Reading(
@@ -476,10 +483,10 @@ class Activations:
 
 
 def _attention_first(blocks: Sequence[AutoCheckpoint]) -> bool:
-    """Return whether most blocks save more time per byte by keeping only attention's outputs than all activations.
+    """Return whether keeping only attention's outputs saves more time per byte than keeping all activations.
 
-    Only blocks with measured attention count. A majority decides, because some measured times are wrong: that of the
-    first block often includes compilation.
+    The majority of the blocks with measured attention decides, because some measured times are wrong. For example, the
+    time of the first block often includes compilation.
     """
     votes = [block.prefers_attention() for block in blocks if block.attention_nbytes]
     return 2 * sum(votes) > len(votes)

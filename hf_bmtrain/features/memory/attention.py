@@ -57,9 +57,10 @@ def _is_dropout(argument: Any) -> bool:
 
 
 def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return whether the output of this call of an operator is kept: whether it is attention without dropout.
+    """Return whether the output of this call of an operator is kept for the recomputation of the block's forward.
 
-    With dropout, a recomputation that skipped the call would draw other random numbers in later calls.
+    Only outputs of attention without dropout are kept. With dropout, a recomputation that skipped the call would draw
+    other random numbers in later calls than the first forward.
 
     Args:
         operator: the operator, as `__torch_dispatch__` gets it.
@@ -110,7 +111,7 @@ class _Keep(_Attention):
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
         # If an argument requires a gradient, autograd keeps the output's memory, so no copy is needed. Otherwise this
-        # may be a call in compiled code, where no tensor requires a gradient, and which may reuse the memory.
+        # may be a call in compiled code. No tensor requires a gradient there, and the output's memory may be reused.
         graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         self._outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach if graph else _copied, output))
         return output
@@ -125,8 +126,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 class _Reuse(_Attention):
     """A context for a recomputation: each call of attention returns the output that the first forward has kept.
 
-    These outputs are in `outputs`, in the order of the calls. Each is used once and then freed. If the
-    forward is recomputed a second time, attention is computed.
+    These outputs are in `outputs`, in the order of the calls. Each is used once and then freed. If the forward is
+    recomputed a second time, attention is computed again.
     """
 
     def __init__(self, outputs: list[Any]) -> None:
@@ -146,9 +147,10 @@ class _Reuse(_Attention):
 
 
 def keep_attention() -> Contexts:
-    """Return two contexts: one in which a forward keeps the outputs of attention, one in which recomputations use them.
+    """Return two contexts: the first for a forward, which keeps attention's outputs; the second for its recomputation.
 
-    Both share the list of outputs, so each forward needs its own pair.
+    In the second context, each call of attention returns the kept output. Both contexts share the list of outputs, so
+    each forward needs its own pair.
     """
     outputs: list[Any] = []
     return _Keep(outputs), _Reuse(outputs)
@@ -179,7 +181,10 @@ class AttentionMeter(_Attention):
 
 
 class KeepAttention(Recompute):
-    """Tells a block with use_checkpoint="attention" to recompute its forward in backward, except for attention."""
+    """The policy of blocks with use_checkpoint="attention": backward recomputes the forward, except for attention.
+
+    Inside saved-tensor hooks, such as those of a checkpoint around the block, attention is recomputed too.
+    """
 
     def contexts(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Contexts | None:
         return None if inside_hooks() else keep_attention()

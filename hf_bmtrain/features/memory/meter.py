@@ -35,7 +35,7 @@ class SavedBytes:
     def counting(self) -> Iterator[None]:
         """Return a context that adds to `nbytes` the bytes that autograd saves for backward inside it.
 
-        The innermost saved-tensor hooks that were set outside it still work.
+        The innermost saved-tensor hooks that are active when the context is entered still work.
         """
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
@@ -84,7 +84,9 @@ class Stopwatch:
 
 
 def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of a forward's tensor arguments; if there are none, of the tensors nested in its arguments.
+    """Return the shapes of those arguments of a forward that are tensors.
+
+    If no argument is a tensor, return the shapes of the tensors nested in the arguments, for example in a dict.
 
     Args:
         args: the positional arguments of the forward.
@@ -107,33 +109,35 @@ def _is_within(shapes: Shapes, measured: Shapes) -> bool:
 
 
 class MeasuredInputs:
-    """Remembers the inputs of measured forwards, to tell whether another forward may need more memory.
+    """Stores the input shapes of measured forwards, to decide whether another forward may need more memory than these.
 
-    For each measured forward, it stores the input shapes and the number of earlier forwards in the same pass (all
+    For each measured forward, it stores these shapes and the number of earlier forwards in the same pass (all
     forwards between two backwards). This number matters because the activations of those forwards are still in memory.
     """
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # cache of `cover`: {shapes: a `number` up to which it returns True}
+        self._covered: dict[Shapes, int] = {}  # cache of `cover`: {shapes: a `number` for which it returns True}
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
         """Add the input shapes of a measured forward.
 
-        number: how many forwards ran after the last backward and before this one. Their activations are in memory.
+        Args:
+            shapes: the shapes of the forward's inputs.
+            number: how many forwards ran between the last backward and this forward. Their activations are in memory.
         """
         kept = [each for each in self._measured if each[0] > number or not _is_within(each[1], shapes)]
         self._measured = [*kept, (number, shapes)]
 
     def cover(self, shapes: Shapes, number: int = 0) -> bool:
-        """Return whether a forward is known to need no more memory than a measured one.
+        """Return True if a forward needs at most as much memory as a measured one, False if it may need more.
 
-        This is known if a measured forward had at least as many earlier forwards in its pass, and inputs that were at
-        least as large in every dimension.
+        The result is True if there is a measured forward with inputs that were at least as large in every dimension,
+        and with at least `number` forwards between it and the last backward before it.
 
         Args:
             shapes: the shapes of the forward's inputs.
-            number: how many forwards ran after the last backward and before this one. Their activations are in memory.
+            number: how many forwards ran between the last backward and this forward. Their activations are in memory.
         """
         if number <= self._covered.get(shapes, -1):
             return True
@@ -152,14 +156,14 @@ class Meter:
     resharded at any time, so their bytes count as free.
 
     Attributes:
-        memory: the device's memory.
+        memory: reads the allocated, peak and usable bytes of the device.
         began: the number of bytes that were allocated when `begin` was called, without resident buffers.
     """
 
     def __init__(self, memory: DeviceMemory, resident_bytes: Callable[[], int]) -> None:
         """Create a meter that has not measured anything yet.
 
-        memory: the device's memory.
+        memory: reads the allocated, peak and usable bytes of the device.
         resident_bytes: a function without arguments, which returns how many bytes are allocated now for flat buffers
             that are kept unsharded between steps.
         """
@@ -173,8 +177,8 @@ class Meter:
 
         Call it at the start of each training forward.
 
-        backwards: the number of backwards that have ended so far. The result is whether it has changed since the last
-            call.
+        backwards: the number of backwards that have ended so far. A pass begins if this number differs from that of
+            the last call.
         """
         if backwards == self._backwards:
             return False
@@ -209,14 +213,14 @@ class Meter:
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Store the write counters (torch's versions) of the trainable shards of `buffers`, for `has_stepped`."""
+        """Store torch's write counters (versions) of the trainable shards of `buffers`. `has_stepped` compares them."""
         self._versions = _versions(buffers)
 
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
         """Return whether an optimizer has stepped since `note_versions`, and so has allocated its state.
 
-        This is so if the trainable shards of `buffers` have been written. Also returns True if `buffers` have no
-        trainable shards.
+        It has stepped if torch's write counters of the trainable shards of `buffers` have changed. Also returns True if
+        `buffers` have no trainable shards, because a step cannot be detected then.
         """
         versions = _versions(buffers)
         return not versions or versions != self._versions
@@ -250,7 +254,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The memory measurements of ranks that make one plan together, combined into those of the worst case.
+    """The memory measurements (`Reading`) of the ranks that plan together, combined into the worst case.
 
     Attributes:
         rooms: for each memory peak of a step (such as the forward's), the bytes that the rank with the least free
@@ -281,12 +285,12 @@ def agree(world: World, mine: Reading) -> Agreed | None:
 
 
 def combine(readings: Sequence[Reading]) -> Agreed | None:
-    """Combine the memory measurements of ranks that make one plan together into those of the worst case.
+    """Combine the memory measurements of several ranks into the worst case: least free memory, largest activations.
 
     Returns None if it is too early for a plan: no rank's optimizer has stepped yet, or a rank's `rooms` is None.
 
     Args:
-        readings: one for each of these ranks; a single one if a rank plans alone.
+        readings: the measurements of each rank that plans with the others, or of one rank that plans alone.
     """
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):

@@ -15,7 +15,7 @@ class Sizes:
     Attributes:
         activations: all activations of the block.
         attention: the outputs of attention, a part of the activations. 0 if they cannot be kept by themselves.
-        parameters: the full parameters. 0 if it is already fixed whether the block stays unsharded until backward.
+        parameters: the full parameters. 0 if the plan must not choose the block to stay unsharded until backward.
         attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
             activations.
     """
@@ -44,9 +44,9 @@ class Plan:
     left: int = 0
 
     def table(self, sizes: Sizes, forward_room: int) -> str:
-        """Return a table for the log: how many blocks do what (such as keep their activations), and the GiB this takes.
+        """Return a table for the log: for each choice (such as keeping activations), the number of blocks, and the GiB.
 
-        sizes, forward_room: the arguments of `make_plan`.
+        sizes, forward_room: the arguments with which `make_plan` has made this plan.
         """
         rows = [
             ("keep their activations", self.kept, sizes.activations),
@@ -64,9 +64,9 @@ class Plan:
 def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     """Choose which blocks keep activations instead of being recomputed, and which stay unsharded until backward.
 
-    One loop over the blocks chooses which keep all activations. Another chooses which keep only the outputs of
-    attention. The choice that saves more time per byte is made first. A block whose activations do not fit is skipped.
-    Blocks stay unsharded only if all of them keep all their activations.
+    One loop chooses the blocks that keep all activations. Another loop chooses the blocks that keep only the outputs of
+    attention. The loop whose choice saves more time per byte runs first. Both begin with the last block, and skip
+    blocks whose tensors do not fit. Blocks stay unsharded only if every block keeps all its activations.
 
     Args:
         sizes: the bytes that each block can keep.

@@ -1,9 +1,9 @@
 """The option keep_frozen: keep frozen parameters unsharded between steps, either all or as many as fit ("auto").
 
 Frozen weights do not change. So a flat buffer of frozen weights needs only one all-gather if it then stays unsharded.
-Such a buffer is called resident (`ShardedBuffer.resident`). It is gathered again after a write to its shard, and it is
-resharded like any other buffer while one of its parameters is trainable. The same buffers must be resident on every
-rank, because an all-gather may be collective.
+Such a buffer is called resident (`ShardedBuffer.resident`). It is all-gathered again after a write to its shard. While
+one of its parameters is trainable, it is resharded like any other buffer. The same buffers must be resident on every
+rank, because an all-gather may be a collective operation, which all ranks must call.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _LEAST_SHARE = 4
 """With keep_frozen="auto", frozen parameters can be kept unsharded only if they are at least 1 / _LEAST_SHARE of a
 model's parameters."""
 _TOLERANCE = 64
-"""The ranks choose again which parameters stay unsharded if free memory has decreased by more than the last choice left
-free, plus 1 / _TOLERANCE of the usable memory. This fraction is smaller than the reserve that `DeviceMemory.usable`
-leaves."""
+"""If free memory decreases, the ranks keep their choice of unsharded parameters as long as the decrease is at most the
+bytes that the choice left free, plus 1 / _TOLERANCE of the usable memory. This does not exhaust memory, because
+`DeviceMemory.usable` excludes a larger reserve. After a larger decrease the ranks choose again."""
 _GIB = 2**30
 
 
 def keep_all(model: torch.nn.Module, world: World) -> None:
     """Keep the flat buffers of frozen parameters of `model` unsharded between steps, and all-gather them now.
 
-    A flat buffer (ShardedBuffer) is frozen while none of its parameters is trainable. One that is frozen later stays
-    unsharded from its next all-gather on. Collective: every rank must call it.
+    A flat buffer (ShardedBuffer) is frozen while none of its parameters is trainable. A buffer that is frozen later
+    stays unsharded from its next all-gather on. Collective: every rank must call it.
 
     Args:
         model: a sharded model.
@@ -61,18 +61,20 @@ class Residents:
     """keep_frozen="auto" for one model: keeps as many frozen parameters unsharded between steps as memory allows.
 
     A flat buffer that stays unsharded between steps is called resident. In the first passes no buffer is resident, and
-    memory is measured; a pass begins with the first training forward after a backward. After an optimizer's first step
-    the ranks agree which buffers become resident: as many as fit on the rank with the least available memory, first
-    those of parameters outside blocks, then those of the blocks in execution order. The available memory is what a
-    measured step leaves free or, if blocks have use_checkpoint="auto", what the plan for their activations leaves.
+    memory is measured; a pass begins with the first training forward after a backward.
+
+    After an optimizer's first step the ranks choose the same buffers to become resident: as many as fit on the rank
+    with the least available memory. Buffers of parameters outside blocks are chosen first, then buffers of blocks, in
+    execution order. The available memory is what a measured step leaves free or, if blocks have use_checkpoint="auto",
+    what the plan for their activations leaves.
 
     Before each training forward the ranks exchange one message. If on any rank the inputs are larger than all measured
     ones, or less memory is free than was assumed, all ranks reshard the resident buffers, measure, and choose again.
-    Forwards without gradients (evaluation, generation) may need any amount of memory. So the buffers are resharded
-    before them, and become resident again in the next training forward.
+    Forwards without gradients (evaluation, generation) may need any amount of memory. So the resident buffers are
+    resharded before such a forward, and become resident again in the next training forward.
 
-    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or once a
-    measurement has left no memory for any resident buffer.
+    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or once the ranks
+    have found that no buffer fits into the available memory.
     """
 
     def __init__(self, model: torch.nn.Module, planner: MemoryPlanner) -> None:
@@ -136,10 +138,10 @@ class Residents:
         * Otherwise the ranks choose at the first forward of a pass (the forwards between two backwards), from the
           measurements so far. While it is too early to choose, the forward is measured.
         * The choice is dropped, and the forward is measured, if on any rank the inputs are larger than all measured
-          ones. At the start of a pass, it is also dropped if on any rank less memory is free than was assumed, or the
-          recomputation policy of a block (use_checkpoint) has changed.
+          ones. At the start of a pass, the choice is also dropped if on any rank less memory is free than was assumed,
+          or the recomputation policy of a block (use_checkpoint) has changed.
 
-        Nothing is done while too few parameters are frozen, or if no buffer was chosen for lack of memory.
+        Nothing is done while too few parameters are frozen, or if the ranks have found that no buffer fits.
 
         shapes: the shapes of the forward's inputs.
         """
@@ -165,9 +167,9 @@ class Residents:
     def _begin_pass(self) -> None:
         """Prepare a pass (the training forwards between two backwards). Called at the first forward of each pass.
 
-        Stores the input shapes that were measured in the last pass. Sets `_idle` to whether nothing is to be done in
-        this pass, because no buffer was chosen to stay unsharded or, before the choice, because too few parameters are
-        frozen.
+        Stores the input shapes that were measured in the last pass. Also sets `_idle`, which is True if `begin_forward`
+        has nothing to do in this pass: the ranks have chosen that no buffer stays unsharded, or they have not chosen
+        yet and too few parameters are frozen.
         """
         self._forwards = 0
         for number, shapes in self._seen:  # added only now, because a measurement is complete only when its pass ends
@@ -179,7 +181,7 @@ class Residents:
         units = self._units()
         self._idle = _LEAST_SHARE * _nbytes(_frozen(units)) < _nbytes(units)
         if self._planner.activations.measuring:
-            self._peak = None  # use_checkpoint="auto" has reset the allocator's peak, so this measurement ends
+            self._peak = None  # discard the measurement, because use_checkpoint="auto" has reset the allocator's peak
 
     def _is_short(self) -> bool:
         """Return whether less memory is free than was assumed when the buffers to keep unsharded were chosen.
@@ -236,7 +238,10 @@ class Residents:
             self._peak = max(self._peak, self._meter.taken())
 
     def _room(self) -> int | None:
-        """Return how many bytes this model may keep unsharded between steps in total, or None while that is unknown."""
+        """Return how many bytes the buffers that this model keeps unsharded between steps may take in total.
+
+        Returns None while this number is unknown.
+        """
         # No buffer of this model is resident here, so `resident_bytes` contains only buffers of other models.
         free, others = self._read_free(), self._planner.resident_bytes
         self._free = free if self._peak is None else min(self._free, free)
@@ -267,9 +272,9 @@ class Residents:
         Collective: every rank must call it. The first groups matter most, because at the start of a forward there is
         hardly any computation to overlap with their all-gathers.
 
-        units: groups of flat buffers whose parameters are frozen: those of a block, or a single one of parameters
-            outside blocks.
-        room: the bytes that the chosen buffers may take.
+        units: groups of flat buffers with only frozen parameters: first, for each buffer of parameters outside blocks,
+            a group with this buffer; then, for each block in execution order, a group with the block's buffers.
+        room: the bytes that the chosen buffers may take in total.
         """
         numbers, left = [], room
         for number, unit in enumerate(units):
@@ -301,8 +306,8 @@ class Residents:
     def reshard(self) -> None:
         """Reshard the buffers that were kept unsharded between steps.
 
-        Inside another model's forward, they are resharded when that forward ends. They can become resident again in the
-        next training forward.
+        If this is called inside another model's forward, they are resharded when that forward ends. They can become
+        resident (unsharded between steps) again in the next training forward.
         """
         for buffer in self._kept():
             buffer.resident = False

@@ -1,4 +1,4 @@
-"""Text that is added to an out-of-memory error: what takes memory, and how to save some."""
+"""Text that is added to out-of-memory errors: a table of what takes memory, and advice on how to save memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def follow_shortage(model: torch.nn.Module, world: World) -> None:
 
 
 class Shortage(Observer):
-    """Adds to out-of-memory errors what takes memory in the model that was wrapped last, and how to save some."""
+    """Adds to out-of-memory errors a table of what takes memory, and advice on how to save memory.
+
+    Both are about the model that was passed to `follow` last, and about the memory of this rank.
+    """
 
     position = 10
 
@@ -55,7 +58,7 @@ class Shortage(Observer):
         gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]
         rows = {
             "shards of the parameters": sum(shard.nbytes for b in buffers for shard in b.storage.memory().stored),
-            f"unsharded parameters, of {len(full)} blocks or other groups": sum(b.full_nbytes for b in full),
+            f"unsharded parameters, in {len(full)} groups (usually one per block)": sum(b.full_nbytes for b in full),
             "shards of the gradients": sum(shard.nbytes for shard in gradients),
         }
         taken = self._world.schedule.mapped_bytes
@@ -66,7 +69,7 @@ class Shortage(Observer):
         return [f"  {nbytes / 2**30:8.2f}  {what}" for what, nbytes in rows.items()]
 
     def _advice(self, model: torch.nn.Module) -> list[str]:
-        """Return numbered lines, each with a change that saves memory when `model` is trained, the cheapest first."""
+        """Return numbered lines, each with one way to save memory when training `model`, in the order to try them."""
         states: list[Any] = [block._bmt for block in model.modules() if isinstance(block, CheckpointBlock)]
         advice = []
         if any(buffer.is_resident for buffer in buffers_of(model)):
@@ -78,7 +81,7 @@ class Shortage(Observer):
         advice += [
             "bmt.optim.AdamOffloadOptimizer keeps the optimizer's state in host memory",
             "bmt.hf.fuse_causal_loss(model) computes the loss of a language model without storing its logits",
-            "smaller batches, with several backwards per step, need less memory for activations",
+            "smaller batches, with gradient accumulation over several of them, need less memory for activations",
             "with more ranks, each one stores a smaller part of parameters, gradients and optimizer state",
         ]
         return [f"  {number}. {line}." for number, line in enumerate(advice, 1)]

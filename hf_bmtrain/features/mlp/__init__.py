@@ -1,9 +1,10 @@
 """auto_wrap(mlp_chunks=N): the MLP of each block computes its tokens in N chunks, one after another.
 
 When long sequences are trained with recomputation, the intermediate activations of a single MLP make up most of the
-peak memory: several tensors of shape (tokens, intermediate size). With N chunks they take 1/N of that. They are not
-kept until backward, which recomputes each chunk. With use_checkpoint=True this costs no additional operations, because
-the recomputation of the block stops before the MLP. Gradients of weights are summed in float32.
+peak memory: several tensors of shape (tokens, intermediate size). With N chunks, these tensors take 1/N of that memory.
+They are not kept until backward, which recomputes each chunk. With use_checkpoint=True the number of operations stays
+the same, because the recomputation of the block stops before the MLP. Gradients of weights are summed over the chunks
+in float32.
 
 This file finds the MLPs, and `chunked` contains their forward and backward.
 """
@@ -69,9 +70,9 @@ class MlpChunks(Extension):
 def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
     """Return whether `module` is an MLP that can compute its tokens in chunks.
 
-    The name of its class must end in MLP, and it must take one tensor, use no dropout and share no parameters with
-    other modules. Modules with a router are left out: their experts may accept only a limited number of tokens of a
-    sequence, and hooks record the router's outputs, which must be those of all tokens.
+    The name of its class must end in MLP, and the module must take one tensor, use no dropout and share no parameters
+    with other modules. Modules with a router are left out, because their experts may accept only a limited number of
+    tokens of a sequence, and because hooks that record the router's outputs need the outputs of all tokens at once.
 
     shared: the ids of parameters that several modules use.
     """

@@ -35,7 +35,12 @@ class ChunkedMlp(OnlyWhileSharded):
 
 
 def compute_in_chunks(module: torch.nn.Module, chunks: int) -> None:
-    """Make `module` compute its tokens in `chunks` chunks, by replacing its class. Its forward must take one tensor."""
+    """Make a module, such as an MLP, compute its tokens in chunks, to save memory. The module's class is replaced.
+
+    Args:
+        module: the module. Its forward must take one tensor, (..., tokens, features).
+        chunks: the number of chunks.
+    """
     module.__class__ = _extended_class(type(module), chunks)
 
 
@@ -148,7 +153,10 @@ class _Compute(torch.autograd.Function):
 
 
 def _pieces(count: int, *tensors: Any) -> Any:
-    """Split `tensors` into `count` chunks of tokens. For each chunk, yield (index of its first token, *its tensors)."""
+    """Split each of `tensors`, (..., tokens, features), into `count` chunks of tokens.
+
+    For each chunk, yield (the index of its first token, its part of the first tensor, its part of the second, ...).
+    """
     at = 0
     for views in zip(*(tensor.tensor_split(count, -2) for tensor in tensors)):
         yield at, *(view.contiguous() for view in views)  # the forward may expect a contiguous input

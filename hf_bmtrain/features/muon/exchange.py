@@ -17,11 +17,11 @@ class Round:
     work that is queued between these calls.
 
     Args:
-        matrices: the matrices of the round, in the same order on all ranks. Their owners are chosen already.
-        communicator: connects the ranks over which the matrices are sharded.
+        matrices: the matrices of the round, in the same order on all ranks, with their `owner` set.
+        communicator: the communicator of the ranks over which the matrices are sharded.
 
     Attributes:
-        matrices: the matrices, sorted by owner, the same on all ranks.
+        matrices: the matrices, sorted by owner, in the same order on all ranks.
     """
 
     def __init__(self, matrices: Sequence[Matrix], communicator: Communicator) -> None:
@@ -51,8 +51,8 @@ class Round:
         Collective: every rank must call it.
 
         Args:
-            function: called with a Matrix and its full values, which it may overwrite. It returns the result, a tensor
-                of the same shape and dtype.
+            function: called with a Matrix and a tensor of its full values, which the function may overwrite. It returns
+                the orthogonalized matrix, a tensor of the same shape and dtype.
         """
         self._ticket.wait()
         # The received elements are sorted by the rank that sent them, and then by matrix.

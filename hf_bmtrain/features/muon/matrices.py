@@ -14,8 +14,8 @@ from ...engine.sharding.parameter import DistributedParameter, is_part
 from ...engine.sharding.slots import find_places
 
 ROUND_ELEMENTS = 1 << 24
-"""The approximate number of elements that a rank gets to orthogonalize in one round (an exchange of several matrices).
-In bfloat16 they take 32 MiB, enough for the full speed of the links between GPUs."""
+"""The approximate number of elements that each rank orthogonalizes in one round (an exchange of several matrices). In
+bfloat16 they take 32 MiB, enough for the full speed of the links between GPUs."""
 _NOT_HIDDEN = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.modules.conv._ConvNd)
 
 
@@ -81,9 +81,10 @@ class Matrix:
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the matrix's elements on `rank`, as indices into `rank`'s elements of the parameter.
+        """Return the range (start, stop) of those elements of the parameter on `rank` that belong to the matrix.
 
-        Returns (0, 0) if `rank` stores no element of the matrix.
+        The indices count the elements of the parameter that `rank` stores. Returns (0, 0) if `rank` stores no element
+        of the matrix.
         """
         start, stop = self._range(rank)
         first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0
@@ -109,7 +110,8 @@ class Matrix:
 def matrices_of(run: int, parameter: torch.nn.Parameter, size: int) -> list[Matrix]:
     """Divide a parameter into Matrix objects, each of which one rank will orthogonalize.
 
-    A 2-D parameter is one Matrix. A 3-D parameter becomes at most `size` of them, so that all ranks can share the work.
+    A 2-D parameter is one Matrix. A 3-D parameter, a stack of matrices, becomes at most `size` Matrix objects, so that
+    all ranks can share the work.
 
     Args:
         run: the index of the optimizer's run (a contiguous range of parameters that are updated together) that contains
@@ -149,7 +151,7 @@ def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
     """Divide matrices into rounds, for `size` ranks. The matrices of a round are sent to their owners together.
 
     An owner is the rank that orthogonalizes a matrix. The work of each owner is divided evenly over the rounds, so that
-    a round takes all ranks about the same time. In a round, an owner gets at most about ROUND_ELEMENTS elements.
+    a round takes all ranks about the same time. In a round, an owner gets about ROUND_ELEMENTS (2²⁴) elements or fewer.
 
     Args:
         matrices: the matrices, whose `owner` is set (see `assign`).

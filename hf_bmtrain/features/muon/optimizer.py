@@ -33,18 +33,19 @@ class MuonOptimizer(AdamOptimizer):
     same work. Every rank sends its elements to the owner and gets the results back in bfloat16, the dtype in which
     torch.optim.Muon orthogonalizes too. This communication overlaps with the computation.
 
-    The state of a matrix takes 4 bytes per element, for the momentum. For half-precision weights it takes 8, because it
-    also includes float32 masters. The state of other parameters is that of AdamOptimizer. A saved state can be loaded
-    on another number of ranks. OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
+    The state of a matrix takes 4 bytes per element, for the momentum. For half-precision weights it takes 8 bytes,
+    because it also includes float32 master weights. The state of other parameters is that of AdamOptimizer. A saved
+    state can be loaded on another number of ranks. OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
 
     Args:
         params: the sharded model, or parameter groups. A group is a dict with "params", "muon" (whether Muon updates
-            them) and the settings that differ from the arguments.
-        lr: the learning rate of matrices: a number or a tensor of one element, which the host reads.
-        weight_decay: wd of matrices.
-        momentum: μ.
+            these parameters) and the settings that differ from the arguments.
+        lr: the learning rate of matrices: a number, or a tensor of one element. A tensor on a GPU makes the host wait
+            in each step.
+        weight_decay: wd, the weight decay of matrices.
+        momentum: μ, the factor by which the momentum is multiplied in each step.
         nesterov: whether the momentum is Nesterov's.
-        ns_coefficients: the coefficients of the Newton–Schulz iteration.
+        ns_coefficients: the three coefficients of the Newton–Schulz iteration, which orthogonalizes matrices.
         eps: the lower bound of the norm by which an update is divided before the iteration.
         ns_steps: the number of iterations, less than 100.
         adjust_lr_fn: f, the factor of the learning rate for a matrix with A rows and B columns. "original", or None:
@@ -56,6 +57,7 @@ class MuonOptimizer(AdamOptimizer):
         adam_weight_decay: the weight decay of the other parameters; None uses `weight_decay`.
 
     Raises:
+        TypeError: an argument has the wrong type.
         ValueError: a setting is out of range, the model has no matrices in blocks, or a group with "muon": True
             contains a parameter that is not a matrix.
 
@@ -107,11 +109,11 @@ class MuonOptimizer(AdamOptimizer):
         )
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add a parameter group.
+        """Add parameters that the optimizer updates from the next step on, with their own settings.
 
         Args:
-            param_group: a dict with "params", "muon" (True if Muon updates them, False if AdamW does), and the settings
-                that differ from the optimizer's.
+            param_group: a dict with "params", "muon" (True if Muon updates these parameters, False if AdamW does), and
+                the settings that differ from the optimizer's.
 
         Raises:
             ValueError: a setting is out of range, a key is missing, or the group has "muon": True and contains a
@@ -121,7 +123,7 @@ class MuonOptimizer(AdamOptimizer):
         if not isinstance(param_group.get("muon"), bool):
             raise ValueError(
                 'param_group needs the key "muon", True if Muon updates its parameters and False if AdamW does. '
-                "MuonOptimizer(model) divides the parameters automatically."
+                "Or pass the model itself: MuonOptimizer(model) divides its parameters automatically."
             )
         if param_group["muon"]:
             param_group = {**self._muon_defaults, **param_group}
@@ -208,7 +210,10 @@ class MuonOptimizer(AdamOptimizer):
             self._apply(matrix, result)
 
     def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
-        """Update the momentum of this rank's elements of a matrix. Return the update to orthogonalize, 1-D bfloat16."""
+        """Update the momentum of this rank's elements of a matrix. Return these elements of the update, 1-D bfloat16.
+
+        The update is later orthogonalized.
+        """
         state, part = self._states[matrix.run], self._part(matrix)
         assert isinstance(state.exp_avg, torch.Tensor)
         group, momentum = self._group_of[matrix.parameter], state.exp_avg[part]
@@ -226,7 +231,7 @@ class MuonOptimizer(AdamOptimizer):
         return orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def _apply(self, matrix: Matrix, result: torch.Tensor) -> None:
-        """Apply the orthogonalized update, and the weight decay, to this rank's elements of a matrix.
+        """Apply the orthogonalized update, and the weight decay, to this rank's elements of a matrix of weights.
 
         result: the orthogonalized update of these elements, bfloat16. May be overwritten.
         """
@@ -267,8 +272,8 @@ def _groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     matrices, others = divide(model)
     if not matrices:
         raise ValueError(
-            f"params: none of the {len(others)} parameters of {type(model).__name__} is a matrix in a block, a "
-            "transformer layer that auto_wrap has sharded. Call auto_wrap first, or pass parameter groups with "
+            f"params: none of the {len(others)} parameters of {type(model).__name__} is a matrix in a block (a "
+            "transformer layer that auto_wrap has sharded). Call auto_wrap first, or pass parameter groups with "
             '"muon": True or False.'
         )
     groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
@@ -293,7 +298,7 @@ def _momentum(run: Run) -> StateTensors:
 
 
 def _expect_amount(name: str, value: Any) -> None:
-    """Raise TypeError or ValueError unless `value` is a number, or a tensor of one element, that is at least 0.
+    """Raise TypeError or ValueError unless `value` is a number, or a tensor of one element, finite and at least 0.
 
     name: the name of the setting, for the message.
     """

@@ -16,8 +16,8 @@ _FACTORS: dict[str, Callable[[int, int], float]] = {
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
 }
 ADJUST_LR = tuple(_FACTORS)
-"""The values of `adjust_lr_fn`, which select the formula of the factor by which Muon multiplies the learning rate. None
-selects the first."""
+"""The values of `adjust_lr_fn`, each of which selects a formula for the factor by which Muon multiplies the learning
+rate. The value None selects the first one."""
 
 
 def rate_factor(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:

@@ -16,7 +16,7 @@ PIECE = 1 << 20  # the elements that one operation processes: few, so that tempo
 def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
     """Return the mean and variance, over all elements, of the last step's update δ, in units of the learning rate.
 
-    Collective if any of the parameters is sharded: every rank must then call it.
+    Collective if any of the parameters is sharded. Every rank must then call this function.
 
     With Adam's moments m and v after step t, the weight decay wd, and the weights w before and w' after the step:
 
@@ -57,7 +57,7 @@ def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
     state: the run and its Adam state.
     settings: the settings of the run's parameter group.
     """
-    # The last setting, the weight decay that is added to the gradient (L2), is part of m already.
+    # The last setting, the weight decay that is added to the gradient (L2), has already affected m.
     lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)

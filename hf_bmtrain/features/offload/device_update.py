@@ -17,9 +17,9 @@ _BUFFERS = 3
 class DeviceUpdate:
     """Updates optimizer state that is kept in host memory, chunk by chunk, on the device.
 
-    A chunk (a range of the state) is uploaded to a buffer on the device, updated there and downloaded, on one stream
-    for each of the three. While one chunk is updated, the next is uploaded and the previous one is downloaded, so there
-    are three buffers. The host never waits. The order of the work is:
+    A chunk (a range of the state) is uploaded to a buffer on the device, updated there and downloaded. Uploads, updates
+    and downloads have a stream each. While one chunk is updated, the next is uploaded and the previous one is
+    downloaded, so there are three buffers. The host never waits. The order of the work is:
 
     * An upload waits until the previous contents of its buffer, and the previous step's state of the same chunk, have
       been downloaded.
@@ -30,8 +30,8 @@ class DeviceUpdate:
       or the step's scalars again.
 
     Attributes:
-        updated: the event that completes with the last chunk's update.
-        downloaded: the event that completes with the last chunk's download.
+        updated: the event that completes when the last queued update is complete.
+        downloaded: the event that completes when the last queued download is complete.
     """
 
     def __init__(self, chunks: Sequence[Chunk], exp_avg_dtype: torch.dtype, device: torch.device) -> None:

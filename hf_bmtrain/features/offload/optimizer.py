@@ -151,7 +151,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._delta = moments if found_inf is None else torch.where(found_inf != 0, earlier, moments)
 
     def _not_early(self) -> list[int]:
-        """Return the indices of the runs (parameters that are updated together) not updated during the backward."""
+        """Return the indices of the runs (parameters updated together) that were not updated during the backward."""
         return [n for n, state in enumerate(self._states) if state.run.parameters[0] not in self._early.parameters]
 
     def _update(self, numbers: Sequence[int]) -> None:
@@ -169,7 +169,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        # A flat buffer without elements on this rank has no chunks. Its ticket stays DONE, an event that is complete.
+        # A flat buffer without elements on this rank has no chunks. Its ticket remains DONE, an event that is complete.
         tickets = dict.fromkeys(used, DONE)
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
@@ -264,10 +264,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _update_early(self, local_params: list[Any]) -> None:
         """Update the parameters of one flat buffer as soon as their gradients are reduced, before `step`.
 
-        A hook calls this during the backward. If the last step had gradients for different parameters of the buffer,
-        this does nothing, and leaves the update to `step`.
+        A hook calls this during the backward. The update is left to `step` in the first step, if no parameter of the
+        buffer has a gradient, if the last step had gradients for other parameters of the buffer, or if the user has
+        replaced a `.grad`.
 
-        local_params: this rank's elements of the buffer's parameters (those that are sharded together).
+        local_params: the local parameters (this rank's elements) of one flat buffer (parameters sharded together).
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
@@ -292,7 +293,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _check_early(self) -> None:
         """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward.
 
-        Such a change would have no effect on these parameters.
+        The change would have no effect on the parameters that are updated already.
         """
         parameters = self._early.parameters
         if not parameters:
@@ -353,7 +354,8 @@ class _EarlyUpdates:
     `_check_early` raises an error if a gradient or setting has changed since, because the change would have no effect.
 
     Attributes:
-        parameters: {updated parameter: (the gradient that was used, torch's counter of writes to this gradient)}.
+        parameters: {updated parameter: (the gradient that was used, its version)}. The version is torch's counter of
+            writes to the gradient.
         settings: the settings of the parameter groups in the update, as `_snapshot` returns them.
     """
 

@@ -28,7 +28,7 @@ It is then as well aligned as the weights in their shard."""
 
 @dataclass(frozen=True)
 class Place:
-    """The place of the state of one run (parameters that are updated together) in host memory.
+    """Where the optimizer state of one run (parameters that are updated together) is in host memory.
 
     Attributes:
         slab: the slab, a large piece of page-locked memory that contains the state of several runs.

@@ -1,9 +1,9 @@
 """Frozen parameters that are stored and all-gathered in 4 or 8 bits, and unpacked after each all-gather.
 
-`quantize_frozen=` packs the frozen matrices of blocks to nf4 or fp8. Use it if the weights of a frozen base model do
-not fit in memory; the price is that each block is unpacked at each use. Packed weights can be neither trained nor
-changed. A model that transformers has loaded in bitsandbytes' nf4 is sharded without quantizing it again; bitsandbytes'
-fp4 and 8-bit weights are refused.
+`auto_wrap(quantize_frozen=)` packs (quantizes) the frozen matrices of blocks (transformer layers) to nf4 or fp8. Use it
+if the weights of a frozen base model do not fit in memory; the price is that each block is unpacked at each use. Packed
+weights can be neither trained nor changed. A model that transformers has loaded in bitsandbytes' nf4 is sharded without
+quantizing it again; bitsandbytes' fp4 and 8-bit weights are refused.
 
 Files: `arithmetic` packs and unpacks; `choose` selects the parameters; `storage` stores and sends them; `bitsandbytes`
 converts weights that bitsandbytes has quantized.
@@ -35,10 +35,12 @@ class Packed(Extension):
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
         if self._form is not None:
-            refuse_quantized(model, f"Leave out quantize_frozen={self._form!r}, and auto_wrap shards it as it is.")
+            refuse_quantized(model, f"Leave out quantize_frozen={self._form!r}; auto_wrap then shards it as it is.")
         admit_quantized(model)
         if late:
-            refuse_quantized(model, "Add it to the model before the first auto_wrap.")
+            refuse_quantized(
+                model, "Add it to the model before the first auto_wrap, because later ones shard no quantized weights."
+            )
 
     def recognizes(self, parameter: torch.nn.Parameter) -> bool:
         return is_quantized(parameter)

@@ -50,6 +50,8 @@ _NF4 = (
 class Format:
     """A format in which weights are packed: how many bits their codes and scales take, and what the codes mean.
 
+    A weight is unpacked as the value of its code times a scale, which 64 consecutive weights share.
+
     Attributes:
         name: the format's name, which is its key in `FORMATS`.
         bits: the bits of an element's code, 4 or 8.
@@ -72,19 +74,24 @@ class Format:
 
     @property
     def _codes(self) -> int:
-        """The number of bytes at the start of a packed cell (CELL elements) that store codes. Scales follow."""
+        """The number of bytes at the start of a packed cell (CELL elements) that contain codes. Scales follow them."""
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the number of bytes that `numel` elements take when they are packed in full cells of CELL elements."""
+        """Return the number of bytes that `numel` elements take when they are packed.
+
+        Elements are packed in cells of CELL (16,384) elements. An incomplete last cell takes as much as a full one.
+        """
         return -(-numel // CELL) * self.cell_bytes
 
     @torch.no_grad()
     def pack(self, values: Tensor) -> Tensor:
         """Pack `values`, a floating-point tensor, into (cells * cell_bytes,) uint8 on the same device.
 
-        Each cell contains the codes and scales of CELL elements. The last cell is padded with zeros. Raises ValueError
-        if `values` contain inf or NaN, or if an element would overflow its dtype when it is unpacked.
+        Each cell contains the codes and scales of CELL (16,384) elements. The last cell is padded with zeros.
+
+        Raises ValueError if `values` contain inf or NaN, or if an element would overflow the dtype of `values` when it
+        is unpacked.
         """
         flat = values.detach().reshape(-1)
         packed = torch.zeros(-(-len(flat) // CELL), self.cell_bytes, dtype=torch.uint8, device=flat.device)
@@ -143,9 +150,9 @@ class Format:
         return dynamic_values(tails.device)[tails[:, :_BLOCKS].int()] * floats[:, :1] + floats[:, 1:]
 
     def _encode(self, blocks: Tensor, divisors: Tensor) -> Tensor:
-        """Divide each block of 64 elements by its divisor, and return the nearest codes.
+        """Divide each block of 64 elements by its divisor, and return the codes of the nearest values.
 
-        blocks: (cells, 256, 64) float32. A cell has CELL elements.
+        blocks: (cells, 256, 64) float32. A cell has CELL (16,384) elements.
         divisors: (cells, 256) float32: for 4-bit codes the largest magnitude of each block, for float8 the scales.
 
         Returns (cells, bytes of a cell's codes) uint8.
@@ -167,12 +174,13 @@ class Format:
             numel: the number of elements.
             codes: uint8, two elements per byte, the first one in the upper half.
             scales: one per 64 elements: float32 or, if compressed, uint8 indices into the 256 `dynamic_values`.
-            factors: for compressed scales, the float32 numbers by which they are multiplied, one per 256 scales;
-                otherwise None.
+            factors: for compressed scales, the float32 factors of their dynamic values, one per 256 scales; otherwise
+                None.
             mean: for compressed scales, the float32 number that is then added to all of them; otherwise None.
 
         Returns:
-            (cells * cell_bytes,) uint8, in new memory. Each cell contains the codes and scales of CELL elements.
+            (cells * cell_bytes,) uint8, in new memory. Each cell contains the codes and scales of CELL (16,384)
+            elements.
         """
         assert self.values
         cells = -(-numel // CELL)
@@ -198,8 +206,8 @@ class Format:
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Unpack `packed` (cells * cell_bytes,) uint8 into `out` (cells * CELL,) float32, float16 or bfloat16.
 
-        Each cell contains the codes and scales of CELL elements. Both tensors must be contiguous and aligned to 16
-        bytes. On a GPU this is one launch on the current stream.
+        Each cell contains the codes and scales of CELL (16,384) elements. Both tensors must be contiguous and aligned
+        to 16 bytes. On a GPU, one kernel is launched on the current stream.
         """
         cells = packed.numel() // self.cell_bytes
         expect("packed", packed, (torch.uint8,), (cells * self.cell_bytes,), out.device)
@@ -283,7 +291,7 @@ def _nearest(values: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """Return the elements in blocks of 64, which share a scale: (cells, 256, 64) float32.
+    """Return the elements in blocks of 64, as (cells, 256, 64) float32. The elements of a block share a scale.
 
     flat: (n,) elements. They are padded with zeros to full cells of 256 blocks.
     """
@@ -298,7 +306,9 @@ def variant(form: Format, dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return the variants (combinations of macros) of this module's CUDA source: one for each format and output dtype.
+    """Return the variants to compile of this module's CUDA source: one for each packed format and output dtype.
+
+    A variant is a combination of macro definitions.
 
     arch: the GPU architecture, such as 90. The result does not depend on it.
     """

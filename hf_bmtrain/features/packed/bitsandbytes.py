@@ -28,7 +28,7 @@ _LOAD = (
 
 
 class Linear4bit(torch.nn.Linear):
-    """The class that replaces bitsandbytes' Linear4bit in a sharded model. It computes with the unpacked full weight.
+    """The class that replaces bitsandbytes' Linear4bit in a sharded model. It computes with the dequantized weight.
 
     compute_dtype: the dtype of the computation; None uses the dtype of the input.
     """
@@ -77,10 +77,11 @@ def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
 def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
     """Turn the weights that bitsandbytes has quantized into packed or ordinary parameters.
 
-    A weight of only one block becomes a PackedParameter, which is later sharded without being unpacked. A weight that
-    is outside blocks, or shared by several, is unpacked into an ordinary parameter. The layers of all these weights
-    become the Linear4bit of this file, which computes with unpacked weights. The attributes by which transformers
-    recognizes a quantized model are removed, so that Trainer and saved configurations treat it as an ordinary model.
+    A weight that only one block uses becomes a PackedParameter, which is later sharded without being unpacked. A weight
+    that is used outside the blocks, or by several blocks, is unpacked into an ordinary parameter. The layers of all
+    these weights become the Linear4bit of this file, which computes with unpacked weights. The attributes by which
+    transformers recognizes a quantized model are removed, so that Trainer and saved configurations treat the model as
+    an ordinary one.
 
     Call `admit_quantized` first, which refuses unsupported weights.
 
@@ -88,7 +89,7 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
         model: the model that is about to be sharded.
         blocks: its blocks (transformer layers).
         outside: the modules outside blocks.
-        device: the device on which weights outside blocks, and shared ones, are unpacked.
+        device: the device on which the weights that become ordinary parameters are unpacked.
     """
     found = _find(model)
     root = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
@@ -106,8 +107,9 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
     if unpacked:
         _log.warning(
             "%d weights that bitsandbytes has quantized, such as '%s', are outside the model's blocks (transformer "
-            "layers), so they are dequantized. To load them unquantized, list their modules in llm_int8_skip_modules. "
-            "To keep them in 4 bits, list their modules in blocks=.",
+            "layers) or shared by several of them, so they are dequantized. To load them unquantized, list their "
+            "modules in llm_int8_skip_modules of BitsAndBytesConfig. To keep those outside blocks in 4 bits, include "
+            "their modules in the argument blocks of auto_wrap.",
             len(unpacked), unpacked[0],
         )  # fmt: skip
     if found:
@@ -117,7 +119,8 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
 def _find(model: torch.nn.Module) -> dict[str, Place]:
     """Return {name: (module, key, parameter)} of the weights of `model` that bitsandbytes has quantized.
 
-    `module` has the weight `parameter` as its attribute `key`.
+    `module` is the layer that contains the weight, `key` is the weight's name in this layer, and `parameter` is the
+    weight.
     """
     return {
         f"{path}.{key}".lstrip("."): (module, key, parameter)
@@ -143,7 +146,7 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
         )
     state, wanted = _state(module, parameter), (module.out_features, module.in_features)
     if state is None:
-        return "is not quantized yet. Call model.to(device) before auto_wrap, which makes bitsandbytes quantize it."
+        return "is not quantized yet. Call model.to(device), which makes bitsandbytes quantize it, before auto_wrap."
     if state.quant_type != "nf4" or state.blocksize != BLOCK:
         return (
             f"is quantized to {state.quant_type} in blocks of {state.blocksize}, but must be nf4 in blocks of 64. "
@@ -170,14 +173,18 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
     if any(not torch.equal(table.float().cpu(), values(torch.device("cpu"))) for table, values in tables):
         return f"is quantized with another table of values than nf4's. {_LOAD}"
     if _dtype(module, parameter) not in _DTYPES:
-        return f"is used in {_dtype(module, parameter)}, but must be used in float32, float16 or bfloat16. {_LOAD}"
+        return (
+            f"is dequantized to {_dtype(module, parameter)}, but only float32, float16 and bfloat16 are supported. "
+            f"{_LOAD}"
+        )
     return None
 
 
 def _state(module: Any, parameter: Any) -> Any:
     """Return bitsandbytes' `quant_state` of the weight `parameter` of the layer `module`, or None if it has none.
 
-    It is an attribute of the parameter or, after code has re-created the Parameter, only of the layer.
+    `quant_state` contains the scales. It is an attribute of the parameter or, after code has re-created the Parameter,
+    only of the layer.
     """
     return getattr(parameter, "quant_state", None) or getattr(module, "quant_state", None)
 
@@ -198,7 +205,7 @@ def _dtype(module: Any, parameter: Any) -> torch.dtype:
 def _packed(module: Any, parameter: Any) -> PackedParameter:
     """Return a PackedParameter (a parameter whose values are already packed) for a weight that bitsandbytes quantized.
 
-    It refers to bitsandbytes' tensors of codes and scales, and copies nothing before its `pack` is called.
+    The result refers to bitsandbytes' tensors of codes and scales, which are copied only when its `pack` is called.
 
     module: bitsandbytes' layer.
     parameter: its quantized weight.

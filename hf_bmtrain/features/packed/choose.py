@@ -19,17 +19,17 @@ _NO_MATRICES = (
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
     """Choose the parameters in `blocks` to pack (quantize). Return a PackedKind, which contains their ids and names.
 
-    All of them are frozen, have 16 or 32 bits, and at least CELL elements (a smaller one would take as much packed
-    memory as CELL elements). They are 2-D parameters named `weight`, and 3-D parameters that stack two or more matrices
-    with at least BLOCK rows and columns (fused experts). Stacks of narrower matrices are left out, because they are
-    convolution kernels, tables, or decays of state-space layers. Embeddings, convolutions and parametrizations are left
-    out too.
+    The chosen parameters are frozen, in a floating-point dtype of 16 or 32 bits, and have at least CELL (16,384)
+    elements, because a smaller parameter would take as much packed memory as CELL elements. They are 2-D parameters
+    named `weight`, and 3-D parameters that stack two or more matrices with at least BLOCK (64) rows and columns (fused
+    experts). Stacks of narrower matrices are left out, because they are convolution kernels, tables, or decays of
+    state-space layers. Embeddings, convolutions and parametrizations are left out too.
 
     Args:
         model: the model that is about to be sharded.
         blocks: its blocks (transformer layers).
-        without: the ids of parameters to leave out: adapters, which may be trained later, and parameters
-            that several blocks share.
+        without: the ids of parameters to leave out: adapters, which may be trained later, and parameters that several
+            blocks share.
         name: the name of the packed format, "nf4" or "fp8". None packs nothing; the result is then None.
 
     Raises:
@@ -47,17 +47,17 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
                 found.setdefault(id(parameter), f"{paths[module]}.{key}")
     if not found:
         reason = f"{trained} matrices are trainable. Freeze them first (model.requires_grad_(False) or PEFT's adapters)"
-        nothing = f"no block has a matrix of {CELL} elements or more (a module's weight, or fused experts)"
+        nothing = f"no block has a matrix of {CELL} elements or more. Leave out quantize_frozen"
         reason = reason if trained else nothing
         raise ValueError(f"auto_wrap: quantize_frozen={name!r} finds no frozen weight to quantize: {reason}.")
     return PackedKind(FORMATS[name], found)
 
 
 def _holds_matrices(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether `parameter` is a matrix, or a stack of matrices, of a size and dtype that can be quantized.
+    """Return whether `parameter` is a matrix, or a 3-D stack of matrices, of a size and dtype that can be quantized.
 
-    module: the module with the parameter. Parameters of embeddings, convolutions and parametrizations are refused.
-    key: the parameter's name in the module. A matrix must be named "weight", a stack may have any name.
+    module: the module with the parameter. For embeddings, convolutions and parametrizations, the result is False.
+    key: the parameter's name in the module. A matrix must be named "weight"; a stack may have any name.
     """
     if isinstance(module, _NO_MATRICES) or parameter.dtype not in _DTYPES or parameter.numel() < CELL:
         return False

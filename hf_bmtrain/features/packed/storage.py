@@ -22,10 +22,12 @@ from .arithmetic import CELL, Format
 
 @dataclass(frozen=True)
 class PackedKind(StorageKind):
-    """The StorageKind of frozen parameters that are packed (quantized to 4 or 8 bits): they get a PackedStorage.
+    """The StorageKind (how to shard) of frozen parameters that are packed, that is, quantized to 4 or 8 bits.
+
+    Its method `make` returns the PackedStorage of a flat buffer (parameters that are sharded together).
 
     Attributes:
-        form: the format in which they are packed.
+        form: the format in which the parameters are packed.
         names: {id(parameter): name} of the parameters to pack. The names are for messages.
     """
 
@@ -43,8 +45,8 @@ class PackedKind(StorageKind):
 class PackedParameter(torch.nn.Parameter):
     """A frozen full parameter, on the meta device, whose values are already packed (quantized to 4 or 8 bits).
 
-    In a model that auto_wrap is about to shard, it replaces a parameter that bitsandbytes has quantized, so that the
-    values need not be unpacked.
+    In a model that auto_wrap is about to shard, a PackedParameter replaces a parameter that bitsandbytes has quantized,
+    so that the values need not be unpacked.
 
     Attributes:
         form: the format in which the values are packed.
@@ -74,12 +76,12 @@ class PackedParameter(torch.nn.Parameter):
 class PackedStorage(Storage):
     """Stores this rank's 1/N of frozen parameters, quantized ("packed") to 4 or 8 bits. The values never change.
 
-    The elements are packed in cells of CELL elements. No cell is divided between ranks.
+    The elements are packed in cells of CELL (16,384) elements. No cell is divided between ranks.
 
-    An all-gather sends packed bytes. Then `after_gather` allocates the full buffer and unpacks into it, in one launch
-    on the current stream. So a prefetched block takes only packed memory until it runs. The full buffer is separate
-    memory even with one rank. The flat buffer's `shard` has only the length, dtype and device of an unpacked shard: it
-    is one NaN, expanded to this length.
+    An all-gather sends packed bytes. Then `after_gather` allocates the full buffer and unpacks the bytes into it, with
+    one kernel launch on the current stream. So a block that was all-gathered in advance takes only packed memory until
+    it runs. The full buffer is separate memory even with one rank. No unpacked shard exists: the attribute `shard` of
+    the flat buffer is only one NaN, expanded to the shape of an unpacked shard.
 
     Attributes:
         full: the unpacked values of all ranks, allocated only while the block is unsharded.
@@ -92,7 +94,7 @@ class PackedStorage(Storage):
     stored: torch.Tensor
 
     def __init__(self, form: Format, names: Sequence[str | None]) -> None:
-        """Create the storage of one flat buffer (the parameters that are sharded together).
+        """Create the storage of one flat buffer (parameters that are sharded together). `allocate` gets its memory.
 
         form: the packed format.
         names: for errors, the name of each parameter; None for a PackedParameter, which is already packed.
@@ -119,10 +121,10 @@ class PackedStorage(Storage):
         """Pack rank 0's values of `parameters`, and store this rank's part of the packed bytes in `stored`.
 
         Collective: every rank must call it. Parameters are broadcast one at a time, so that at most one full parameter
-        is in memory. Every rank receives the full parameter, packs it in cells of CELL elements, and copies its own
-        cells. A PackedParameter, whose values are packed already, is broadcast in packed form.
+        is in memory. Every rank receives the full parameter, packs it in cells of CELL (16,384) elements, and copies
+        its own cells. A PackedParameter, whose values are packed already, is broadcast in packed form.
 
-        Raises ValueError for values that `form` cannot represent.
+        Raises ValueError for values that the packed format cannot represent, such as inf and NaN.
         """
         self.reshard()
         nbytes = self.form.cell_bytes
@@ -143,7 +145,7 @@ class PackedStorage(Storage):
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
 
     def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return all of rank 0's `parameter`, packed in cells of CELL elements, on this rank's device.
+        """Return rank 0's complete `parameter`, packed: (bytes,) uint8 on this rank's device.
 
         Collective: every rank must call it.
         """
@@ -196,8 +198,8 @@ class PackedStorage(Storage):
 class QuantizedParameter(DistributedParameter):
     """This rank's elements of a frozen parameter, stored in 4 or 8 bits.
 
-    torch's functions can read it: each call unpacks the elements into new memory. A write, or setting `requires_grad`,
-    raises RuntimeError.
+    torch's functions can read the parameter: each call unpacks the elements into new memory. A write, and setting
+    `requires_grad` to True, raise RuntimeError.
     """
 
     in_memory = False
@@ -241,7 +243,7 @@ class QuantizedParameter(DistributedParameter):
 
     @property
     def quant_state(self) -> NoReturn:
-        """Raises RuntimeError. Only PEFT reads this attribute of quantized weights, to merge adapters into them."""
+        """Raises RuntimeError, because PEFT reads this attribute only to merge adapters into the quantized weight."""
         raise written(self)
 
 
@@ -274,7 +276,7 @@ def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
 
 
 def _told(parameter: DistributedParameter | ShardTensor) -> str:
-    """Return a text by which errors refer to a quantized parameter: its shape and, unless it is a copy, its name."""
+    """Return the text by which errors refer to a quantized parameter: its shape and, if it is known, its name."""
     origin = getattr(parameter, "origin", None)
     name = "" if origin is None else f" ('{origin.path}')"
     return f"A quantized parameter of shape {tuple(parameter.full_shape)}{name}"

@@ -57,9 +57,10 @@ def check_parity(
         loss: a function of the model's output that returns the scalar loss. None uses the output's `loss` or, if the
             output is a tensor, the output itself.
         optimizer: a function that returns an optimizer for a list of parameters. None uses SGD with lr=0.1.
-        bound: the allowed difference of an output or gradient, relative to a reference magnitude. For an output this is
-            its largest element; for a gradient, its largest element plus a fifth of the largest element of all
-            gradients. None allows 1e-5 in float32, and 2e-2 if weights or autocast are in 16 bits.
+        bound: the allowed difference, relative to a reference magnitude. The reference of an output or update is its
+            largest element; that of a gradient is its largest element plus a fifth of the largest element of all
+            gradients. An update may also differ by the rounding of its weights. None allows 1e-10 in float64, 1e-5 in
+            float32, and 2e-2 if weights, outputs or autocast are in 16 bits.
         verbose: whether to print the table on rank 0.
 
     Returns:
@@ -137,8 +138,9 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
             value = loss(outputs)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ValueError(
-                f"check_parity needs a scalar loss, but the model returned a {type(outputs).__name__} without one. Put "
-                "labels into the batch, or pass loss=, a function of the model's output."
+                "check_parity needs a loss that is a tensor with one element, but did not get one from the "
+                f"{type(outputs).__name__} that the model returned. Put labels into the batch, or pass loss=, a "
+                "function of the model's output that returns the loss."
             )
         value.backward()
     return value.detach()
@@ -161,15 +163,15 @@ def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> s
     if needed <= free:
         return None
     return (
-        f"weights and gradients need {needed / 2**30:.3g} GiB, but only {free / 2**30:.3g} GiB {where} are left. Use a "
-        "model of the same class with fewer layers, or a machine with more memory"
+        f"copies of weights and gradients need {needed / 2**30:.3g} GiB, but only {free / 2**30:.3g} GiB {where} are "
+        "left. Use a model of the same class with fewer layers, or a machine with more memory"
     )
 
 
 class _Comparison:
     """Compares one step of the sharded model with the same step in plain torch, and collects this rank's differences.
 
-    All ranks must call `of_outputs`, `of_gradients` and `of_update`, in this order.
+    Call `of_outputs`, `of_gradients` and `of_update`, in this order, on all ranks.
 
     model: the wrapped model.
     world: the ranks over which it is sharded.

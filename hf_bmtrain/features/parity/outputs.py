@@ -41,7 +41,8 @@ def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterato
 
     Args:
         modules: the modules to record, by name.
-        schedule: the world's schedule, which knows whether the running forward is a recomputation.
+        schedule: the world's schedule. Its `repeats` is True in recomputations and trial forwards, which are not
+            recorded.
 
     Yields:
         A dict to which each call of a module adds {(module name, label): copies, in host memory, of the floating-point

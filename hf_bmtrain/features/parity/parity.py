@@ -61,8 +61,8 @@ class Parity:
     step).
 
     Attributes:
-        differences: one per tensor that both steps compute: first outputs, in the order of the forward, then gradients,
-            in the order of the backward, then weight updates.
+        differences: one for each compared tensor. Outputs come first, in the order of the forward, then gradients, in
+            the order of the backward, and then weight updates.
         loss: the loss of the plain step, averaged over the ranks.
     """
 

@@ -37,7 +37,8 @@ def gather_full_params(model: torch.nn.Module) -> Wholes:
 def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
     """Return a context in which `model` runs its original code with `full_params` as its weights.
 
-    There are no all-gathers, reductions or recomputations in it, and compiled blocks run without compilation.
+    In this context, the model performs no all-gathers, reductions or recomputations, and compiled blocks run without
+    compilation.
 
     Args:
         model: the wrapped model.

@@ -18,9 +18,11 @@ _DESCRIPTION = "Predict the memory of a training step from a configuration, with
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Parse the options of the command line. Exits with a message if they are wrong, and after printing the help.
+    """Parse the options of `python -m hf_bmtrain.memory`. Return a namespace with one attribute per option.
 
-    words: the options, without the program's name. None takes those with which this process was started.
+    If an option is wrong, print a message and exit the process. With --help, print the help and exit.
+
+    words: the options, without the program's name. None parses the options with which this process was started.
     """
     parser = argparse.ArgumentParser(prog="python -m hf_bmtrain.memory", description=_DESCRIPTION)
     parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or its folder")

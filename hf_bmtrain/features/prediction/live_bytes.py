@@ -34,12 +34,12 @@ class Change(NamedTuple):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Context manager that counts the bytes of all tensor storages on the meta device, which stands for a GPU.
+    """Context manager that counts the bytes of all tensor storages on the meta device, which represents a GPU.
 
     A storage counts from the operation that creates it until it is freed, or until `resize_` empties it. Page-locked
-    tensors (`pin_memory=True`) count as host memory. Tensors on the meta device have no values, so an operation that
-    reads a value on the host gets 0 or False. `torch.equal` and `all` give True, because models use them to test for
-    the usual case, such as a mask without padding.
+    tensors (`pin_memory=True`) count as host memory. Tensors on the meta device have no values, so reading a value on
+    the host returns 0 or False. `torch.equal`, and reading a result of `torch.all`, return True, because models call
+    these functions to test for the usual case, such as a mask without padding.
 
     Args:
         label: a function that returns the name of the part of the step that is running, for `Change.label`.
@@ -75,8 +75,8 @@ class LiveBytes(TorchDispatchMode):
                 self._follow(storage)
             return result
 
-        # Full buffers are freed and allocated by resizing their storage. This does not reach __torch_dispatch__, so
-        # `resize` counts it.
+        # The memory of full parameters is freed and allocated by resizing a storage. Resizing does not call
+        # __torch_dispatch__, so `resize` counts the bytes.
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         return super().__enter__()
 
@@ -115,7 +115,7 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, hosted: bool) -> None:
         """Count the storage of `tensor`, the output of an operation, unless it was counted before.
 
-        hosted: whether the tensor stands for page-locked host memory.
+        hosted: whether the tensor represents page-locked host memory.
         """
         if not tensor.is_meta:
             return
@@ -159,7 +159,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def workspace(function: Any, args: tuple) -> int:
-    """Return the bytes that an operation allocates on CUDA as its workspace, and frees before it returns (often 0).
+    """Return the bytes of the workspace that an operation on CUDA allocates, and frees before it returns; often 0.
 
     Args:
         function: the operator.

@@ -162,7 +162,7 @@ def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]
 
 
 def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[tuple[int, ...]]) -> str:
-    """Guess what a tensor storage without parameters, gradient shards and optimizer state is used for.
+    """Guess what a tensor storage is used for that contains no parameters, gradient shards or optimizer state.
 
     Args:
         label: the part of the step in which the storage was allocated (see `simulation._label`).

@@ -54,9 +54,9 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Replaces `PeerMemory` in a simulation: it allocates tensors on the meta device, and its copies do nothing.
+    """Replaces `PeerMemory` in a simulation: `allocate` returns tensors on the meta device, and copies do nothing.
 
-    `PeerMemory` allocates memory that the other GPUs of the host can access, outside torch's allocator.
+    In training, `PeerMemory` allocates memory that the other GPUs of the host can access, outside torch's allocator.
 
     mapped: the meta tensors that were allocated.
     """

@@ -23,7 +23,7 @@ from .quiet_world import META, quiet_world
 
 _STEPS = 2
 """The number of simulated steps: two, because only the second step begins with the optimizer's state in memory.
-use_checkpoint="auto" adds one."""
+With use_checkpoint="auto" there is one more step, because training then measures the first step."""
 Phase = tuple[str, int, int]
 """(name, live bytes at the end, peak of live bytes) of a phase of a step: "forward", "backward" or "optimizer"."""
 
@@ -54,7 +54,7 @@ class Simulated:
 
 
 class _Memory:
-    """Stands in for `DeviceMemory` in a simulation: its methods return the memory of the simulated device in bytes.
+    """Replaces `DeviceMemory` in a simulation. Its methods return the memory of the simulated device in bytes.
 
     live: the counter of the bytes in use.
     usable: the bytes that are available for tensors.
@@ -183,9 +183,10 @@ def _peak(live: LiveBytes, first: int) -> int:
 
 
 def _label(world: World, stage: str) -> str:
-    """Return which part of the step is running: "block", "outside" (of blocks), "recomputation" or "backward".
+    """Return the name of the part of the step that is running, for `Change.label`.
 
-    Outside the forward and the backward, return `stage`. The result becomes `Change.label`.
+    In the forward it is "block", or "outside" if no block (transformer layer) is running. In the backward it is
+    "recomputation" or "backward". At other times it is `stage`.
 
     world: the simulated world.
     stage: the phase of the simulation that is running: "wrap", "forward", "backward" or "optimizer".

@@ -16,7 +16,8 @@ import torch
 def generators_of(layer: torch.nn.Module) -> list[Any]:
     """Return the global generators of Python and NumPy, and those that are attributes of the layer's modules.
 
-    Returns an empty list while torch.compile traces the layer, because it cannot trace reads of their states.
+    Returns an empty list while torch.compile traces the layer, because torch.compile cannot trace code that reads the
+    state of a generator.
     """
     if torch.compiler.is_compiling():
         return []

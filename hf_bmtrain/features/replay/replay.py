@@ -58,7 +58,7 @@ class Replay:
         return bool(changing) if changing is not None or not self._places else None
 
     def _present_attributes(self) -> Attributes:
-        """Return a copy of the layer's attributes. The last copy is reused if they have not changed since."""
+        """Return a copy of the layer's attributes: the last copy if they have not changed since, else a new one."""
         if self._attributes is None or not self._attributes.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
         return self._attributes
@@ -72,7 +72,7 @@ class Replay:
             kwargs: the keyword arguments of the forward. Containers among them are saved too.
 
         Returns:
-            A context manager that yields the snapshot for `restore`. It is complete when the context ends.
+            A context manager that yields the snapshot for `restore`. The snapshot is complete when the context ends.
 
         Raises:
             RuntimeError: at the end of the context, if the forward changed a buffer that was not copied. After the
@@ -106,7 +106,7 @@ class Replay:
 
     @contextmanager
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
-        """Set the layer's state to a snapshot inside the context, and back to the present state at its end.
+        """Return a context in which the layer has the state of a snapshot. At the end, the present state is restored.
 
         torch's checkpoint ends a recomputation early by raising an exception. If this happens inside a TorchScript
         function, torch no longer recognizes the exception, so this context suppresses it.
@@ -204,8 +204,8 @@ class Snapshot:
     def show(self) -> Callable[[], None]:
         """Put the saved state into the modules, for a recomputation. Return a function that undoes this.
 
-        Saved buffers are not written into the present ones: the modules get copies of them. The returned function
-        restores the present buffers, attributes, containers and generators.
+        The present buffers are not overwritten: the modules get copies of the saved buffers as new tensors. The
+        returned function restores the present buffers, attributes, containers and generators.
         """
         present = []
         for buffers, copies in self.buffers:
@@ -225,8 +225,8 @@ class Snapshot:
 
         Return a function that sets them back to their state before this call.
         """
-        # If the attributes are still the saved ones, which is cheap to check, they need not be copied here: `undo` can
-        # restore them from the saved ones.
+        # If no attribute has changed since it was saved, which is cheap to check, no copy of the present attributes is
+        # needed: `undo` can restore them from the saved copy.
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
         arguments, generators = self.arguments.restore(), self.generators.restore()
@@ -276,7 +276,7 @@ class Contents:
     def restore(self) -> Contents:
         """Put the saved items back into the containers.
 
-        Returns a copy of the items that they had before. Its `restore` undoes this.
+        Returns a Contents with the items that the containers had before this call. Its `restore` undoes this call.
         """
         present = Contents(())
         for key, (container, copy) in self._copies.items():
@@ -402,10 +402,10 @@ def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
 class Generators:
     """The states of random generators (of Python, NumPy or torch), saved when this object is created.
 
-    `restore` sets the generators back to these states, and `moved` tells which generators have been used since.
+    `restore` sets the generators back to these states, and `moved` returns the generators that have been used since.
 
     Args:
-        generators: the generators. The modules `random` and `numpy.random` stand for their global generators.
+        generators: the generators. The modules `random` and `numpy.random` represent their global generators.
     """
 
     def __init__(self, generators: Iterable[Any]) -> None:
@@ -418,7 +418,7 @@ class Generators:
     def restore(self) -> Generators:
         """Set the generators back to the saved states.
 
-        Returns the states that they had before. Their `restore` undoes this.
+        Returns a Generators object with the states before this call. Its `restore` undoes this call.
         """
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:
@@ -434,10 +434,10 @@ class Generators:
 
 
 def keep_scripts() -> None:
-    """Stop TorchScript from optimizing more functions in this thread. Optimized functions stay optimized.
+    """Stop TorchScript from optimizing more functions in this thread. Functions that it has optimized stay optimized.
 
-    If a function were optimized between a layer's forward and its recomputation, autograd would save other tensors in
-    the recomputation than in the forward.
+    TorchScript optimizes a function at its second call. If this happened between a layer's forward and its
+    recomputation, autograd would save other tensors in the recomputation than in the forward.
     """
     optimize_scripts(False)
 

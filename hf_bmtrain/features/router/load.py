@@ -35,7 +35,7 @@ class RouterLoad(Observer):
             self._handles = [world.schedule.observe(self, model), ends]
 
     def close(self) -> None:
-        """Stop counting the tokens of each expert."""
+        """Stop counting the tokens of each expert. `read` still returns what was counted before."""
         for handle in self._handles:
             handle.remove()
 

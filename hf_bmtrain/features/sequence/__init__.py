@@ -28,7 +28,7 @@ _ROWS = "_shared_rows"
 
 
 class SequenceParallel(Extension):
-    """The part of `auto_wrap` that applies `sequence_parallel=P`: splits each row (sequence) over P ranks."""
+    """The part of `auto_wrap` that applies `sequence_parallel=P`: P ranks share the tokens of each sequence."""
 
     def __init__(self, options: Options) -> None:
         self._size, self._plans = options.sequence_parallel, options.use_checkpoint == "auto"
@@ -47,7 +47,7 @@ class SequenceParallel(Extension):
         if plan.world.size % self._size:
             raise ValueError(
                 f"auto_wrap: sequence_parallel={self._size} must divide the number of ranks, {plan.world.size}. Pass a "
-                "divisor of it, or start another number of ranks."
+                "divisor of this number, or start another number of ranks."
             )
         self._blocks = choose_blocks(plan.model, plan.layers)
 

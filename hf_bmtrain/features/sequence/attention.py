@@ -22,19 +22,20 @@ from .exchange import heads_from_rows, rows_from_heads
 from .parts import Heads, Parts
 
 ROW = "sequence_row"
-"""Name of the attribute of an attention module with the `Row` (the division of the tokens) of its last forward."""
+"""The name of an attribute of attention modules. Its value is the `Row` (the division of the tokens among ranks) of the
+last forward."""
 _PREFIX = "sequence_of_"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The division of the rows (sequences) of a forward among ranks. Attention modules have it as an attribute.
+    """The division of a forward's rows (sequences) among ranks. It is the attribute `ROW` of attention modules.
 
     Attributes:
         parts: the division of the tokens among the ranks.
         positions: the position ids of all tokens, or None if the block gets none. Flash attention uses them to
-            tell packed documents apart.
+            distinguish packed documents.
     """
 
     parts: Parts
@@ -86,7 +87,7 @@ def _attend(
         query: (rows, query heads, this rank's tokens, d).
         key: (rows, key-value heads, this rank's tokens, d).
         value: (rows, key-value heads, this rank's tokens, d of the output).
-        attention_mask: the mask for all tokens of the rows, in the form that `inner` takes.
+        attention_mask: the mask for all tokens of the rows, in the form that `inner` requires.
         **options: further arguments of `inner`.
 
     Returns:
@@ -171,8 +172,8 @@ class _Share:
     """A proxy of an attention module, through which transformers' attention function computes only this rank's heads.
 
     It replaces the module as the function's argument `module`. Its `num_key_value_groups` and `sinks` are those of
-    this rank's heads. Its `config._attn_implementation` is `inner`, where the module's own may be the name of a
-    function of this file, such as "sequence_of_sdpa". All other attributes are those of the module.
+    this rank's heads. Its `config._attn_implementation` is `inner`. (In the module's own config, this may be the name
+    of a function of this file, such as "sequence_of_sdpa".) All other attributes are those of the module.
 
     Args:
         module: the attention module.
@@ -196,9 +197,10 @@ class _Share:
 
 
 class _Configuration:
-    """Proxy of a model's configuration with another `_attn_implementation`. All else is read from `config`.
+    """Proxy of a model's configuration in which `_attn_implementation` is replaced. Other attributes are unchanged.
 
-    inner: the name of the model's own attention function, such as "sdpa".
+    config: the model's configuration.
+    inner: the value of `_attn_implementation`: the name of the model's own attention function, such as "sdpa".
     """
 
     def __init__(self, config: Any, inner: str) -> None:

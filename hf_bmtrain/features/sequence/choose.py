@@ -24,7 +24,7 @@ _OTHERS = {
     "doge": "its attention computes a mask from its tokens, of which each rank has only a part",
     "hrm_text": "between its blocks it adds the embeddings of all tokens, but each rank has only a part of the tokens",
 }
-"""{model type: why it is not supported}, for models whose modules do not show this."""
+"""{model type: why it is not supported}, for models for which the checks of this file do not find the reason."""
 _SHIFTED = {"ForCausalLMLoss"}
 _PLAIN = {"ForMaskedLMLoss", "ForTokenClassification"}
 _WAY_OUT = "Wrap this model without sequence_parallel."
@@ -33,8 +33,14 @@ _WAY_OUT = "Wrap this model without sequence_parallel."
 def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the blocks among `layers` in which each rank will process only its part of the tokens.
 
-    These are the blocks that process text. Blocks of a vision or audio tower are left out. Raises ValueError with the
-    reason if the model is not supported.
+    These are the blocks that process text. Blocks of a vision or audio tower are left out.
+
+    Args:
+        model: a model of transformers.
+        layers: the model's blocks (transformer layers).
+
+    Raises:
+        ValueError: sequence parallelism does not support the model. The message contains the reason.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -81,7 +87,14 @@ def attentions_of(layer: torch.nn.Module) -> list[Any]:
 
 
 def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that calls the block `layer`: the parent of the ModuleList with the block, or else `model`."""
+    """Return the module whose forward calls the block `layer`.
+
+    This is the module with the ModuleList that contains the block. If there is no such list, it is `model`.
+
+    Args:
+        model: the model.
+        layer: one of its blocks (transformer layers).
+    """
     for module in model.modules():
         for child in module.children():
             if isinstance(child, torch.nn.ModuleList) and any(item is layer for item in child):
@@ -92,7 +105,7 @@ def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
 def sets_shape(trunk: torch.nn.Module) -> bool:
     """Return whether the forward of `trunk` reshapes the last block's output to the shape of the trunk's input.
 
-    GPT-2 does, for example. The output of the last block must then have all tokens of the row.
+    GPT-2's forward does this, for example. The output of the last block must then have all tokens of the sequence.
 
     trunk: the module that calls the blocks.
     """
@@ -104,7 +117,7 @@ def loss_kind(model: Any) -> str | None:
     """Return which kind of loss the forward of `model` computes from labels.
 
     Returns:
-        "shifted": transformers' causal loss, which shifts the labels by one, or gets shifted ones as `shift_labels`.
+        "shifted": transformers' causal loss, which shifts `labels` by one, or uses the shifted labels `shift_labels`.
         "plain": another loss of transformers, which does not shift the labels and takes `num_items_in_batch`.
         "mean": the mean over labels that are not shifted, which ignores `num_items_in_batch`: torch's CrossEntropyLoss,
             or a loss of transformers to which the forward does not pass its keyword arguments.
@@ -163,13 +176,13 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
 
 
 def _scores(model: Any) -> bool:
-    """Return whether `model` may have one output, such as a score, for a whole row (sequence) instead of each token.
+    """Return whether `model` may have one output (such as a score) per row (sequence) instead of one per token.
 
     Sequence parallelism does not support such models.
     """
     name = type(model).__name__
-    # A model without a head has one output for each token. Exceptions are models like CLIP, which have one output for a
-    # row. They have one of these attributes.
+    # A model without a head has one output for each token, except for models like CLIP, which have one for a whole row.
+    # Such models have one of these attributes.
     if "For" not in name and "LMHead" not in name:
         return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -57,10 +57,13 @@ def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Ten
 def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
     """Gather the tokens of all ranks that share rows: (rows, this rank's tokens, ...) becomes (rows, all tokens, ...).
 
-    Collective: every rank of the group must call it. All ranks must compute the same loss from the result, so that its
-    gradient is equal on all of them. Backward then needs no communication: it takes this rank's tokens of the gradient.
-    It multiplies them by the number of ranks in the group, because gradients of parameters are averaged over all ranks
-    later.
+    Collective: every rank of the group must call it. All ranks must compute the same loss from the result, so that the
+    result's gradient is equal on all ranks. Then backward needs no communication: it returns this rank's tokens of that
+    gradient, times the number of ranks in the group, because gradients of parameters are averaged over all ranks later.
+
+    Args:
+        parts: the division of the tokens of a row (sequence).
+        tensor: (rows, this rank's tokens, ...).
     """
     return _GatherTokens.apply(parts, tensor)
 
@@ -70,6 +73,10 @@ def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
 
     Collective: every rank of the group must call it. Backward passes the gradient of the mean to each rank's loss
     without dividing it by the number of ranks, because gradients of parameters are averaged over all ranks later.
+
+    Args:
+        parts: the division of the tokens of a row (sequence) among the ranks.
+        loss: this rank's loss, a scalar.
     """
     return _MeanOverGroup.apply(parts, loss)
 
@@ -134,7 +141,7 @@ def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> 
     """Split `packed` (tokens, rows, width) into one view (tokens, rows, heads, d) for each of `tensors`.
 
     counts: the number of heads of each view.
-    tensors: one tensor for each view, of which only the last dimension is used: its size is the d of the view.
+    tensors: one tensor for each view. Only the size of its last dimension is used, which is the d of the view.
     """
     sizes = [count * tensor.shape[3] for count, tensor in zip(counts, tensors)]
     starts = [0, *accumulate(sizes)]
@@ -177,7 +184,7 @@ class _GatherTokens(torch.autograd.Function):
         counts = [len(tokens) * each for tokens in parts.tokens]
         # An all-gather would need padding, because ranks may have different numbers of tokens.
         parts.group.all_to_all(full.view(-1), sent, counts, [first.numel()] * parts.size).wait()
-        return full.transpose(0, 1).contiguous()  # programs call `logits.view(-1, vocabulary)`
+        return full.transpose(0, 1).contiguous()  # because programs call `logits.view(-1, vocabulary)`
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):

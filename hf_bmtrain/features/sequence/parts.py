@@ -12,9 +12,13 @@ from ...engine.runtime.world import current_world
 
 
 def divide(count: int, size: int) -> list[range]:
-    """Divide `count` items among `size` ranks, in order, and return the range of each rank's items.
+    """Divide items (such as tokens or heads) among ranks, in order, and return the range of each rank's items.
 
     If `count` is not a multiple of `size`, the first ranks get one item more than the others.
+
+    Args:
+        count: the number of items. If it is less than `size`, some ranges are empty.
+        size: the number of ranks.
     """
     least, more = divmod(count, size)
     starts = [rank * least + min(rank, more) for rank in range(size + 1)]
@@ -25,8 +29,8 @@ def divide(count: int, size: int) -> list[range]:
 class Parts:
     """The division of a row's tokens among the ranks of a group. A row is one sequence of a batch.
 
-    The communicator of the group is looked up instead of stored, so that a model that refers to this object can be
-    deep-copied.
+    The communicator of the group is not an attribute, but looked up in the world when it is needed. So a model that
+    refers to this object can be deep-copied.
 
     Attributes:
         length: the number of tokens in a row.
@@ -54,9 +58,11 @@ class Parts:
         return current_world().open_group(self.size)
 
     def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a view of this rank's tokens of `tensor`.
+        """Return a view of this rank's tokens of a tensor that has all tokens.
 
-        dim: the dimension of `tensor` that has all tokens of the row (sequence).
+        Args:
+            tensor: a tensor with all tokens of a row (sequence) in the dimension `dim`.
+            dim: the dimension of the tokens.
         """
         return tensor.narrow(dim, self.own.start, len(self.own))
 
@@ -80,20 +86,21 @@ class Heads:
 
     @cached_property
     def of_queries(self) -> list[range]:
-        """For each rank of the group, the indices of its query heads. A rank may have none."""
+        """For each rank of the group, the indices of its query heads. A rank may have no head."""
         return divide(self.queries, self.size)
 
     @cached_property
     def of_keys(self) -> list[range]:
-        """For each rank of the group, the indices of the key-value heads that its query heads use."""
+        """For each rank of the group, the indices of the key-value heads that the rank's query heads use."""
         share = self.queries // self.keys
         return [range(heads.start // share, -(-heads.stop // share) if heads else heads.start // share)
                 for heads in self.of_queries]  # fmt: skip
 
     def repeated(self, rank: int) -> list[int] | None:
-        """Return which key-value head each query head of `rank` uses, if they are not grouped evenly.
+        """Return which key-value head each query head of `rank` uses, if an attention function would assume it wrongly.
 
-        Attention functions assume that each key-value head belongs to the same number of consecutive query heads.
+        Attention functions assume that each key-value head belongs to the same number of consecutive query heads. If
+        this is false for the heads of `rank`, the caller copies a key-value head for each query head.
 
         Returns:
             For each query head of the rank, an index into the rank's key-value heads. None if the assumption is true.

@@ -30,7 +30,7 @@ _log_once = functools.cache(_log.info)
 _IGNORED = -100
 _COUNT = "num_items_in_batch"
 _CACHES = ("cache", "past_key_values")
-"""The names of the arguments in which models of transformers take a key-value cache."""
+"""The names of the arguments by which models of transformers, and their blocks, get a key-value cache."""
 _DIVIDED = {
     "", "logits", "prediction_logits", "last_hidden_state", "hidden_states", "log_probs", "entropy", "is_top1",
     "label_mask", "log_sum_sq_probs", "mean_logits",
@@ -84,7 +84,12 @@ class SharedRows:
                 module.generate = _refuse_generate  # pyright: ignore[reportArgumentType]
 
     def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
-        """Register the hooks on the blocks `layers`, and on `trunk`, the module that calls these blocks."""
+        """Register the hooks that select this rank's tokens before each block and after the last block.
+
+        Args:
+            layers: the blocks (transformer layers), in execution order.
+            trunk: the module whose forward calls these blocks.
+        """
         for layer in layers:
             hook = functools.partial(self._before_layer, attentions_of(layer))
             layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -160,12 +165,12 @@ class SharedRows:
         present_in_rows = targets.ne(_IGNORED).sum()
         given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
-            # The model divides the sum of this rank's losses by this count, and the results are averaged over the
-            # group. So that the whole sum is divided by `count`, pass `count / parts.size`.
+            # The model divides the sum of this rank's losses by `num_items_in_batch`, and the results are averaged over
+            # the ranks of the group. Pass `count / parts.size`, so that the sum over all ranks is divided by `count`.
             count = given.get(_COUNT)
             given[_COUNT] = (present_in_rows if count is None else count) / parts.size
             return
-        # The model ignores `num_items_in_batch`, as it does in one process.
+        # The model computes a mean over labels, and ignores `num_items_in_batch`, also without sequence parallelism.
         present = own.ne(_IGNORED).sum()
         self._weight = present * parts.size / present_in_rows.clamp(min=1)
         # A mean over no labels would be nan. Use a mean over one label instead, and multiply it by 0.
@@ -208,7 +213,7 @@ class SharedRows:
     ) -> tuple[tuple, dict]:
         """Select this rank's tokens in the arguments of the block `layer`, before its forward.
 
-        Also tell the attention modules of `layer` how the tokens are divided, by setting their attribute named `ROW`.
+        Also store the division of the tokens in the attention modules of `layer`, as the attribute whose name is ROW.
 
         attentions: the attention modules of `layer`.
         """
@@ -237,7 +242,7 @@ class SharedRows:
 
         layer: the block, for messages.
         parts: the division of the tokens of a row (sequence) among the ranks.
-        name: the name of the argument, which tells what kind of value it is.
+        name: the name of the argument. It determines in which dimension tokens are expected.
         value: the argument.
         """
         if value is None or "mask" in name or name in _CACHES:
@@ -249,9 +254,9 @@ class SharedRows:
         if name == "position_ids":
             return _narrow(parts, value, -1)
         if value.dim() > 1 and value.shape[1] == parts.length:
-            # Hidden states have all tokens only in the input of the first block. A view, which autograd may save, would
-            # keep all of them in memory, so copy this rank's tokens. Other arguments are usually the same for all
-            # blocks: views of them share memory, and copies for each block would take more.
+            # Hidden states have all tokens only in the input of the first block. Autograd may save a view, which would
+            # keep all tokens in memory, so this rank's tokens are copied. Other arguments are usually the same tensors
+            # for all blocks. Views of these share memory, and copies for each block would take more.
             own = parts.take(value, 1)
             return own.clone() if name == "hidden_states" else own
         places = [dim for dim in range(2, value.dim()) if value.shape[dim] == parts.length]
@@ -351,7 +356,7 @@ def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _without(output: Any, name: str) -> Any:
-    """Return a copy of a ModelOutput without the entry `name`, because entries of a ModelOutput cannot be deleted."""
+    """Return a copy of `output`, a ModelOutput, without the entry `name`. (A ModelOutput refuses to delete entries.)"""
     fields = {field.name for field in dataclasses.fields(output)}
     kept = {key: value for key, value in output.items() if key != name}
     made = type(output)(**{key: value for key, value in kept.items() if key in fields})

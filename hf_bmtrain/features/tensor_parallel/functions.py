@@ -1,8 +1,8 @@
 """Differentiable collectives between the ranks of a tensor-parallel group.
 
 "Rows" are dimension 0, and "features" are the last dimension. Every rank of the group must call each function, and run
-its backward. If a tensor is equal on all ranks, each rank has its full gradient. If each rank has a part of a tensor,
-it has the gradient of this part.
+its backward. If a tensor is equal on all ranks, its gradient is too. If each rank has a part of a tensor, each rank has
+the gradient of its own part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ...engine.runtime.world import Grid
 def gather_rows(grid: Grid, x: Tensor) -> Tensor:
     """All-gather the rows (dimension 0) of all ranks of the tensor-parallel group. Collective.
 
-    Each rank uses the result differently. Backward therefore sums the ranks' gradients, in a reduce-scatter.
+    The ranks use the result differently, for example with their parts of a weight. Backward therefore sums the ranks'
+    gradients of the result, and returns this rank's rows of the sum (a reduce-scatter).
 
     Args:
         grid: the tensor-parallel groups.
@@ -49,6 +50,10 @@ def add(grid: Grid, x: Tensor) -> Tensor:
     """Sum the tensors of all ranks of the tensor-parallel group, in an all-reduce. Collective.
 
     The sum and its gradient are equal on all ranks, so backward returns this gradient without communication.
+
+    Args:
+        grid: the tensor-parallel groups.
+        x: of any shape. All ranks of the group must pass the same shape.
     """
     return _Add.apply(grid, x)
 
@@ -56,8 +61,12 @@ def add(grid: Grid, x: Tensor) -> Tensor:
 def share(grid: Grid, x: Tensor) -> Tensor:
     """Return `x` unchanged. Backward sums its gradients over the ranks of the tensor-parallel group. Collective.
 
-    `x` must be equal on all ranks of the group. The gradients must be summed (in an all-reduce), because each rank uses
-    the result differently, for example with its part of a weight. Only backward communicates.
+    The gradients must be summed (in an all-reduce), because each rank uses the result differently, for example with its
+    part of a weight. Only backward communicates.
+
+    Args:
+        grid: the tensor-parallel groups.
+        x: of any shape, with the same elements on all ranks of the group.
     """
     return _Share.apply(grid, x)
 
@@ -65,8 +74,15 @@ def share(grid: Grid, x: Tensor) -> Tensor:
 def gather_features(grid: Grid, x: Tensor) -> Tensor:
     """All-gather the features (last dimension) of all ranks of the tensor-parallel group. Collective.
 
-    (..., k) becomes (..., grid.size * k). All ranks use the result in the same way. Backward therefore returns this
-    rank's features of the gradient.
+    All ranks use the result in the same way, so its gradient is equal on all ranks. Backward therefore returns this
+    rank's features of the gradient, without communication.
+
+    Args:
+        grid: the tensor-parallel groups.
+        x: (..., k), of equal shape on all ranks of the group.
+
+    Returns:
+        (..., grid.size * k)
     """
     return _GatherFeatures.apply(grid, x)
 

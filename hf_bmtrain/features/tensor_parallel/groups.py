@@ -24,12 +24,12 @@ def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
     Args:
         rank: this rank.
         ranks: the number of ranks.
-        size: the number of ranks of a group. It must divide `ranks`.
+        size: the number of ranks in each group. `ranks` must be a multiple of it.
         open_group: a function that returns the communicator of this rank's group, given the number of ranks in a group
             and the distance between them.
 
     Returns:
-        The sizes and indices of the groups, with the communicators that this rank uses.
+        A Grid with the number and size of the groups, this rank's place in them, and the communicators that it uses.
     """
     together, across = open_group(size), open_group(ranks // size, size)
     return Grid(size, rank % size, ranks // size, rank // size, together, across)
@@ -58,10 +58,11 @@ class Groups:
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return how to shard parameters with `tp_mode=True`, and over which ranks to average their gradients.
+        """Return the StorageKind of parameters with `tp_mode=True`, which determines over which ranks they are sharded.
 
-        If the parameters are split, this is a `Part`: over the ranks that have the same part, one in each group.
-        Otherwise it is a `SameRows`: over all ranks, because those of a group use the parameters for the same rows.
+        If the parameters are split, the result is a `Part`, which shards each part over the ranks that have it, one in
+        each group. Otherwise the result is a `SameRows`, which shards the parameters over all ranks. Gradients are
+        averaged over the same ranks.
 
         dim: the dimension on which the whole tensors are split over a tensor-parallel group, or -1 if the parameters
             are not split.
@@ -123,8 +124,12 @@ class Part(StorageKind):
 class _Posts(ObjectComm):
     """Exchanges texts among the ranks that have the same part of split tensors: one rank per tensor-parallel group.
 
-    The texts are stored in the key-value store of all ranks, without collectives. Each key begins with the index of the
-    part, so that ranks with other parts do not read these texts.
+    The texts are stored in the key-value store that all ranks share, without collectives. Each key begins with the
+    index of the part, so that ranks with other parts do not read these texts.
+
+    control: the ObjectComm of all ranks.
+    size: the number of ranks that have the same part.
+    group: the index of the part.
     """
 
     def __init__(self, control: ObjectComm, size: int, group: int) -> None:

@@ -16,14 +16,17 @@ from .functions import add, add_rows, features_of_all_rows, gather_features, gat
 
 
 class ReduceType(Enum):
-    """How `OpParallelLinear` sums the ranks' outputs: each rank gets all rows of the sum, or only its own rows."""
+    """How `OpParallelLinear` sums the outputs of the ranks of a tensor-parallel group.
+
+    With ALL_REDUCE each rank gets all rows (dimension 0) of the sum, with REDUCE_SCATTER only its own rows.
+    """
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
 
 
 class OpParallelLinear:
-    """The function that `ColumnParallelLinear` and `RowParallelLinear` apply, with BMTrain's name and arguments."""
+    """The function that tensor-parallel linear layers call, under BMTrain's name. Use `OpParallelLinear.apply(...)`."""
 
     @staticmethod
     def apply(
@@ -48,7 +51,8 @@ class OpParallelLinear:
                 otherwise (out_features / tp_size, in_features).
             bias: the bias for this rank's outputs, or None. It is added before the outputs are summed.
             gather_input: whether to concatenate the rows of all ranks first.
-            gather_output: whether to return the features of all ranks instead of this rank's.
+            gather_output: whether to return the features of all ranks instead of this rank's. Ignored with
+                `reduce_output_type`.
             split_input: whether to use only this rank's features of `input`.
             reduce_output_type: how to sum the outputs of all ranks. With None they are not summed.
             async_gather_chunks: for compatibility with BMTrain; ignored.

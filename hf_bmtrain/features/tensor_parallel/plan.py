@@ -28,17 +28,18 @@ _SPLIT = {"colwise": 0, "rowwise": 1}  # {style: the dimension on which the weig
 _WHOLE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise"}
 """Styles of layers whose inputs and outputs are whole tensors. They are not split: each rank computes them in full."""
 _PART_OF_ROWS = "replicated_with_grad_allreduce"
-"""The style of unsplit parameters that each rank uses for its own features, such as those of norms of heads."""
+"""The style of unsplit parameters that each rank uses for its own features, such as the weight of a norm that is
+applied to each attention head."""
 
 
 def has_parts(model: torch.nn.Module) -> bool:
-    """Return whether the model already has parameters that are this rank's parts of split tensors."""
-    # Do not check the class: a deep copy has plain Parameters, but the split ones keep this attribute.
+    """Return whether some of the model's parameters are already parts of tensors that tensor parallelism has split."""
+    # Check the attribute and not the class, because a deep copy of a split parameter is a plain Parameter with it.
     return any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters())
 
 
 def has_plan(model: torch.nn.Module) -> bool:
-    """Return whether the model has a tensor-parallel plan that splits layers."""
+    """Return whether the model has a tensor-parallel plan of transformers (`model.tp_plan`) that splits layers."""
     return any(style in _SPLIT for style in _plan_of(model).values())
 
 
@@ -48,9 +49,9 @@ def _plan_of(model: Any) -> dict[str, str]:
 
 
 class SplitByPlan(Extension):
-    """Splits linear layers over a tensor-parallel group, as the model's tensor-parallel plan says.
+    """Splits linear layers over a tensor-parallel group, as the model's tensor-parallel plan (`model.tp_plan`) says.
 
-    It is an extension: `auto_wrap` calls its methods while it wraps a model.
+    `auto_wrap` calls the methods of this extension while it wraps a model.
     """
 
     def __init__(self, options: Options) -> None:
@@ -160,8 +161,9 @@ def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[
 def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]]) -> str | None:
     """Return the name of a parameter, in a split MLP or attention, that belongs to no module named by the model's plan.
 
-    Returns None if there is no such parameter. The gradient of such a parameter could be wrong, so the model is
-    refused. An MLP or attention is split if the model's tensor-parallel plan splits one of its layers.
+    Returns None if there is no such parameter. Otherwise the caller refuses the model, because each rank may use the
+    parameter for a part of the features only, and the gradient would then be wrong. An MLP or attention is split if the
+    model's tensor-parallel plan splits one of its layers.
 
     plan: the model to wrap, and its blocks.
     found: the (name, module, style) of all modules that the model's tensor-parallel plan names.
@@ -177,7 +179,10 @@ def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]])
 
 
 def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
-    """Raise ValueError if a module cannot be split into `parts` equal parts on dimension `dim` of its weight."""
+    """Raise ValueError if a module cannot be split into `parts` equal parts on dimension `dim` of its weight.
+
+    name: the module's name in the model, for the message.
+    """
     if type(module) is not torch.nn.Linear:
         raise ValueError(
             f"auto_wrap: with tp_size, {name} must be a torch.nn.Linear, but is a {type(module).__name__}. Call "
@@ -205,7 +210,8 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
 def _split(module: Any, dim: int) -> None:
     """Split a linear layer: replace its weight and bias by this rank's parts of rank 0's weight and bias.
 
-    Also add the hook that communicates in each forward or backward. Collective: every rank must call it.
+    Collective: every rank must call it. Also register a hook that communicates with the other ranks of the group: with
+    `dim` 0, it sums the gradients of the input in the backward; with `dim` 1, it sums the outputs in the forward.
 
     module: the layer.
     dim: the dimension of the weight that is split: 0 for output features, 1 for input features.

@@ -13,11 +13,12 @@ from .plan import has_parts, has_plan
 class TensorParallel(Extension):
     """Refuses models without layers to split, and arguments of `auto_wrap` that do not work with `tp_size`.
 
-    It is an extension: `auto_wrap` calls its methods while it wraps a model.
+    `auto_wrap` calls the methods of this extension while it wraps a model.
     """
 
     def __init__(self, options: Options) -> None:
-        # quantize_frozen shards rank 0's weights over all ranks, but rank 0 has only its own part of split weights.
+        # quantize_frozen would shard rank 0's weights over all ranks, but rank 0 has only its own part of each split
+        # weight.
         unfit = {"sequence_parallel": options.sequence_parallel > 1, "quantize_frozen": options.quantize_frozen}
         self._unfit = [name for name, asked in unfit.items() if asked]
 

@@ -1,8 +1,8 @@
 """Find parameters with a wrong `tp_mode`, whose gradient would be tp_size times too large or too small.
 
 With `tp_mode=True`, the user declares that the ranks of a tensor-parallel group use a parameter for the same rows of
-the batch; then their gradients are averaged. Without it, the ranks use different rows, and gradients are summed. The
-check compares these gradients: for the same rows they are equal, and for different rows they differ.
+the batch. Their gradients are then averaged. Otherwise the ranks must use different rows, and their gradients are
+summed. The check compares the ranks' gradients, which are equal for the same rows, and differ for different rows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from .groups import Part, SameRows
 
 _log = logging.getLogger("hf_bmtrain")
 _EQUAL, _SIMILAR = 1e-6, 0.05
-"""Limits of the relative difference between the norms of the ranks' gradients.
+"""Limits of the relative difference between the norms of the ranks' gradients of one parameter.
 
-Below `_EQUAL`, the gradients count as equal. Above `_SIMILAR`, they count as different."""
+Below `_EQUAL`, the gradients count as equal, and above `_SIMILAR` as different. Between the limits, nothing is
+reported."""
 _QUIET = 100
 """The check ends after this many backwards in which no parameter had its first gradient."""
 
@@ -28,8 +29,8 @@ _QUIET = 100
 class SameRowsCheck(Observer):
     """Finds parameters with a wrong `tp_mode`, by comparing gradient norms on the ranks of a tensor-parallel group.
 
-    `tp_mode=True` declares that the ranks of a group use a parameter for the same rows of the batch, so that their
-    gradients are equal and are averaged. Without it, the ranks use different rows, and their gradients are summed.
+    `tp_mode=True` declares that the ranks of a group use a parameter for the same rows of the batch. Their gradients
+    are then equal, and are averaged. Otherwise the ranks must use different rows, and their gradients are summed.
 
     Each parameter is checked once, in the first backward in which it has a gradient; parts of split weights are not
     checked. `end_backward`, called after each backward, raises RuntimeError on every rank if `tp_mode` is wrong, and

@@ -13,7 +13,7 @@ class WholeStorage(Storage):
 
     `tp_mode=True` means that all ranks of a tensor-parallel group use the parameter for the same rows of the batch.
 
-    kind: the StorageKind that made this storage. A full copy of a parameter is sharded again by the same kind.
+    kind: the StorageKind that made this storage. If a copy of a full parameter is sharded, it gets the same kind.
     """
 
     def __init__(self, kind: StorageKind) -> None:
@@ -26,7 +26,7 @@ class PartStorage(WholeStorage):
     It stores the elements of this rank's part unchanged, and converts parts to and from whole tensors for checkpoints.
 
     Args:
-        kind: the StorageKind that made this storage. A full copy of a parameter is sharded again by the same kind.
+        kind: the StorageKind that made this storage. If a copy of a full parameter is sharded, it gets the same kind.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """
@@ -56,7 +56,7 @@ class PartStorage(WholeStorage):
         is split on dimension 0, the saved shape is that of the whole tensor. If it is split on another dimension, the
         parts are saved as a stack, (grid.size, *shape of a part).
 
-        index: the index of the parameter among those that are stored (and sharded) together.
+        index: the index of the parameter in its flat buffer (the parameters that are sharded together).
         """
         part, first = super().saved_as(index)
         stacked = self.whole_shape(index) if self.dim == 0 else torch.Size([self.grid.size, *part])

@@ -22,7 +22,13 @@ _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^crit
 def claim_hooks(model: Any, trainer: object) -> bool:
     """Prepare `model` for the loss hooks of `trainer`: remove the loss hooks that another Trainer has added.
 
-    Returns whether `trainer` must now add its hooks. If it already has, nothing is changed and the result is False.
+    Args:
+        model: the sharded model, with or without PEFT's wrapper.
+        trainer: the Trainer that will train or evaluate the model.
+
+    Returns:
+        Whether `trainer` must now add its hooks by `hook_loss`. If it already did, the result is False, and nothing is
+        changed.
     """
     record = vars(base_of(model))  # kept on the base model, to be found with and without PEFT's wrapper
     owner, handles = record.get(_HOOKS, (None, []))

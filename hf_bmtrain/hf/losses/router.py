@@ -53,7 +53,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
             _log.info(
                 "the routers' auxiliary loss of %s is averaged over micro-batches and ranks, and multiplied by its "
                 "coefficient, %g. Trainer alone adds it once per micro-batch and rank, %d times in a step, which makes "
-                "it larger by this factor. For that, pass average_router_loss=False to BMTrainCallback",
+                "it larger by this factor. If you want that, pass average_router_loss=False to BMTrainCallback",
                 type(base).__name__, coefficient, times,
             )  # fmt: skip
         told = True
@@ -65,6 +65,6 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
 def _value(model: Any, name: str) -> float:
     """Return the coefficient called `name` that the forward of `model` uses, such as "router_aux_loss_coef".
 
-    It is an attribute of the model or, if that has none, a field of its configuration.
+    The coefficient is an attribute of the model or, if the model has no such attribute, of its configuration.
     """
     return getattr(model if hasattr(model, name) else model.config.get_text_config(), name)

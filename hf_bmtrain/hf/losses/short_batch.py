@@ -17,7 +17,7 @@ from ...engine.wrap.accelerator import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 IGNORED = -100
-_OF_PAIRS = ("trl.trainer.reward_trainer", "trl.trainer.dpo_trainer")
+_OF_PAIRS = ("trl.trainer.reward_trainer", "trl.trainer.dpo_trainer")  # modules of trainers with losses over pairs
 _OF_BATCHES = {"aot", "aot_unpaired", "sft"}
 """Names of losses of TRL's DPOTrainer that are not a mean over pairs of rows."""
 
@@ -79,8 +79,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         if not told and world.rank == 0:
             _log.warning(
                 "the last evaluation batch has %s rows for %d ranks, so Accelerate fills it up with rows of the first "
-                "batch. Their losses count in the evaluation loss, because %s. To avoid this, evaluate a multiple of "
-                "per_device_eval_batch_size times the number of ranks",
+                "batch. Their losses count in the evaluation loss, because %s. To avoid this, evaluate a number of "
+                "rows that is a multiple of per_device_eval_batch_size times the number of ranks",
                 left if left > 0 else "perhaps too few", world.size,
                 "its rows are packed" if flattened
                 else f"{type(trainer).__name__}, or its model, computes losses in its own way" if left > 0
@@ -91,14 +91,15 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         accelerator = trainer.accelerator
-        if trainer.gather_function == accelerator.gather:  # set by Seq2SeqTrainer; this function keeps repeated rows
+        if trainer.gather_function == accelerator.gather:  # Seq2SeqTrainer sets it; `gather` keeps repeated rows
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, accelerator.gather
             )
         elif accelerator.split_batches and not isinstance(trainer.gather_function, _GatherRows):
-            # Trainer gathers one copy of the loss per row. With split_batches, it makes too many copies: each rank has
-            # one for each row on all ranks. Only those of the short last batch are then cut to the number of rows, so
-            # this batch would weigh too little. Therefore keep as many copies as a full batch has rows on this rank.
+            # Trainer weights a batch by copying its loss once per row. With split_batches, it makes too many copies:
+            # each rank makes one for each row of all ranks. Accelerate cuts only the copies of the short last batch to
+            # the number of rows, so this batch would weigh too little. Therefore keep, on each rank, as many copies as
+            # the rank has rows in a full batch.
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
             )
@@ -152,7 +153,7 @@ def _rows_of_rank(trainer: transformers.Trainer) -> int:
 def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
     """Return `inputs` with the labels of all rows after the first `kept` set to -100, which losses ignore.
 
-    These rows are copies, by which Accelerate has filled up the last batch.
+    These rows are repeated rows of the first batch, with which Accelerate has filled up the last batch.
     """
     labels = inputs["labels"].clone()
     labels[max(kept, 0) :] = IGNORED
@@ -174,7 +175,10 @@ def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]
 
     Losses ignore these labels.
 
-    starts: the index of the first token of each row.
+    Args:
+        inputs: the inputs of a forward, with labels (1, tokens).
+        starts: (rows,), the index of the first token of each row.
+        kept: the number of rows whose labels are kept; not positive for none.
     """
     labels = inputs["labels"].clone()
     if kept < len(starts):
@@ -262,8 +266,8 @@ def _loss_of_rows(
         count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
         loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
     # If `counted`, the loss of a rank is its sum over tokens, divided by the tokens of all ranks and multiplied by the
-    # number of ranks, so the loss of the batch is the mean over ranks. Otherwise, it is a mean over this rank's own
-    # rows, and counts in proportion to their number.
+    # number of ranks, so the loss of the batch is the mean over ranks. Otherwise, the loss of a rank is the mean over
+    # its own rows, and counts in proportion to their number.
     counted = count is not None and trainer.args.average_tokens_across_devices
     share = 1 / world.size if counted else mine / left / shared
     total = loss.detach().double().mean().reshape(1) * share if mine else torch.zeros(1, dtype=torch.float64)
@@ -325,13 +329,19 @@ def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
 def computes_loss(trainer: transformers.Trainer) -> bool:
     """Return whether `trainer` computes losses by transformers' own methods, which also work for part of a batch."""
     if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
-        return False  # segmentation losses do not ignore the label -100, with which repeated rows are left out
+        return False  # segmentation losses do not ignore labels of -100, to which those of repeated rows would be set
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     return all(method.__module__.split(".")[0] == "transformers" for method in methods)
 
 
 def first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | None:
-    """Return `inputs` with only their first `kept` rows, or None if a tensor or list does not have `rows` rows."""
+    """Return `inputs` with only their first `kept` rows, or None if a tensor or list does not have `rows` rows.
+
+    Args:
+        inputs: the inputs of a forward. Values that are not tensors, lists or tuples stay as they are.
+        rows: the number of rows (the size of dimension 0) of `inputs`; None if it is unknown.
+        kept: the number of rows to keep.
+    """
     found = {}
     for name, value in inputs.items():
         if isinstance(value, (torch.Tensor, list, tuple)):

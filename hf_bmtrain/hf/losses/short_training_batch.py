@@ -25,7 +25,8 @@ class _Short:
 
     Attributes:
         inputs: the inputs for the forward. If this rank has only repeated rows, one repeated row is kept.
-        rows: the inputs without any repeated row, possibly without rows. Trainer counts the tokens in them.
+        rows: the inputs without any repeated row; their size in dimension 0 may be 0. Trainer counts the tokens in
+            them.
         weight: the number by which a loss that is a mean over this rank's rows is multiplied. It is 0 if `rows` has no
             rows.
     """
@@ -59,8 +60,9 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
                 if reason and not told and world.rank == 0:
                     _log.warning(
                         "the last training batch of an epoch has %s rows for %d ranks, so Accelerate fills it up with "
-                        "rows of the first batch. They count twice, because %s. To avoid this, train on a multiple of "
-                        "per_device_train_batch_size times the number of ranks, or set dataloader_drop_last=True",
+                        "rows of the first batch. They count twice, because %s. To avoid this, train on a number of "
+                        "rows that is a multiple of per_device_train_batch_size times the number of ranks, or set "
+                        "dataloader_drop_last=True",
                         left if left > 0 else "perhaps too few", world.size, reason,
                     )  # fmt: skip
                     told = True

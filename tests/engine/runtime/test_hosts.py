@@ -340,7 +340,7 @@ def test_auto(monkeypatch, caplog, between, gather, chosen):
             lambda value: [value],
         )  # fmt: skip
     assert found == chosen
-    measured = f"a rank receives {between / 1e9:.2f} GB/s from other hosts, 10.00"
+    measured = f"a rank receives {between / 1e9:.2f} GB/s from other hosts, and 10.00"
     reason = "gather='peer'" if gather == "peer" else measured
     assert f"'{chosen}', because {reason}" in caplog.text
     assert ("8.0 GB per billion parameters instead of 5.0" in caplog.text) == (chosen == "host+world")

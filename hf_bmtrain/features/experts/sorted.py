@@ -114,9 +114,7 @@ def run_experts(
     y = grouped("down_proj", experts._apply_gate(y) if experts.has_gate else experts.act_fn(y))
     if getattr(experts, "has_post_expert_norm", False):
         y = experts.post_expert_norm(y)
-    y = y * Permute.apply(top_k_weights.reshape(-1, 1), order, places)
-    y = Permute.apply(y, places, order)  # restore the order of the tokens
-    return y.view(tokens, k, y.shape[1]).sum(1).to(hidden_states.dtype)
+    return Combine.apply(y, top_k_weights.reshape(tokens, k), order, places).to(hidden_states.dtype)
 
 
 def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: Tensor, name: str, x: Tensor) -> Tensor:
@@ -179,30 +177,54 @@ class Spread(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward()
         (places,) = ctx.saved_tensors
-        dx = dy.index_select(0, places).view(len(places) // ctx.k, ctx.k, dy.shape[1]).sum(1)
-        return dx, None, None, None
+        return _sum_of_each_token(dy, places.view(-1, ctx.k)), None, None, None
 
 
-class Permute(torch.autograd.Function):
-    """Differentiable x[order] for a permutation `order` and its inverse `places`.
+class Combine(torch.autograd.Function):
+    """Differentiable sum of the k rows of each token, multiplied by the router's weights: inverse of `Spread`.
 
-    The backward is dy[places], which needs no sort, unlike the backward of torch's indexing.
-
-    x: (rows, width).
-    order, places: (rows,) int64.
+    y: (tokens * k, width), sorted by expert.
+    weights: (tokens, k).
+    order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.
+    places: the inverse of `order`. Because each row of y occurs once, backward is a permutation, too. It needs no sort,
+        unlike the backward of torch's indexing.
     """
 
     @staticmethod
-    def forward(ctx, x, order, places):
-        ctx.save_for_backward(places)
-        return x.index_select(0, order)
+    def forward(ctx, y, weights, order, places):
+        ctx.save_for_backward(y, weights, order, places)
+        return _sum_of_each_token(y, places.view(weights.shape), weights)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dout):
         if torch.is_grad_enabled():
             raise double_backward()
-        (places,) = ctx.saved_tensors
-        return dy.index_select(0, places), None, None
+        y, weights, order, places = ctx.saved_tensors
+        rows = dout.index_select(0, order // weights.shape[1])
+        dy = (rows * weights.reshape(-1, 1).index_select(0, order)).to(y.dtype)
+        dweights = (rows * y).sum(1).to(weights.dtype).index_select(0, places).view(weights.shape)
+        return dy, dweights, None, None
+
+
+def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return (tokens, width): the sum of each token's k rows.
+
+    rows: (tokens * k, width).
+    places: (tokens, k), the indices of each token's rows.
+    weights: (tokens, k), which the rows are multiplied by first; None for ones.
+    """
+    if not torch.compiler.is_compiling():
+        found = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
+        return (found if weights is None else found * weights[..., None]).sum(1)
+    # Inductor makes of these additions one kernel, which reads neighboring elements of a row. Of a sum over the middle
+    # dimension it makes a reduction whose threads read different rows, which is several times slower.
+    dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
+    wide = torch.promote_types(dtype, torch.float32)  # as torch's sum adds 16-bit elements
+    total = rows.new_zeros(len(places), rows.shape[1], dtype=wide)
+    for number, column in enumerate(places.unbind(1)):
+        found = rows.index_select(0, column).to(wide)
+        total = total + (found if weights is None else found * weights[:, number, None].to(wide))
+    return total.to(dtype)
 
 
 class Biases(torch.autograd.Function):

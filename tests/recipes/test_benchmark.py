@@ -23,6 +23,8 @@ ENGINES = {
     "ours recompute=full offload linear-loss": "--recompute full --offload --linear-loss\n",
     "fsdp2 tuned recompute=full offload": "--engine fsdp2 --tuned --recompute full --offload\n",
     "ddp tuned recompute=full": "--engine ddp --tuned --recompute full\n",
+    "ours recompute=full offload-activations mlp-chunks=2": "--recompute full --offload-activations --mlp-chunks 2\n",
+    "fsdp2 linear-loss": "--engine fsdp2 --linear-loss\n",
     "ours float8=rows": "--float8 rows\n",
 }
 
@@ -55,6 +57,21 @@ def test_engines_learn_alike(several):
 
 
 @full
+def test_ranks_share_rows(tmp_path):
+    """Two ranks that share their rows learn what one learns from these rows."""
+    losses = []
+    for launcher, options in ((TWO_RANKS, ("--sequence-parallel", 2)), ([sys.executable], ())):
+        done = run(launcher, BENCHMARK, *TINY, *options, "--warmup", 0, "--output", tmp_path)
+        assert done.returncode == 0, done.stderr
+    for job in ("tiny 2x16 over 2 2 ranks", "tiny 2x16 1 ranks"):
+        [report] = read_reports(tmp_path, job)
+        assert report["tokens_a_second_a_rank"] == pytest.approx(32 / (2 if "over" in job else 1) / report["ms"] * 1e3)
+        losses.append(report["losses"])
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
+@full
 def test_a_cell_that_fails_is_told_and_the_next_runs(several):
     done, folder = several
     assert done.returncode == 1
@@ -73,6 +90,8 @@ def test_a_cell_that_fails_is_told_and_the_next_runs(several):
             [
                 (("--engine", "ddp", "--offload"), "--engine ddp has no --offload"),
                 (("--engine", "ddp", "--float8", "rows"), "--engine ddp has no --float8 rows"),
+                (("--engine", "ddp", "--sequence-parallel", "2"), "--engine ddp has no --sequence-parallel"),
+                (("--engine", "fsdp2", "--shard-over", "auto"), "--engine fsdp2 has no --shard-over auto"),
                 (("--float8", "tensor"), "--engine ours has no --float8 tensor; it has: recompute none"),
                 (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
             ]

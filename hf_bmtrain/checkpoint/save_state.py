@@ -218,7 +218,13 @@ def let_others_save(folder: str | os.PathLike) -> None:
 
 
 class SavingState:
-    """A checkpoint that `save_state` has saved or, with `non_blocking`, is saving.
+    """A checkpoint that `save_state` has saved or, with `non_blocking`, is saving. Only `save_state` constructs it.
+
+    Args:
+        world: the ranks that save the checkpoint.
+        job: the checkpoint's folders and files.
+        snapshot: the values that a thread writes to the files; None if the checkpoint is already complete.
+        memory: the host memory to which the thread copies the values; None without `snapshot`.
 
     Attributes:
         folder: the checkpoint's folder, which exists once the checkpoint is complete.

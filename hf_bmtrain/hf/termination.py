@@ -9,9 +9,12 @@ from ..engine.runtime.world import current_world
 
 
 class Termination:
-    """A handler of SIGTERM that records the signal instead of ending the process. `close` removes the handler.
+    """A handler of SIGTERM that records the signal instead of ending the process, so that a checkpoint can be saved.
 
-    It must be constructed in the main thread, because Python allows only this thread to set handlers of signals.
+    With save_on_sigterm, BMTrainCallback calls `agreed` after each step. If any rank has received SIGTERM, all ranks
+    save a checkpoint and exit. `close` restores the previous handler.
+
+    A Termination must be constructed in the main thread, because only this thread may set signal handlers in Python.
     """
 
     def __init__(self) -> None:

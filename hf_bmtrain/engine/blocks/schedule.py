@@ -56,10 +56,14 @@ class ForwardPass:
     A block may be called while the backward runs. If it is in `blocks`, the call is a recomputation by a checkpoint
     around the block. If it is not, the call is a new forward, which has its own backward.
 
+    Args:
+        enter: a function that is called with this forward pass when a backward reaches the outputs of the forward.
+        negotiation: see the attribute.
+
     Attributes:
         readers: {OnDemandGather: unwatched}. Each OnDemandGather all-gathers one flat buffer of root parameters (those
-            outside blocks) that the forward has read. After `end`, `unwatched` is whether this buffer must stay
-            unsharded during the whole backward.
+            outside blocks) that the forward has read. `unwatched` is True until `end` sets it to whether this buffer
+            must stay unsharded during the whole backward.
         blocks: the blocks that this forward called and of which an output requires a gradient.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         entry: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes this constant to the collective
@@ -67,12 +71,6 @@ class ForwardPass:
     """
 
     def __init__(self, enter: Callable[[ForwardPass], None], negotiation: Negotiation | None) -> None:
-        """Begin a forward pass.
-
-        Args:
-            enter: called with this forward pass when a backward reaches the outputs of the forward.
-            negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
-        """
         self._enter, self.negotiation = enter, negotiation
         self.entry = FORWARD if torch.is_grad_enabled() else EVALUATION
         self.readers: dict[OnDemandGather, bool] = {}
@@ -97,8 +95,9 @@ class ForwardPass:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a root parameter (one outside blocks) that this forward has read.
 
-        Such a view becomes invalid when the full parameter is freed. Parameters that were read only inside
-        `on_demand.watch`, that is, by modules without children, are ignored.
+        Such a view becomes invalid when the full parameter is freed, so the model must not return it. Parameters that
+        were read only inside the context `on_demand.watch` are ignored: they are freed as soon as the forward of the
+        module that reads them ends, unless backward needs them.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
@@ -134,7 +133,14 @@ class ForwardPass:
 
 
 class ForwardDepth:
-    """A context that every forward of a layer or model enters. `depth` is the current number of nested forwards."""
+    """A context manager that every forward of a layer or model enters. It counts nested forwards.
+
+    The count shows whether a forward is running. For example, reading a root parameter (one outside blocks) all-gathers
+    it only in a forward or a backward.
+
+    Attributes:
+        depth: the current number of nested forwards; 0 if no forward is running.
+    """
 
     depth = 0
 
@@ -147,6 +153,9 @@ class ForwardDepth:
 
 class Schedule:
     """Decides when blocks are resharded and when reductions are waited for. All models share one schedule.
+
+    Args:
+        control: exchanges Python objects between the ranks, for `negotiation`. The other arguments become attributes.
 
     Attributes:
         shards: allocates and all-gathers shards.
@@ -200,7 +209,9 @@ class Schedule:
         return next((observer for observer in self.observers if isinstance(observer, kind)), None)
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Call the `before_forward` methods of observers, except in recomputations and rehearsals (trial forwards).
+        """Call the `before_forward` methods of observers, except in recomputations and rehearsals.
+
+        A rehearsal is a forward that only measures something (see `calibration`).
 
         model: the model of which a forward is about to start.
         args, kwargs: the arguments of the forward.
@@ -248,7 +259,8 @@ class Schedule:
     def wait_for_readers(self) -> None:
         """Make the current stream wait until no rank is reading shards of other ranks, so that shards may be written.
 
-        Collective: every rank must call it.
+        Such reads are peer copies. This is called at the end of each backward, before the optimizer writes the shards,
+        and before other code writes them, such as `init_parameters`. Collective: every rank must call it.
         """
         self.shards.wait_for_readers()
 
@@ -266,7 +278,10 @@ class Schedule:
 
     @property
     def repeats(self) -> bool:
-        """True during a recomputation of a forward in backward, and during a rehearsal (a trial forward)."""
+        """True in a backward, where forwards are recomputed, and in a rehearsal.
+
+        A rehearsal is a forward that only measures something (see `calibration`).
+        """
         return self._calibrates or self.in_backward
 
     @contextmanager
@@ -291,9 +306,11 @@ class Schedule:
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
-        """Return a context for a rehearsal, that is, a trial forward without a backward, before the real forward.
+        """Return a context for a rehearsal: a forward without a backward that only measures, before the real forward.
 
-        At the end of the context, parameters outside blocks that only the rehearsal has read are resharded.
+        For example, the rounding noise of float8 layers in compiled blocks is measured in a rehearsal. In the context,
+        `repeats` is True, so that the rehearsal does not count as a forward for observers. At its end, root parameters
+        (those outside blocks) that only the rehearsal has read are resharded.
         """
         outer = {} if self._pass is None else self._pass.readers
         with self.forward(self._pass is not None and self._pass.negotiation is not None) as own:
@@ -353,11 +370,14 @@ class Schedule:
         return None if self._pass is None or self._pass.negotiation is None else self._pass.entry
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
-        """Reshard the blocks that were left unsharded or prefetched earlier, except `block` and `prefetched`.
+        """Reshard the blocks that are not needed when `block` starts: those that were left unsharded or prefetched.
+
+        `block` and `prefetched` themselves are not resharded. This is called before a block is unsharded and, with
+        None twice, at the end of a backward.
 
         block: the block whose forward or backward starts now, or None.
-        prefetched: the block that the caller will prefetch, or None. The next call reshards it, unless that
-            call gets it again as an argument.
+        prefetched: the block that the caller will prefetch, or None. It may stay unsharded until the next call. That
+            call reshards it, unless it is an argument of that call, too.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -366,7 +386,11 @@ class Schedule:
         self._left_unsharded, self._prefetched = None, None if prefetched is None else weakref.ref(prefetched)
 
     def leave_unsharded(self, block: BlockState) -> None:
-        """Leave `block` unsharded until another block starts, because the next block to run may be `block` again."""
+        """Leave `block` unsharded until another block starts. This saves an all-gather if `block` itself runs next.
+
+        For example, the last block of the forward is the first of the backward. If another block was left unsharded
+        before, it is resharded now.
+        """
         if self._left_unsharded is not None:
             kept = self._left_unsharded()
             if kept is not None and kept is not block:
@@ -404,10 +428,13 @@ class Schedule:
         return members
 
     def was_recorded(self, block: BackwardParticipant) -> bool | None:
-        """Return whether the forward of a running backward called `block`, so that calling it now is a recomputation.
+        """Return whether `block` was called (see `record`) in the forward to which the running backward belongs.
 
-        Returns None if the forward of the running backward is not known. This is so if the block was called outside a
-        sharded model, or if backward started from an activation inside the model.
+        If so, a call of the block during this backward is a recomputation. If not, it is a new forward. If a backward
+        runs inside another one, the forwards of both are considered.
+
+        Returns None if the forward is not known: the block was called outside a sharded model, or backward started from
+        an activation inside the model.
         """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None
@@ -483,9 +510,9 @@ class Schedule:
     def send(self, gradients: list[GradientBuffer]) -> None:
         """Start to average the gradients of one block or one root buffer over the ranks.
 
-        Collective: every rank must call it. To limit the memory for gradients, wait for earlier reductions first. If
-        ranks may enter different blocks, this rank takes part in the collectives that other ranks need until all agree
-        that this reduction is next.
+        Collective: every rank must call it. To limit the memory for gradients, this method first waits for earlier
+        reductions; the caller need not do so. If ranks may enter different blocks, this rank also takes part in the
+        collectives that other ranks need, until all ranks agree that this reduction is next.
 
         gradients: the gradients of all trainable flat buffers of the block, or of the root buffer (a flat buffer of
             parameters outside blocks).

@@ -37,7 +37,8 @@ class ShardedModule(torch.nn.Module):
     """A module with sharded parameters, whose gradients are reduced without DistributedDataParallel.
 
     The attribute `_is_accelerate_prepared` prevents Accelerate from wrapping the module in DistributedDataParallel. If
-    other code tries to do so, the attribute `_ddp_params_and_buffers_to_ignore` makes it raise RuntimeError.
+    other code wraps it, the constructor of DistributedDataParallel reads the attribute
+    `_ddp_params_and_buffers_to_ignore`. Its value is a RefuseDataParallel, which then raises RuntimeError.
     """
 
     _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
@@ -136,7 +137,14 @@ class OnlyWhileSharded(torch.nn.Module):
 
 
 def moved(name: str, module: torch.nn.Module) -> RuntimeError:
-    """Return the error to raise if a sharded parameter of `module` is registered under the new name `name`."""
+    """Return the error to raise if a sharded parameter was registered under another name after the model was sharded.
+
+    For example, torch.nn.utils.prune renames "weight" to "weight_orig".
+
+    Args:
+        name: the new name, in `module`.
+        module: the module with the parameter, or the block that contains this module.
+    """
     return RuntimeError(
         f"'{name}' in {type(module).__name__} is a sharded weight under a new name. Functions that rename weights, "
         "such as torch.nn.utils.prune and spectral_norm, would compute with this rank's elements only. Prune and "
@@ -159,8 +167,10 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass = type(cls)
     if _begins_without_dict(cls):
-        # Python allows assigning `__class__` only if the new class gets its object layout from `cls`, so `cls` must be
-        # the first base. `mro` is overridden, so that methods are still looked up as with the bases (base, cls).
+        # Python allows assigning `__class__` only between classes with the same memory layout, and a class takes over
+        # the layout of one of its bases. Usually the layouts of `base` and `cls` are the same. They differ if that of
+        # `cls` begins with a class without `__dict__`. Then `cls` must be the first base. `mro` is overridden, so that
+        # methods are still looked up as with the bases (base, cls).
         order = metaclass(cls.__name__, (base, cls), dict(names)).__mro__[1:]
         ordered: Any = type(metaclass.__name__, (metaclass,), {"mro": lambda extended: [extended, *order]})
         return ordered(cls.__name__, (cls, base), {**names, **methods})

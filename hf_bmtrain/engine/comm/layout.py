@@ -60,9 +60,10 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times). Reserve `times` times the space that the first n tensors need, all of it in the first
-                shard, as padding behind them. Use this if the buffer is sent as one byte per element, but the elements
-                of these n tensors have `times` bytes each. n is less than the number of tensors.
+            spread: (n, times), for a buffer that is sent with one byte per element, although each element of the first
+                n tensors needs `times` bytes. These n tensors, and padding behind them, get `times` times the space
+                that they would need otherwise, all of it in the first shard. n must be less than the number of
+                tensors. The default reserves nothing.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0
@@ -97,7 +98,11 @@ class Layout:
         return Range(start - begin, stop - begin, shard_start, shard_start + stop - start)
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (start, stop) ranges of elements of `rank`'s shard that belong to tensors split between ranks."""
+        """Return the (start, stop) ranges of elements of `rank`'s shard that belong to tensors split between ranks.
+
+        The rank copies these elements to its full buffer, too, when it all-gathers. A tensor that its shard stores
+        completely needs no copy, because it is read in the shard.
+        """
         local_ranges = [(numel, self.range_of(index, rank)) for index, numel in enumerate(self.numels)]
         return [
             (local_range.shard_start, local_range.shard_stop)

@@ -115,7 +115,7 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     Args:
         magnitudes: (n,) float32, none negative.
         fraction: the number of fraction bits of the codes' floating-point format.
-        random: (n,), 16 random bits for each element, for stochastic rounding. None rounds to nearest.
+        random: (n,) random integers from 0 to 65535, for stochastic rounding. None rounds to nearest.
 
     Returns:
         The codes (n,) and the blocks' exponents, both uint8.
@@ -123,9 +123,10 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
-    # A code stands for a number below 2, which is multiplied by 2ᴱ. 2ᴱ is the largest power of two that does not exceed
-    # the block's largest magnitude. But if this magnitude exceeds 2ᴱ times the second largest code, E is one larger:
-    # otherwise magnitudes above the largest code would be clamped to it, and the moment could not grow.
+    # A code stands for a number below 2, which is multiplied by 2ᴱ. Usually 2ᴱ is the largest power of two that does
+    # not exceed the block's largest magnitude. But E is one larger if this magnitude is close to the next power of two,
+    # that is, above 2ᴱ times the second largest code. Otherwise a magnitude above the largest code would be clamped to
+    # it, and the moment could not grow.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]
@@ -163,10 +164,11 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants of this module's CUDA source, that is, all combinations of its macros.
+    """Return all variants of this module's CUDA source, that is, all combinations of its macros. Tests compile them.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
+        arch: the GPU's compute capability (90 is 9.0). It is not used here, because the variants are the same for all
+            GPUs. Those of some other modules with a function `variants` depend on it.
     """
     return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 
@@ -185,10 +187,11 @@ def adam8_update(
     The weights are updated with the new moments in float32. These are rounded to 8 bits afterwards.
 
     Args:
-        grad: (n,) float32, float16 or bfloat16, only read. If `weight` is not None, the dtype of `weight` or float32.
-        master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
-            the differences between float32 masters and bfloat16 weights. The largest possible residual, 32768, is
-            stored as 32767, because int16 lacks 32768. With residuals, `weight` is read too.
+        grad: (n,), only read: float32, or the dtype of `weight`. If `weight` is None: float32, float16 or bfloat16.
+        master: (n,), updated: the masters in float32, which are the parameter itself if `weight` is None; or, for
+            bfloat16 weights, int16 residuals (the differences between the bits of masters and weights, read as
+            integers). The largest residual, 32768, is stored as 32767, because int16 lacks 32768. With residuals,
+            `weight` is read too.
         moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; None if `master` is the weight.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
@@ -226,7 +229,8 @@ def update_reference(
 ) -> None:
     """Compute the same as `adam8_update` with torch, on any device. The host waits for the device.
 
-    Stochastic rounding uses the same random bits as the kernel.
+    `adam8_update` calls this function on the CPU, and the kernel on CUDA. Stochastic rounding uses the same random bits
+    as the kernel.
 
     Args:
         grad: (n,), only read. For the dtypes of this and the other tensors, see `adam8_update`.

@@ -36,11 +36,12 @@ class Master:
 
     Attributes:
         weight: the weights.
-        stored: the masters of half-precision weights: float32, or, for bfloat16 weights, int16 residuals (the
-            differences between masters and weights). None for float32 weights, which are their own masters.
-        exp_avg_sq: Adam's second moment, float32. If `stored` contains residuals, a negative sign is a tie flag: it
-            marks a residual of 32768, which int16 lacks. None if the optimizer has no second moment in float32; then
-            there are no tie flags.
+        stored: the masters of half-precision weights: float32, or, for bfloat16 weights, int16 residuals. A residual is
+            the difference between the bits of a master and those of its weight in float32, both read as integers. None
+            for float32 weights, which are their own masters.
+        exp_avg_sq: Adam's second moment, float32. It is never negative, so its sign is free. If `stored` contains
+            residuals, a negative sign is a tie flag: the residual is 32768, which int16 lacks, and is stored as -32768.
+            None if the optimizer has no second moment in float32; then there are no tie flags.
     """
 
     weight: torch.Tensor

@@ -54,15 +54,15 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     plain torch.
 
     Args:
-        data: the full values, of any shape. Rank 0's values are used.
+        data: the full values, of any shape. Rank 0's values are used, unless `tp_split_dim` splits the tensor.
         requires_grad: whether the parameter requires a gradient.
         init_method: a function that fills a full tensor in place; `init_parameters` calls it.
         group: a name by which `grouped_parameters` groups parameters.
-        tp_mode: whether all ranks of a tensor-parallel group apply the parameter, or their parts of it, to the same
-            rows of the batch. If True, the gradient is averaged over all ranks that have the same values. If False,
-            each rank of a group applies it to other rows, so the gradient is summed over the ranks of a group, which
-            compute one loss together, and averaged over the groups. Ignored without tensor parallelism (`tp_size` of
-            `init_distributed`).
+        tp_mode: whether all ranks of a tensor-parallel group use the parameter for the same rows of the batch. This
+            decides how its gradient is reduced. True: it is averaged over the ranks that have the same values, which
+            are all ranks, or those with the same part (see `tp_split_dim`). False: each rank of a group uses the
+            parameter for other rows of the group's loss, so its gradient is summed over the ranks of each group, and
+            averaged over the groups. Ignored without tensor parallelism (`tp_size` of `init_distributed`).
         tp_split_dim: with `tp_mode`, the dimension on which a tensor is split over the ranks of a tensor-parallel
             group; -1 if it is not split. Each rank passes its part as `data`. The parameter has the shape of the part,
             and is sharded over the ranks that have the same part. State dicts contain the tensor before the split.
@@ -172,7 +172,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         self.buffer.update.wait()
 
     def autograd_leaves(self) -> list[torch.nn.Parameter]:
-        """Return the leaves of autograd's graph that represent this parameter.
+        """Return the leaves of autograd's graph that get this parameter's gradient.
+
+        `loss.backward(inputs=[parameter])` passes these leaves to autograd instead of the sharded parameter, which is
+        not in the graph, because forwards read full parameters.
 
         For a parameter of a block, the only leaf is the full parameter. For a root parameter (one outside blocks),
         there is one leaf for each module that has read it. These leaves share memory.
@@ -207,7 +210,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def storage_kind(self) -> StorageKind:
-        """The StorageKind (plain, quantized, …) that is used again if a full copy of the parameter is sharded."""
+        """The StorageKind of this parameter, that is, how its shard is kept and sent (plain, quantized, …).
+
+        `mark` copies it to full copies of the parameter. A copy that is sharded later is then stored in the same way.
+        """
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
@@ -242,8 +248,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         expect_tensor("full", full)
         if full.shape != self.full_shape:
             raise ValueError(
-                f"the tensor must have the full shape of the parameter, {tuple(self.full_shape)}, but it has shape "
-                f"{tuple(full.shape)}. Pass the full tensor, not one rank's elements"
+                f"a tensor with the full shape of the sharded parameter, {tuple(self.full_shape)}, is needed, but the "
+                f"given one has shape {tuple(full.shape)}. Pass the full tensor, not one rank's elements"
             )
         # The caller may copy the result into the shard, to which an asynchronous optimizer step may still write.
         self.buffer.update.wait()

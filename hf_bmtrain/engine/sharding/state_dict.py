@@ -52,15 +52,16 @@ class StateDict(OrderedDict):
 
 
 def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
-    """Fill a state dict with full parameters by calling `collect`, and replace them by copies on the CPU.
+    """Call `collect`, which fills a state dict, while modules have full parameters, and copy these to the CPU.
 
-    Collective: every rank must call it. While `collect` runs, the modules have full instead of local parameters.
+    Afterwards the state dict contains the copies instead of the full parameters, and the modules have local parameters
+    again. Collective: every rank must call it.
 
     Args:
         destination: the state dict: a StateDict, or another dict, for example if `state_dict` was called on a module
             that is not sharded but contains sharded modules.
-        slots: the entries of the saved parameters in modules' `_parameters`.
-        collect: fills `destination` with the parameters that the modules contain.
+        slots: the entries of modules' `_parameters` that are set to the sharded parameters to save.
+        collect: a function without arguments that puts the parameters that the modules contain into `destination`.
     """
     full_params = {slot.full: slot.sharded for slot in slots}
     with ExitStack() as stack:

@@ -81,13 +81,17 @@ class Float8Inputs:
 class Float8State:
     """The state of one Float8Linear, a linear layer that computes in float8.
 
+    In the first training step, or just before it, the layer's rounding noise is measured. The ranks then decide
+    together whether the layer continues to compute in float8, and whether its weight is all-gathered in float8, too.
+
     Attributes:
         transposed: whether its weight is (inputs, outputs), as in transformers' Conv1D, instead of (outputs, inputs).
         inputs: the cache of quantized inputs, shared with the model's other float8 layers.
         active: whether the layer computes in float8.
-        guard: a weak reference to the Calibration that will decide `active`; None after the decision.
-        reason: why the weight is all-gathered in its own dtype; None before the decision, or if it is all-gathered in
-            float8.
+        guard: a weak reference to the Calibration, the observer that measures the noise and makes this decision; None
+            after the decision.
+        reason: why the weight is still all-gathered in its own dtype after the decision; None before the decision, or
+            if the weight is all-gathered in float8.
         measures: whether the next forward measures rounding noise and sets `powers`.
         powers: (2,) float32, the sum of squares of the output without rounding, and the sum of squares of the error
             that rounding causes; None before the measurement.

@@ -73,7 +73,10 @@ class Facts:
 
 
 def find_facts() -> Facts:
-    """Collect the facts about this machine and this Python environment. On a machine with GPUs, this imports CuPy."""
+    """Collect the facts about this machine and this Python environment.
+
+    On a machine with GPUs, this imports CuPy and calls NCCL, to find out whether they can be used.
+    """
     trouble = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

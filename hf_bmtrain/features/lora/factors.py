@@ -39,7 +39,8 @@ class Adapter(NamedTuple):
     Attributes:
         scaling: the number by which the adapter's output is multiplied, including dropout's 1 / (1 - rate).
         rate: the probability with which dropout drops an element of the input.
-        split: whether A and B are float32 and each is represented as a sum of two bfloat16 matrices.
+        split: whether A and B are float32 and the layer computes in bfloat16. Each of A and B is then represented as a
+            sum of two bfloat16 matrices, and products with them as sums of three (see the docstring of this file).
         wide: whether the device can multiply 16-bit matrices with a float32 result.
         needs_a: whether A needs a gradient.
         needs_b: whether B needs a gradient.
@@ -90,9 +91,10 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 
 
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
-    """Multiply x by A or B of an adapter with scaling s: u = x Aᵀ in the forward, du = s dy B in the backward.
+    """Return the product with the adapter's matrix that comes first: x Aᵀ in the forward, s dy B in the backward.
 
-    If the adapter is split (`Adapter.split`), its float32 matrices are represented as sums of bfloat16 matrices.
+    `add_products` then multiplies this result by the other matrix. s is the adapter's scaling. If the adapter is split
+    (`Adapter.split`), its float32 matrices are represented as sums of bfloat16 matrices.
 
     Args:
         x: (rows, width): in the forward the layer's input, in the backward dy, the gradient of its output.
@@ -102,7 +104,8 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
         scaled: whether to multiply by s. If the adapter is split, the result always includes s.
 
     Returns:
-        (rows, r). If the adapter is split, (rows, 4 r): four bfloat16 parts of the product.
+        (rows, r). If the adapter is split, (rows, 4 r): four bfloat16 tensors (rows, r), side by side. The first three
+        sum to the product. The fourth equals the second, because the stack for the other matrix has four parts, too.
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
@@ -124,7 +127,8 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
     and back, and the remainder would then be zero.
     """
     low = values - ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-    # `values - low` equals the rounded view above, which is not returned because torch 2.6 cannot concatenate it.
+    # `values - low` equals the rounded values. They are computed again, because torch 2.6 cannot concatenate the tensor
+    # above, which is a view with another dtype.
     return values - low, low
 
 
@@ -132,14 +136,17 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
     """Return y + Σ s · u @ factor, the sum over all adapters of a layer; s is the adapter's scaling.
 
     In the forward, y is the output of the frozen layer, u = x Aᵀ, and the factor is Bᵀ. In the backward, y is the
-    gradient of x, u = s dy B, the factor is A, and `scalings` are 1. y is changed in place, except in compiled code.
+    gradient of x without these adapters, u = s dy B, the factor is A, and `scalings` are 1. y is changed in place,
+    except in compiled code.
 
     Args:
         y: (rows, width).
-        us: for each adapter, the tensor u, (rows, r). With `split`: s u as four bfloat16 parts, (rows, 4 r).
-        factors: for each adapter, the matrix by which u is multiplied, (r, width); with `split`, (4 r, width).
+        us: for each adapter, the tensor u, (rows, r), as returned by `enter`. With `split`, its shape is (rows, 4 r),
+            and it includes s.
+        factors: for each adapter, the matrix by which u is multiplied, (r, width), as returned by `factors_of`. With
+            `split`, (4 r, width).
         scalings: for each adapter, s; not used with `split`.
-        split: whether the adapters' float32 matrices are represented by sums of bfloat16 matrices.
+        split: whether the adapters' float32 matrices are represented by sums of bfloat16 matrices (`Adapter.split`).
     """
     if split and len(us) > 1:  # one product for all adapters, so that y is rounded once
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
@@ -179,7 +186,8 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
     If the adapter is split (`Adapter.split`), its float32 matrices are represented as sums of bfloat16 matrices.
 
     Args:
-        du: the gradient of x Aᵀ, (rows, r). If the adapter is split: four bfloat16 parts of this gradient, (rows, 4 r).
+        du: the gradient of x Aᵀ, (rows, r). If the adapter is split: four bfloat16 tensors side by side, (rows, 4 r).
+            The first three sum to this gradient.
         x: (rows, K), the layer's input, after dropout.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
@@ -197,7 +205,8 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
     Args:
         dy: (rows, N), the gradient of the layer's output.
-        u: x Aᵀ, (rows, r), from the forward. If the adapter is split: s x Aᵀ as four bfloat16 parts, (rows, 4 r).
+        u: x Aᵀ, (rows, r), from the forward. If the adapter is split: four bfloat16 tensors side by side, (rows, 4 r).
+            The first three sum to s x Aᵀ.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         dtype: the dtype of the result.
@@ -233,7 +242,7 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 def _wide_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
     """Return factor · one @ other in float32, for 16-bit matrices `one` (M, K) and `other` (K, N)."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
-    if torch.compiler.is_compiling():  # not in place: in compiled code, gradients would then be zero
+    if torch.compiler.is_compiling():  # in compiled code, an in-place product makes gradients zero
         wide = device == "cuda"
         return (torch.mm(one, other, out_dtype=torch.float32) if wide else one.float() @ other.float()) * factor
     total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)

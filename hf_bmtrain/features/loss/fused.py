@@ -17,12 +17,12 @@ __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 class FusedCrossEntropy(torch.nn.Module):
     """Cross entropy between logits and class indices, computed in float32 even for half-precision logits.
 
-    One kernel computes the losses in forward. Unless `inplace` is set, another computes the gradient in backward, as a
-    new tensor.
+    One kernel computes the losses in forward. By default, another computes the gradient in backward, as a new tensor.
+    With `inplace`, the gradient is written over the logits instead.
 
     Args:
-        weight: one weight per class, shape (C,), any floating dtype; the mean divides by the sum of the targets'
-            weights.
+        weight: one weight per class, shape (C,), any floating dtype. The mean divides by the sum of the targets'
+            weights, unless `forward` gets another divisor (`num_items_in_batch`).
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
@@ -77,8 +77,9 @@ class FusedCrossEntropy(torch.nn.Module):
             input: float16, bfloat16 or float32; its gradient has the same dtype. With `parallel`, the shape is
                 (..., C / tp_size), and that of `target` is (...).
             target: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
-            num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the
-                number of targets that are not ignored in this call.
+            num_items_in_batch: the divisor of the mean, as a number or a tensor of one element, also if there are class
+                weights. None divides by the number of targets that are not ignored in this call or, with class weights,
+                by the sum of these targets' weights. Must be None with reduction "sum" or "none".
 
         Returns:
             float32: a scalar, or a tensor of the targets' shape with reduction "none". If all targets are ignored, the
@@ -124,7 +125,7 @@ def cross_entropy(
     Args:
         logits: (N, C) or (N, C, d...) float16, bfloat16 or float32; the gradient has the same dtype.
         targets: (N,) or (N, d...) class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
-        weight: (C,), one weight per class, any floating dtype; the mean divides by the sum of the targets' weights.
+        weight: (C,), one weight per class, any floating dtype, as in torch.nn.functional.cross_entropy.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
@@ -132,8 +133,9 @@ def cross_entropy(
             the logits after the call.
         z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
-        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the number
-            of targets that are not ignored in this call.
+        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element, also with `weight`. None
+            divides by the number of targets that are not ignored in this call or, with `weight`, by the sum of these
+            targets' weights. Must be None with reduction "sum" or "none".
 
     Returns:
         float32: a scalar, or a tensor of the targets' shape with reduction "none". `FusedCrossEntropy.forward`

@@ -31,7 +31,12 @@ def follow_shortage(model: torch.nn.Module, world: World) -> None:
 class Shortage(Observer):
     """Adds to out-of-memory errors a table of what takes memory, and advice on how to save memory.
 
-    Both are about the model that was passed to `follow` last, and about the memory of this rank.
+    Both are about this rank's memory and about one model: the constructor's argument, until `follow` is called with
+    another model.
+
+    Args:
+        model: the sharded model.
+        world: the ranks over which it is sharded.
     """
 
     position = 10

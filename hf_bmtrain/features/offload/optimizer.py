@@ -127,7 +127,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         rearranged = self._arrange(
             [[p for p in group["params"] if p.grad is not None or p in early] for group in self.param_groups]
         )
-        # 2. Queue the update of the runs that were not updated during the backward.
+        # 2. Queue the update of the runs (see 1.) that were not updated during the backward.
         left = self._not_early()
         if left:
             self._step_runs(left)
@@ -136,9 +136,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. The grouping in 1. may have split runs, because parameters that were updated during the backward and others
-        # cannot be in the same run. Forget which parameters are active: the next backward then updates none early, and
-        # the next call of `step` forms the runs anew and merges adjacent parameters.
+        # 4. The grouping in 1. may have split runs (parameters that are updated together), because parameters that were
+        # updated during the backward and others cannot be in the same run. Forget which parameters are active: the next
+        # backward then updates none early, and the next call of `step` forms the runs anew and merges adjacent
+        # parameters.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
@@ -169,7 +170,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        # A flat buffer without elements on this rank has no chunks. Its ticket remains DONE, an event that is complete.
+        # A ticket is a handle with which to wait for the update of a flat buffer. A buffer without elements on this
+        # rank has no chunks and no update. Its ticket remains DONE, the handle of an operation that is complete.
         tickets = dict.fromkeys(used, DONE)
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
@@ -239,7 +241,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if uneven and not self._told and current_world().rank == 0:
             _log.info(
                 "update_in_backward() leaves %d of %d groups of parameters (usually one per block) to step(), because "
-                "the ranks may run different parts of their model",
+                "the ranks may run different parts of their model. The results are the same",
                 len(uneven), len(by_buffer),
             )  # fmt: skip
         self._told = True
@@ -313,7 +315,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             "use update_in_backward()."
         )
 
-    # -- runs and state -----------------------------------------------------------------------------------------
+    # -- runs (parameters that are updated together) and their state --------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
         if not super()._arrange(active):

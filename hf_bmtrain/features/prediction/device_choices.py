@@ -19,8 +19,9 @@ _FLASH_WIDTH = 256
 def cuda_choices() -> Iterator[None]:
     """Return a context in which dropout, softmax and attention of meta tensors allocate the same tensors as on CUDA.
 
-    Without this context, `torch.autocast("meta")` raises an error, because torch has no autocast for the meta device.
-    In this context, the call has no effect. If the call would enable autocast, a warning is logged once.
+    `predict_memory` simulates training in this context. Inside it, `torch.autocast("meta")` has no effect, and logs a
+    warning once if it would enable autocast. Outside, `torch.autocast("meta")` raises an error, because torch has no
+    autocast for the meta device.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")

@@ -33,11 +33,12 @@ class Simulated:
     """The result of a simulation of a few training steps. Only the last step is used for the prediction.
 
     Attributes:
-        changes: every allocation, release and change in size of a storage since the start of the simulation.
+        changes: a Change, with the number of bytes, for every allocation, release and change in size of a tensor's
+            storage since the start of the simulation, in order.
         begin: the index in `changes` at which the last step begins.
-        kinds: {number of a tensor storage: its purpose} for storages with parameters, gradients or optimizer state. A
-            purpose says what the memory is used for, such as "gradient" (see `prediction.ROWS`). The purposes of other
-            storages are not known.
+        kinds: {number of a storage (`Change.number`): its purpose} for storages with parameters, gradients or optimizer
+            state. A purpose says what the memory is used for, such as "gradient" (see `prediction.ROWS`). The purposes
+            of other storages are not known.
         host: the bytes of page-locked host memory.
         mapped: the bytes that are outside torch's allocator in real training. `changes` includes them.
         phases: the phases (forward, backward, optimizer) of the last step.
@@ -86,14 +87,18 @@ def simulate(
     micro_batches: int = 1,
     **options: Any,
 ) -> Simulated:
-    """Train `model` on the meta device for two or three steps, as rank 0 of `ranks`, and record the memory.
+    """Train `model` on the meta device for a few steps, as rank 0 of `ranks`, and record the memory.
+
+    There are two steps, because only the second begins with the optimizer's state in memory. With use_checkpoint="auto"
+    there are three, because training then measures the first step.
 
     Args:
         model: a model on the meta device to which `auto_wrap` was not applied. It cannot be used afterwards.
         batch: the keyword arguments of its forward, on any device. The output must have a `loss`.
         make_optimizer: a function that returns the optimizer for a list of parameters.
         ranks: the number of ranks.
-        usable: the bytes available to the plans of use_checkpoint="auto" and keep_frozen="auto".
+        usable: the bytes of GPU memory that this rank can use for tensors. use_checkpoint="auto" and keep_frozen="auto"
+            choose what to keep in memory accordingly.
         micro_batches: the number of backwards per step.
         **options: passed to `auto_wrap`.
     """

@@ -28,7 +28,11 @@ _ROWS = "_shared_rows"
 
 
 class SequenceParallel(Extension):
-    """The part of `auto_wrap` that applies `sequence_parallel=P`: P ranks share the tokens of each sequence."""
+    """The extension of `auto_wrap` that applies `sequence_parallel=P`: P ranks share the tokens of each sequence.
+
+    Args:
+        options: the options of `auto_wrap`, of which `sequence_parallel` and `use_checkpoint` are read.
+    """
 
     def __init__(self, options: Options) -> None:
         self._size, self._plans = options.sequence_parallel, options.use_checkpoint == "auto"

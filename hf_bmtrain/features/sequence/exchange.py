@@ -71,8 +71,8 @@ def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
 def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
     """Return the mean of the losses (scalars) of the ranks that share rows.
 
-    Collective: every rank of the group must call it. Backward passes the gradient of the mean to each rank's loss
-    without dividing it by the number of ranks, because gradients of parameters are averaged over all ranks later.
+    Collective: every rank of the group must call it. In backward, the gradient of each rank's loss is that of the mean.
+    It is not divided by the number of ranks, because gradients of parameters are averaged over all ranks later.
 
     Args:
         parts: the division of the tokens of a row (sequence) among the ranks.

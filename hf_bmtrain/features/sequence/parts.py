@@ -97,10 +97,11 @@ class Heads:
                 for heads in self.of_queries]  # fmt: skip
 
     def repeated(self, rank: int) -> list[int] | None:
-        """Return which key-value head each query head of `rank` uses, if an attention function would assume it wrongly.
+        """Return the key-value head of each query head of `rank`, or None if attention functions find it themselves.
 
         Attention functions assume that each key-value head belongs to the same number of consecutive query heads. If
-        this is false for the heads of `rank`, the caller copies a key-value head for each query head.
+        this is false for the heads of `rank`, the caller gives the attention function one key-value head for each query
+        head, by copying the heads that this method returns.
 
         Returns:
             For each query head of the rank, an index into the rank's key-value heads. None if the assumption is true.

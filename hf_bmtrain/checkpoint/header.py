@@ -159,7 +159,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if size < 8 or length > min(size - 8, LARGEST_HEADER):
             raise Damaged(
                 f"{path.name} is cut off, or is not a safetensors file: it has {size:,} bytes, but its first 8 bytes "
-                f"give {length:,} bytes as the length of its header"
+                f"give {length:,} bytes as the length of its header. Replace it by an intact copy"
             )
         text = file.read(length)
     try:
@@ -167,18 +167,25 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         described.pop("__metadata__", None)
         tensors = {name: _stored(path.name, 8 + length, value) for name, value in described.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"the header of {path.name} cannot be read: {type(error).__name__}: {error}") from error
+        raise Damaged(
+            f"the header of {path.name} cannot be read ({type(error).__name__}: {error}). Replace the file by an "
+            "intact copy"
+        ) from error
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         if tensor.start != end or tensor.stop - tensor.start != nbytes or tensor.stop > size:
             raise Damaged(
-                f"{path.name}: {name} of shape {tensor.shape} takes {nbytes:,} bytes, but the header places it at "
-                f"bytes {tensor.start:,} to {tensor.stop:,} of {size:,}"
+                f"the header of {path.name} is wrong: {name} of shape {tensor.shape} takes {nbytes:,} bytes and must "
+                "begin where the tensor before it ends, but the header places it at bytes "
+                f"{tensor.start:,} to {tensor.stop:,}, in a file of {size:,} bytes. Replace the file by an intact copy"
             )
         end = tensor.stop
     if end != size:
-        raise Damaged(f"{path.name} has {size:,} bytes, but its header lists tensors only up to byte {end:,}")
+        raise Damaged(
+            f"{path.name} has {size:,} bytes, but according to its header, it should end with the last tensor, at byte "
+            f"{end:,}. Replace it by an intact copy"
+        )
     return tensors
 
 
@@ -186,7 +193,10 @@ def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
     (start, stop), shape = value["data_offsets"], value["shape"]
     numbers = (start, stop, *shape)
     if {*map(type, numbers)} != {int} or min(numbers) < 0:
-        raise ValueError(f"shape {shape} and data_offsets {[start, stop]} must consist of non-negative integers")
+        raise ValueError(
+            f"a tensor has the shape {shape} and the data_offsets {[start, stop]}, but both must consist of "
+            "non-negative integers"
+        )
     return StoredTensor(file, DTYPES[value["dtype"]], tuple(shape), begin + start, begin + stop)
 
 
@@ -228,7 +238,7 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> d
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(
             f"{index.name} is not a Hugging Face index, which has a weight_map from tensor names to files "
-            f"({type(error).__name__}: {error})"
+            f"({type(error).__name__}: {error}). Save or download the checkpoint again"
         ) from error
     tensors: dict[str, Tensor] = {}
     names: dict[str, set[str]] = {}
@@ -241,10 +251,15 @@ def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> d
         try:
             found = read(index.with_name(file))
         except FileNotFoundError as error:
-            raise Damaged(f"{file} is missing, although {index.name} lists it") from error
+            raise Damaged(
+                f"{file} is missing, although {index.name} lists it. Save or download the checkpoint again"
+            ) from error
         tensors.update(found)
         names[file] = {*found}
     lost = sorted(name for name, file in places.items() if name not in names[str(file)])
     if lost:
-        raise Damaged(f"{index.name} lists {len(lost)} tensors that its files do not contain: {', '.join(lost[:5])}")
+        raise Damaged(
+            f"{index.name} lists {len(lost)} tensors that its files do not contain: {', '.join(lost[:5])}. Save or "
+            "download the checkpoint again"
+        )
     return tensors

@@ -127,7 +127,8 @@ class Snapshot:
         stream = work_stream(self._device)
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
-                # Wait for each copy before the next, so that a copy by the training thread waits for at most one.
+                # Wait for each of these copies before the next is queued. So if the training thread copies a value to
+                # the host, its copy waits for at most one of these.
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
                 stream.record_event().synchronize()
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]

@@ -184,7 +184,7 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
         if state["manager"] is None:
             raise ValueError(
                 "the checkpoint was saved from optimizers without an OptimManager, so it has no loss scale. Pass the "
-                "optimizers instead of the manager"
+                "optimizers to load_state instead of the OptimManager"
             )
         optimizer.check_own_state(state["manager"])
     for each, saved in zip(optimizers_of(optimizer), state["optimizers"]):

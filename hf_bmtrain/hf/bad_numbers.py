@@ -23,8 +23,11 @@ class BadNumbers:
     Trainer applies gradients with inf or nan, as torch does. With a GradScaler it skips such steps, without limit. If a
     logged gradient norm is not finite (without a GradScaler), or the loss scale is below 1 (with one), this class logs
     a warning, examines the gradients of the next steps, and logs the rank, layer and parameter where inf or nan first
-    occurred. Before that warning, its methods never make the host wait for the device. All methods are collective:
-    every rank must call them.
+    occurred. While both are good, its methods never make the host wait for the device. `end_step` and `look` are
+    collective: every rank must call them.
+
+    Args:
+        parameters: the model's parameters, whose gradients are examined.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -98,7 +101,10 @@ class BadNumbers:
         return f"{int(flags.sum())} of {len(parts)} parameters contain inf or nan"
 
     def close(self) -> None:
-        """Stop examining gradients."""
+        """Stop examining gradients, if an examination is running. Not collective.
+
+        Called when the cause of inf or nan has been found, and when training ends.
+        """
         _watcher().stop(self)
 
 

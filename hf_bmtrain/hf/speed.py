@@ -55,7 +55,7 @@ class Speedometer(Observer):
         inputs = next((tensor for tensor in tensors if tensor is main), tensors[0])
         tokens = inputs.numel() if inputs is main and inputs.dim() == 2 else 0
         flops = tokens * (self._weights + self._attention * inputs.shape[-1])
-        shared = ranks_per_row(model)  # the number of ranks that compute the same rows, each of which counts them here
+        shared = ranks_per_row(model)  # so many ranks compute the same rows, and each of these ranks counts them here
         self._samples += len(inputs) / shared
         self._tokens += tokens / shared
         self._flops += flops / shared
@@ -117,8 +117,8 @@ class ParameterCount:
 
     Tied parameters count once. Weights that `tp_size` splits over ranks count in full.
 
-    Trainer requests the count in every step, for its total_flos. To save time, it gets the same count in `KEPT` steps.
-    Then the parameters are counted again if a module or parameter was added, removed or replaced since the last count.
+    Trainer requests the count in every step, for its total_flos. To save time, `KEPT` of its calls get the same count.
+    The next call counts again if a module or parameter was added, removed or replaced since the last count.
     """
 
     KEPT = 20
@@ -127,12 +127,13 @@ class ParameterCount:
         self._model = weakref.ref(model)
         self._held: list[Any] = []  # `values()` of the modules' non-empty `_modules` and `_parameters`
         self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
-        # The modules and parameters in `_held` at the last search, followed by the marker `_END`.
+        # What `_values()` returned at the last search: the modules and parameters in `_held`, then the marker `_END`.
+        # No result of `_values()` equals [None], so the first count searches.
         self._seen: list[Any] = [None]
         # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
         self._totals = (0, 0)  # elements of all parameters, and without those that only embedding modules contain
-        self._answer, self._left = 0, 0  # the count for Trainer, and in how many more steps Trainer gets this count
+        self._answer, self._left = 0, 0  # the last count for Trainer, and how many more calls by Trainer return it
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of elements of the model's full parameters.

@@ -55,7 +55,8 @@ context manager sets hooks but cannot return them. Torch 2.6 has no such functio
 def inside_hooks() -> bool:
     """Return whether saved-tensor hooks are active. Always False in torch 2.6, which has no function to find this out.
 
-    Such hooks, for example those of torch's checkpoint or of offloading, decide which tensors are kept.
+    Such hooks, for example those of a torch.utils.checkpoint around a block, decide which tensors are kept for
+    backward. So code that would keep or offload tensors itself asks this first, and leaves the decision to the hooks.
     """
     return top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None
 
@@ -81,7 +82,9 @@ The public `torch.jit.optimized_execution` is a context manager, so its setting 
 def has_global_hooks() -> bool:
     """Return whether a global module hook, one that runs in the forward or backward of every module, is registered.
 
-    Torch's public functions can register such hooks, but cannot list them.
+    Code that computes a layer's output without calling the layer, such as the fused LoRA layers, does not run these
+    hooks. So it asks this first, and calls the layer if there are any. Torch's public functions can register such
+    hooks, but cannot list them.
     """
     module: Any = torch.nn.modules.module  # its `_has_any_global_hook` would do this, but is missing in torch 2.6
     return bool(
@@ -143,7 +146,10 @@ def compile_errors() -> tuple[type[Exception], ...]:
 
 
 def compile_reason(error: Exception) -> str:
-    """Return why a function cannot be compiled, in one line. `error` is one of `compile_errors()`."""
+    """Return why a function cannot be compiled, in one line, for a log message.
+
+    error: the exception that torch.compile raised, an instance of one of the classes in `compile_errors()`.
+    """
     if type(error).__name__ == "FailOnRecompileLimitHit":  # its message only mentions fullgraph=True, not this limit
         return "it needs more graphs than torch._dynamo.config.recompile_limit allows"
     lines = 2 if type(error).__name__ == "BackendCompilerFailed" else 1  # its first line names only the backend

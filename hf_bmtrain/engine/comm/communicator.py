@@ -67,9 +67,13 @@ class Communicator(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        """Start to replace `tensor` on every rank by its elementwise sum over the ranks, or maximum if `maximum`.
+        """Start to replace `tensor` on every rank by its elementwise sum, or maximum, over the ranks.
 
         Collective: every rank must call it. Call `wait` of the returned ticket before you use `tensor`.
+
+        Args:
+            tensor: the same shape and dtype on every rank, overwritten.
+            maximum: whether to compute the maximum instead of the sum.
         """
         ...
 
@@ -130,8 +134,9 @@ class OpenGroup(Protocol):
 class Gather(Protocol):
     """A way to allocate shards (each rank's part of a flat tensor), and to all-gather them into the full tensor.
 
-    Shards are gathered with collectives, or with peer copies: each rank copies them directly from the memory of the
-    other ranks. The default methods are right for collectives, and for shards in memory of torch's allocator.
+    Shards are gathered with collectives (`CollectiveGather`) or with peer copies (`PeerGather`): each rank copies them
+    directly from the memory of the other ranks. The methods that this base class implements are those for collectives,
+    which need no preparation, and for shards in memory of torch's allocator. `PeerGather` overrides them.
 
     Attributes:
         communicator: the communicator that all-gathers the shards or, with peer copies, synchronizes the copies.
@@ -456,7 +461,11 @@ def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
 
 
 def comes(work: Any, seconds: float) -> bool:
-    """Wait at most `seconds` for `work`, an operation of gloo, to end. Return whether it has ended without an error."""
+    """Wait at most `seconds` for `work`, an operation of gloo. Return whether it succeeded in this time.
+
+    Does not raise: the result is False if the operation failed or is still running. `work.is_completed()` then tells
+    which of the two is the case.
+    """
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:

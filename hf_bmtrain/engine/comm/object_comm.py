@@ -179,7 +179,11 @@ class ObjectComm:
             self._store.delete_key(key)
 
     def show(self, key: str, text: str) -> None:
-        """Store `text` under `key`, where every rank can read it with `look`. It replaces any previous text there."""
+        """Store `text` under `key`, where every rank can read it with `look`. It replaces any previous text there.
+
+        Not collective. So a background thread, for example one that writes a checkpoint, can exchange texts with the
+        other ranks while the main thread runs collectives. With one rank, nothing is stored.
+        """
         if self._store is not None:
             self._store.set(key, text)
 

@@ -126,6 +126,14 @@ class PeerReduction(Reduction):
     of that rank: memory with a row for each other rank, laid out like the shard. Then each rank averages the rows of
     its mailbox and its own values. Small shards and unsupported dtypes are reduced by collectives. All ranks must
     reduce the same flat buffers in the same order. The host waits only when mailboxes are allocated or freed.
+
+    Args:
+        collective: the reduction for small shards and unsupported dtypes. Its communicator is also used to wait until
+            all ranks have made their copies.
+        memory: allocates and maps the memory that receives gradients, and copies into it.
+        exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
+        smallest: the minimum size in bytes of a shard whose gradients are reduced with peer copies.
+        device: this rank's device.
     """
 
     # [Note: meetings of reductions]
@@ -153,16 +161,6 @@ class PeerReduction(Reduction):
         smallest: int,
         device: torch.device,
     ) -> None:
-        """Create a reduction with peer copies, in which each rank writes gradients directly to other ranks' memory.
-
-        Args:
-            collective: the reduction for small shards and unsupported dtypes. Its communicator is also used to wait
-                until all ranks have made their copies.
-            memory: allocates and maps the memory that receives gradients, and copies into it.
-            exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
-            smallest: the minimum size in bytes of a shard whose gradients are reduced with peer copies.
-            device: this rank's device.
-        """
         self.collective, self._communicator, self._smallest = collective, collective.communicator, smallest
         self.rank, self._memory = self._communicator.rank, memory
         self.boxes = Mailboxes(memory, exchange, self.rank)

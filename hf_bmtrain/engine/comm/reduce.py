@@ -68,8 +68,9 @@ class PendingReduce:
     def cancel(self) -> None:
         """Make the current stream wait until the reduction has ended, and discard its result.
 
-        Under gradient accumulation, the shard and the running sum are unchanged, unless the reduction used peer copies.
-        In all other cases, their contents are undefined afterwards.
+        Called instead of `wait`, for example after an exception in a backward. If `added` is not None, the shard and
+        the running sum are unchanged, because only `wait` would have written to them. Otherwise the reduction may have
+        written to them, so their contents are undefined.
         """
         self.added = None
         self.wait()

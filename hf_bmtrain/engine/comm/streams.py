@@ -9,7 +9,11 @@ import torch
 
 
 class Ticket(Protocol):
-    """A handle of an asynchronous operation. Call `wait` once before using the operation's result."""
+    """A handle of an asynchronous operation. Call `wait` before you use the operation's result, and only once.
+
+    `wait` itself may do the last part of the operation, such as a division, which must not be repeated. Only the `wait`
+    of an `Event` may be called several times, for example to make several CUDA streams wait.
+    """
 
     def wait(self) -> None:
         """Make the current CUDA stream wait for the operation. If the operation is not on a GPU, block the host."""
@@ -39,7 +43,8 @@ class WorkStream:
 
     Args:
         device: the CUDA device.
-        priority: the stream's priority: 0 for that of the computation, -1 to run before it when both are ready.
+        priority: the CUDA stream's priority. 0 is the priority of torch's default stream, which runs the computation.
+            With -1, the GPU starts this queue's work first if work on both streams is ready.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
@@ -109,6 +114,7 @@ def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immedia
 
     Args:
         device: the device on which the work runs.
-        priority: the CUDA stream's priority: 0 for that of the computation, -1 to run before it when both are ready.
+        priority: the CUDA stream's priority. 0 is the priority of torch's default stream, which runs the computation.
+            With -1, the GPU starts this queue's work first if work on both streams is ready.
     """
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()

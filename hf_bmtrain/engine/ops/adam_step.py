@@ -25,10 +25,11 @@ class Elements:
 
     Attributes:
         grad: (n,), the gradients, only read.
-        master: an object with the n weights, their float32 masters (copies of full precision that the optimizer
-            updates), and, unless `exp_avg` is a Moments, the second moment.
+        master: a Master. Its attributes are the n weights, their float32 masters (copies of full precision that the
+            optimizer updates), and the second moment (None if `exp_avg` is a Moments).
         exp_avg: the first moment, (n,), or a Moments, which has both moments in 8 bits.
-        index_base: the position of element 0 among all elements of the model.
+        index_base: the position of element 0 among all elements of the model. Stochastic rounding computes an element's
+            random bits from its position and the number of the step.
     """
 
     grad: torch.Tensor
@@ -103,7 +104,9 @@ class KernelSteps:
         self._flag = self._zero if found_inf is None else found_inf.reshape(1)
 
     def advance(self, runs: Sequence[int]) -> None:
-        """Increment the step counts of runs, unless the step is skipped, and compute the factors that `update` needs.
+        """Increment the step counts of runs, and compute the factors that `update` needs.
+
+        If `begin` got a nonzero `found_inf`, the step is skipped, and the counts stay as they are.
 
         Args:
             runs: the numbers of the runs (ranges of elements that are updated together), in ascending order. A kernel
@@ -133,10 +136,16 @@ class KernelSteps:
 
 
 class TorchSteps:
-    """AdamW on the CPU, by torch's own functions. It has the same arguments and methods as KernelSteps.
+    """AdamW on the CPU, by torch's own functions. It is used instead of KernelSteps, which has the same methods.
 
-    All optimizer state is float32. The results are identical to those of torch.optim.Adam and AdamW on the CPU, because
-    these call the same functions.
+    In each step, call `begin`, then `advance`, then `update` for each range of elements. All optimizer state is
+    float32. The results are identical to those of torch.optim.AdamW on the CPU or, with the hyper-parameter l2 instead
+    of weight_decay, to those of torch.optim.Adam, because these call the same functions.
+
+    Args:
+        groups: for each parameter group, its number of runs: ranges of elements that are updated together. Runs are
+            numbered from 0, group by group.
+        device: the device on which the runs are updated.
     """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
@@ -214,8 +223,9 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
     """Return an object that makes AdamW steps on `device`.
 
-    The object is a KernelSteps on CUDA, and for a bfloat16 or 8-bit first moment, which torch's AdamW does not support.
-    In all other cases, it is a TorchSteps.
+    The object is a KernelSteps on CUDA and on the meta device (which stands for a GPU in predictions of memory). It is
+    also a KernelSteps for a bfloat16 or 8-bit first moment, which torch's AdamW does not support. In all other cases,
+    it is a TorchSteps.
 
     Args:
         groups: for each parameter group, its number of runs. A run is a range of adjacent elements that are updated

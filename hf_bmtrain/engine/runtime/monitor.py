@@ -81,9 +81,10 @@ class Monitor:
         """
 
     def missing(self) -> str:
-        """Return a text about the ranks for which other ranks are waiting now: their lines in the program, and why.
+        """Return a text about the ranks for which other ranks are waiting now, for an error message after a timeout.
 
-        The text also contains how long the other ranks have waited, and in which operations.
+        For each of these ranks, it contains the line of the program that the rank executes, and why the rank does not
+        take part. It also says how long the other ranks have waited, and in which operations.
         """
         return ""
 

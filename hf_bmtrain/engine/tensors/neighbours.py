@@ -24,7 +24,8 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     first = tensors[0]
     size, dtype = first.element_size(), first.dtype
     if len(tensors) < 2 or first.data_ptr() + first.numel() * size != tensors[1].data_ptr():
-        return tensors  # the common case for optimizer state, whose tensors are allocated one by one
+        # The first two tensors are not adjacent, as is usual for optimizer state, which is allocated tensor by tensor.
+        return tensors
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         return tensors
     joined: list[torch.Tensor] = []

@@ -55,8 +55,9 @@ class ShardBase:
     Attributes:
         placement: which elements of the full tensor each rank stores.
         is_parameter: whether the tensor is a parameter, so that autograd records the functions that are called on it.
-        in_memory: whether the tensor's memory contains the elements as they are. False for quantized parameters: their
-            own `__torch_function__` passes unquantized tensors to functions that read elements.
+        in_memory: whether the tensor's memory contains the elements themselves. False in the subclass of quantized
+            parameters, whose memory contains their codes. A function that gets such a parameter is handled by
+            `__torch_function__` of that subclass, which passes unquantized tensors to functions that read elements.
         grad_now: the same tensor as `.grad`, kept in a Python attribute, because torch's own `.grad` is slow to read.
     """
 
@@ -190,8 +191,10 @@ class ShardTensor(ShardBase, torch.Tensor):
     stores only this rank's elements, as a plain tensor.
 
     Attributes:
-        segment: for a gradient that a backward has set, where to get its norm: a function that returns the norms of all
-            gradients in the same flat buffer, and the index of this gradient among them. None for all other tensors.
+        segment: for a gradient that a backward has set, (function, index). The function takes no arguments and returns
+            the SegmentNorms of the flat buffer, which computes the norms of all its gradients at once. `index` is the
+            position of this gradient among them. Gradient clipping thus needs one pass per flat buffer instead of one
+            per gradient. None for all other tensors.
     """
 
     segment: tuple[Callable[[], SegmentNorms], int] | None = None
@@ -212,13 +215,14 @@ class ShardTensor(ShardBase, torch.Tensor):
         """Gather the full tensor from all ranks. Collective: every rank must call it.
 
         Raises:
-            RuntimeError: `requires_grad` is set for this tensor, which is not a parameter.
+            RuntimeError: `requires_grad` of this tensor is True. Autograd can gather only parameters.
         """
         with WithoutTorchFunction():
             if self.requires_grad:
                 raise RuntimeError(
                     f"Autograd cannot gather a sharded tensor of shape {tuple(self.full_shape)} that requires grad and "
-                    "is not a parameter. Call requires_grad_() on the full tensor from parameter.gather() instead."
+                    "is not a parameter. Call requires_grad_(False) on it, or call requires_grad_() on a full tensor "
+                    "instead (parameter.gather() returns that of a parameter)."
                 )
             return self.placement.gather(self.as_subclass(torch.Tensor))
 
@@ -300,9 +304,12 @@ class CopySource:
     def pass_on(self, view: torch.Tensor | None) -> str | None:
         """Copy this rank's elements of the full copy to the sharded tensor, after a view of the full copy was written.
 
-        If the sharded tensor has changed since the full copy was made, only the elements of `view` are copied.
+        If the sharded tensor has changed since the full copy was made, the copy is outdated. Then only the elements of
+        `view` are copied, because the write did not depend on the outdated values.
 
-        view: the view that was written, if all of its elements were overwritten without being read; otherwise None.
+        Args:
+            view: the view that was written, by a function such as `zero_`, which writes all elements of the view and
+                reads none. None if it was written by any other function.
 
         Returns:
             None, or the reason why nothing was copied: the sharded tensor has changed, and `view` is None.

@@ -45,8 +45,9 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 def follow_additions(plan: WrapPlan) -> None:
     """Make parameters that were added to an uneven model take part in the ranks' agreement on collectives.
 
-    Ranks may run different parts of an uneven model, so they agree on each collective before it starts. If the model is
-    not uneven, nothing is done.
+    Called when parameters that were added to a wrapped model, such as LoRA adapters, have been sharded. Ranks may run
+    different parts of an uneven model, so they agree on each collective before it starts. If the model is not uneven,
+    nothing is done.
 
     plan: the model, which was wrapped before, and its division into blocks and other modules.
     """

@@ -30,9 +30,10 @@ blocks run transformers' own code for experts."""
 
 
 class Experts(Extension):
-    """The part of `auto_wrap` that gives experts in blocks (transformer layers) a faster forward and backward.
+    """Gives the mixtures of experts in a model's blocks (transformer layers) a faster forward and backward in training.
 
-    It applies to every model with experts.
+    Extensions are objects whose methods `auto_wrap` calls while it wraps a model. This one is used for every model, and
+    needs no option. It changes no model without mixtures of experts, and no mixture of experts outside blocks.
     """
 
     def connect(self, plan: WrapPlan) -> None:

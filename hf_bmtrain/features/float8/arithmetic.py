@@ -259,8 +259,8 @@ def _by_kernels(x: Tensor) -> bool:
     torch.compile traces the caller, because Inductor then generates kernels from torch's operations.
     """
     # `quantize_both` uses the CUDA kernels even in compiled code: it is a custom operator there, and torch.compile does
-    # not trace into it. These kernels take 0.6 ms. Inductor would compute the column-wise absmax in the kernel that
-    # computes the elements, which takes 1.3 ms (H200, backward of a SwiGLU of 8192 x 14336).
+    # not trace into it. These kernels take 0.6 ms. Inductor would fuse the column-wise absmax into the kernel that
+    # computes x, and that kernel takes 1.3 ms (H200, backward of a SwiGLU of 8192 x 14336).
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
 
@@ -339,9 +339,11 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants of the CUDA kernels that this file can launch. They are the same for each GPU architecture.
+    """Return all variants of the CUDA kernels that this file can launch, so that tests can compile each of them.
 
-    arch: the GPU architecture, such as 90. Not used.
+    A variant is a set of macros with which the kernels are compiled, here for one dtype and alignment.
+
+    arch: the GPU architecture, such as 90. Not used, because the variants are the same for each architecture.
     """
     return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
 

@@ -28,7 +28,8 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
     """Return the ids of those weights of the float8 `layers` that may be all-gathered in float8.
 
     A weight that several modules of the model share is left out. The set is empty if a single rank stores the whole
-    model, and for a model with adapters, because some adapters (DoRA) read the weights of their base layers.
+    model. It is also empty for a model with adapters: some adapters (DoRA) read the weights of their base layers, but a
+    weight that was all-gathered in float8 cannot be read in its own dtype.
 
     Args:
         model: the model that is about to be sharded.

@@ -26,7 +26,8 @@ weights for each byte of small parameters."""
 class GatheredFactor(NamedTuple):
     """A weight (R, C) that was all-gathered in float8, with one scale.
 
-    Its values are in memory only while it is unsharded.
+    The values are in memory only while the weight's flat buffer is unsharded, except on a rank whose shard contains the
+    full weight.
 
     values: (R, C) float8_e4m3fn, contiguous.
     row_scales: (R, 1) float32, the scale repeated for each row.
@@ -119,23 +120,24 @@ class Float8Storage(Storage):
     """Stores the shard of a flat buffer with weights of float8 layers, and all-gathers the weights in float8.
 
     Before `switch` is called, the weights are all-gathered in their own dtype. Afterwards, each rank rounds its shard
-    to float8 when it has changed, and an all-gather sends one byte per element. The layers compute with `factors`,
-    which then contains the gathered weights. These equal the full weights rounded to float8, bit for bit. The full
-    weights in their own dtype are in memory only within the context `full_values`. Outside this context, all elements
-    of the full weights read as NaN, so that an unexpected read is noticed.
+    to float8 when it has changed, and an all-gather sends one byte per element. The layers multiply by the weights in
+    `factors`, which then contains the gathered weights. These equal the full weights rounded to float8, bit for bit.
+    The full weights in their own dtype are in memory only within the context `full_values`. Outside this context, the
+    full parameter of a weight is a single NaN that is expanded to the weight's shape, so that it takes almost no memory
+    and a read by mistake is noticed.
 
     The flat buffer also contains the block's small parameters (norms, biases), so that they need no all-gather and
     reduction of their own. They are at the start of the buffer, rank 0 stores all of them, and they are sent unrounded.
-    Because an all-gather sends one byte per element, a small parameter takes as many elements of the buffer as it has
-    bytes.
+    An all-gather sends one byte for each element of the buffer. So a small parameter occupies as many elements of the
+    buffer as it has bytes: a bfloat16 norm of 1024 elements occupies 2048.
 
     Args:
         small: the number of small parameters.
 
     Attributes:
         in_float8: whether the weights are all-gathered in float8.
-        factors: for each parameter in the buffer, a GatheredFactor if it is a weight, None if it is a small parameter;
-            empty before `switch`.
+        factors: the gathered weights, by which the layers multiply (not scale factors). For each parameter in the
+            buffer: a GatheredFactor if it is a weight, None if it is a small parameter. Empty before `switch`.
     """
 
     in_float8 = False
@@ -183,8 +185,9 @@ class Float8Storage(Storage):
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
         Call it while no forward is waiting for its backward. The weights are all-gathered immediately, to check that
-        they arrive correctly. A buffer that was resident (unsharded between steps) remains unsharded afterwards.
-        Otherwise, if only some ranks run its block next, their all-gather would wait for the other ranks forever.
+        they arrive correctly. A buffer that was resident (unsharded between steps) remains unsharded afterwards. If it
+        were resharded, a rank that runs the buffer's block next would all-gather the buffer, and would wait forever for
+        ranks that do not run this block.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.

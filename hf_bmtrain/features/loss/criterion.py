@@ -104,7 +104,7 @@ class Criterion:
 
         Args:
             losses: float32, of the targets' shape: the loss of each row, 0 for ignored targets.
-            factor: (1,) float32, the result of `factor`.
+            factor: (1,) float32, the tensor that the method `factor` returned for these targets.
         """
         return losses if self.reduction == "none" else losses.sum() * factor[0]
 

@@ -56,15 +56,17 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """Return the reduced cross entropy of logits whose classes are split over a tensor-parallel group.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. The ranks of a tensor-parallel group pass the same targets, each with the
+    logits of its own classes.
 
     Args:
-        logits: (..., classes / tp_size), for this rank's classes.
-        targets: (...) int, the class of each row.
+        logits: (..., classes / tp_size), the logits of this rank's classes.
+        targets: (...) int, the class of each row, counted over the classes of all ranks of the group.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
-        num_items: the divisor of the mean; None divides by the number of targets that are not ignored.
+        num_items: the divisor of the mean. None divides by the number of targets that are not ignored. With reduction
+            "sum" or "none", it must be None.
 
     Returns:
         float32: a scalar, or (...) with reduction "none".

@@ -19,15 +19,20 @@ Shapes = tuple[torch.Size, ...]
 
 
 class SavedBytes:
-    """Counts the bytes that autograd saves for backward inside `counting()`.
+    """Counts the bytes that autograd saves for backward inside the context `counting()`.
 
-    Each tensor storage counts once. Tensors in `held`, such as parameters, do not count, because they stay in memory
-    anyway. Tensors that are not strided (such as sparse ones) do not count either.
+    Each tensor storage counts once. Tensors that are not strided (such as sparse ones) do not count.
+
+    Args:
+        held: tensors that do not count, such as parameters, because they stay in memory anyway.
+
+    Attributes:
+        nbytes: the number of bytes that were counted so far.
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
-        # These references do not keep the memory alive. But while they exist, no new storage can get the same address
-        # and be mistaken for one that was counted.
+        # A weak reference lets the storage free the memory of its values, but keeps the small object that represents
+        # the storage. So no new storage can get the address of this object and be mistaken for one that was counted.
         self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
         self.nbytes = 0
 
@@ -35,7 +40,8 @@ class SavedBytes:
     def counting(self) -> Iterator[None]:
         """Return a context that adds to `nbytes` the bytes that autograd saves for backward inside it.
 
-        The innermost saved-tensor hooks that are active when the context is entered still work.
+        Saved-tensor hooks that are active when the context is entered work as before. (If several are nested, torch
+        calls only the innermost.)
         """
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
@@ -59,6 +65,8 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
 class Stopwatch:
     """A context that measures how long a GPU takes for the operations that are queued inside it on the current stream.
 
+    Call `milliseconds` after the context to read the time.
+
     device: the GPU. On the CPU and on the meta device nothing is measured.
     """
 
@@ -76,7 +84,10 @@ class Stopwatch:
             end.record()
 
     def milliseconds(self) -> float:
-        """Return the time in milliseconds, or nan if nothing is measured. The host waits for the GPU."""
+        """Return how many milliseconds the GPU took for the operations inside the context.
+
+        Returns nan on the CPU and on the meta device, where nothing is measured. The host waits for the GPU.
+        """
         if not self._events:
             return math.nan
         self._events[1].synchronize()
@@ -109,10 +120,11 @@ def _is_within(shapes: Shapes, measured: Shapes) -> bool:
 
 
 class MeasuredInputs:
-    """Stores the input shapes of measured forwards, to decide whether another forward may need more memory than these.
+    """Stores the input shapes of the forwards whose memory was measured, to find forwards that must be measured, too.
 
-    For each measured forward, it stores these shapes and the number of earlier forwards in the same pass (all
-    forwards between two backwards). This number matters because the activations of those forwards are still in memory.
+    `cover` returns False for a forward that may need more memory than all measured forwards. With the shapes of each
+    measured forward, `add` stores how many forwards ran between the last backward and this forward. Their activations
+    were still in memory, so the measurement contains them.
     """
 
     def __init__(self) -> None:
@@ -120,7 +132,7 @@ class MeasuredInputs:
         self._covered: dict[Shapes, int] = {}  # cache of `cover`: {shapes: a `number` for which it returns True}
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
-        """Add the input shapes of a measured forward.
+        """Store the input shapes of a forward whose memory was measured.
 
         Args:
             shapes: the shapes of the forward's inputs.
@@ -132,8 +144,8 @@ class MeasuredInputs:
     def cover(self, shapes: Shapes, number: int = 0) -> bool:
         """Return True if a forward needs at most as much memory as a measured one, False if it may need more.
 
-        The result is True if there is a measured forward with inputs that were at least as large in every dimension,
-        and with at least `number` forwards between it and the last backward before it.
+        The result is True if the inputs of one of the measured forwards were at least as large in every dimension, and
+        at least `number` forwards ran between the last backward and that measured forward.
 
         Args:
             shapes: the shapes of the forward's inputs.
@@ -156,17 +168,16 @@ class Meter:
     resharded at any time, so their bytes count as free.
 
     Attributes:
-        memory: reads the allocated, peak and usable bytes of the device.
+        memory: the argument `memory`.
         began: the number of bytes that were allocated when `begin` was called, without resident buffers.
-    """
 
-    def __init__(self, memory: DeviceMemory, resident_bytes: Callable[[], int]) -> None:
-        """Create a meter that has not measured anything yet.
-
+    Args:
         memory: reads the allocated, peak and usable bytes of the device.
         resident_bytes: a function without arguments, which returns how many bytes are allocated now for flat buffers
             that are kept unsharded between steps.
-        """
+    """
+
+    def __init__(self, memory: DeviceMemory, resident_bytes: Callable[[], int]) -> None:
         self.memory, self._resident_bytes = memory, resident_bytes
         self.began = 0
         self._backwards = -1
@@ -188,14 +199,19 @@ class Meter:
     def begin(self, buffers: Iterable[ShardedBuffer]) -> None:
         """Store in `began` how many bytes are allocated now. Call it before the forwards whose memory is measured.
 
-        First frees the gradient memory of the flat buffers `buffers` if no `.grad` refers to it.
+        The memory of gradients to which no `.grad` refers is freed before, because the forwards can use it.
+
+        buffers: the flat buffers whose unused gradient memory is freed.
         """
         self.began = self._allocated(buffers)
 
     def read_free(self, buffers: Iterable[ShardedBuffer]) -> int:
-        """Return how many bytes are free now. Flat buffers that are kept unsharded between steps count as free.
+        """Return how many more bytes of device memory this process's tensors may occupy now.
 
-        First frees the gradient memory of the flat buffers `buffers` if no `.grad` refers to it.
+        Flat buffers that are kept unsharded between steps count as free, because they can be resharded. So does the
+        memory of gradients to which no `.grad` refers: it is freed before the measurement.
+
+        buffers: the flat buffers whose unused gradient memory is freed.
         """
         return self.memory.usable() - self._allocated(buffers)
 
@@ -287,7 +303,8 @@ def agree(world: World, mine: Reading) -> Agreed | None:
 def combine(readings: Sequence[Reading]) -> Agreed | None:
     """Combine the memory measurements of several ranks into the worst case: least free memory, largest activations.
 
-    Returns None if it is too early for a plan: no rank's optimizer has stepped yet, or a rank's `rooms` is None.
+    Returns None if it is too early to plan what to keep in memory: no rank's optimizer has stepped yet, or a rank has
+    not yet measured how much memory its training steps leave free (its `rooms` is None).
 
     Args:
         readings: the measurements of each rank that plans with the others, or of one rank that plans alone.

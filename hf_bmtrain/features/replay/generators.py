@@ -14,10 +14,16 @@ import torch
 
 
 def generators_of(layer: torch.nn.Module) -> list[Any]:
-    """Return the global generators of Python and NumPy, and those that are attributes of the layer's modules.
+    """Return the random generators from which the layer's forward may draw, other than torch's default generators.
 
-    Returns an empty list while torch.compile traces the layer, because torch.compile cannot trace code that reads the
-    state of a generator.
+    Their states are saved before a forward and restored when it is recomputed, so that both draw the same numbers.
+    (torch's checkpoint itself does this for torch's default generators.)
+
+    Returns:
+        The global generators of Python and, if NumPy was imported, of NumPy (as the modules `random` and
+        `numpy.random`), and all generators of Python, NumPy and torch that are attributes of the layer's modules. The
+        list is empty while torch.compile traces the layer, because torch.compile cannot trace code that reads the state
+        of a generator.
     """
     if torch.compiler.is_compiling():
         return []
@@ -50,14 +56,20 @@ def _numpy_random() -> Any:
 
 
 def read_state(generator: Any) -> Any:
-    """Return the state of a generator: a tensor, or nested dicts and tuples."""
+    """Return the present state of a random generator, to be restored later by `write_state`.
+
+    generator: a random generator of Python, NumPy or torch, as `generators_of` returns them.
+
+    Returns:
+        The state in the generator's own format: a tensor for torch, nested dicts and tuples for Python and NumPy.
+    """
     access = _access(generator)
     assert access is not None
     return access[0]()
 
 
 def write_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state that `read_state` returned."""
+    """Set a random generator of Python, NumPy or torch to a state that `read_state` returned for it."""
     access = _access(generator)
     assert access is not None
     access[1](state)

@@ -13,7 +13,11 @@ from .plan import has_parts, has_plan
 class TensorParallel(Extension):
     """Refuses models without layers to split, and arguments of `auto_wrap` that do not work with `tp_size`.
 
-    `auto_wrap` calls the methods of this extension while it wraps a model.
+    Extensions are objects whose methods `auto_wrap` calls while it wraps a model. With `tp_size`, this one also notes
+    in the schedule that layers issue collectives in their forwards.
+
+    Args:
+        options: the options of `auto_wrap`.
     """
 
     def __init__(self, options: Options) -> None:

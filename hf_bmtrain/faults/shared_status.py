@@ -80,8 +80,9 @@ class SharedStatus:
                     memory = memoryview(mmap.mmap(file.fileno(), len(ranks) * _PAGE_BYTES))
         except OSError as error:
             _log.info(
-                "rank %d cannot share memory with the other ranks of its host, and reports its status to them through "
-                "the launcher's store instead: %s",
+                "rank %d cannot share memory with the other ranks of its host (%s), so these ranks report their status "
+                "through the launcher's store instead. Training is not affected, but differences between the ranks' "
+                "operations are found later",
                 self._rank,
                 error,
             )
@@ -95,12 +96,13 @@ class SharedStatus:
     def add(self, collective_log: CollectiveLog) -> None:
         """Move a collective log to this rank's page of shared memory, where other ranks can read it.
 
-        A collective log lists the operations that this rank has issued on one communicator. From now on, each new
-        operation is compared with the logs of the previous and the next rank of this host that use the communicator. If
-        the logs of any ranks differ, those of two adjacent ranks do, so further comparisons are not necessary.
+        A collective log lists the operations that this rank has issued on one communicator. After this call, the log
+        compares each new operation, before it is issued, with the logs of two neighbours: the previous and the next
+        rank of this host that use the communicator. If they differ, it raises RuntimeError. Two neighbours are enough,
+        because if the logs of any ranks differ, those of two adjacent ranks do.
 
-        Every rank must add its logs in the same order. When a log is added, it must contain the same operations on all
-        ranks that use the communicator. Only the first 8 logs are shared.
+        Every rank must add its logs in the same order. At the time of this call, the log must have the same entries on
+        all ranks that use the communicator. Only the first 8 logs are shared.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:

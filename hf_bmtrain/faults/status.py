@@ -93,11 +93,12 @@ class Status:
         return status
 
     def look(self, thread: int) -> None:
-        """Update this status from the call stack of a thread.
+        """Update this status from the call stack of a thread. The monitor calls it once a second.
 
-        This sets `place` (the line of the user's program), `waits` (the operation for which the program waits), `task`
-        (a slow task, such as "compiling"), `moved` (when the program last made progress), `since` and `written`. After
-        the program has ended, and while no line of the program is on the stack, `place` and `since` do not change.
+        This sets `place` (the line of the user's program), `since` (when the program reached this line), `waits` (the
+        operation for which the program waits), `task` (a slow task, such as "compiling"), `moved` (when the program
+        last made progress) and `written` (the time of this call). After the program has ended, and while no line of the
+        program is on the stack, `place` and `since` do not change.
 
         Args:
             thread: the identifier of a thread of this process, as from `threading.get_ident()`.

@@ -48,7 +48,8 @@ class Watch(Monitor):
     * The same happens if a rank has raised an exception, or has exited while others wait for it.
     * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
       that rank, its line in the program, and the likely cause, and repeats it at growing intervals. The rank may only
-      be slow, so nothing else happens before the timeout.
+      be slow, so nothing else happens until the timeout of `init_distributed` has expired. Then all ranks are
+      stopped, as above, by an error that names the missing ranks.
 
     Attributes:
         status: the status that this rank publishes.
@@ -63,14 +64,15 @@ class Watch(Monitor):
         self._rank = 0
         self._communicators: list[Communicator] = []
         self._interrupt: Callable[[], None] = lambda: None
-        self._busy: Callable[[], bool] = lambda: False
+        self._busy: Callable[[], bool] = lambda: False  # whether this rank's device has unfinished work
         self._delay = self._next = hang_seconds()
         self._reported: dict[int, Status] = {}  # each missing rank's status at the last warning in the present wait
         self._warning: str | None = None  # the text of the last warning in the present wait
         self._stopped = threading.Event()
         self._since = time.monotonic()  # the time of the last change of `_seen`
-        self._seen: tuple[list[int], list[int]] = [], []  # lengths of the logs of this rank, and of the next rank
-        self._own_counts: list[int] = []
+        # For each communicator, the number of operations that this rank, and the next rank, have issued on it.
+        self._seen: tuple[list[int], list[int]] = [], []
+        self._own_counts: list[int] = []  # for each communicator, this rank's number at the last call of `_observe`
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
 
@@ -112,7 +114,12 @@ class Watch(Monitor):
             self._thread.join(2 * SECONDS)
 
     def end(self, how: str) -> None:
-        """Publish at once how this rank's program ended, such as "raised ValueError: ...". Later calls do nothing."""
+        """Tell the other ranks at once that and how this rank's program ended. Later calls do nothing.
+
+        Called after an uncaught exception, and when the process exits.
+
+        how: a description of the end, such as "raised ValueError: ...".
+        """
         if not self.status.ended:
             self.status.ended, self.status.ended_at = how[:_LONGEST], time.time()
             self._show()
@@ -148,9 +155,13 @@ class Watch(Monitor):
     def find_cause(self, seconds: float) -> str | None:
         """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
 
-        The cause is `problem`, the reason why every rank must stop, for which this method waits at most `seconds`. If
-        there is no `problem`, and no other rank has ended by an exception, the cause is a text that names the ranks
-        that can no longer take part in operations or, without such ranks, the last warning about the present wait.
+        This waits at most `seconds` until `problem`, the reason why every rank must stop, is known, and returns it. If
+        it is still unknown, the result is:
+
+        * None if another rank has ended by an exception (see `raised_before`), which is the cause;
+        * otherwise, a text that names the ranks that can no longer take part in operations, for example because their
+          processes have ended;
+        * if there are no such ranks, the last warning about the operation for which this rank has waited, or None.
         """
         warning = self._warning
         if self.wait_for_problem(seconds) is not None or self.raised_before() is not None:
@@ -164,7 +175,8 @@ class Watch(Monitor):
     def wait_for_end(self, rank: int, seconds: float) -> None:
         """Wait at most `seconds` until the process of `rank` has ended or is suspended.
 
-        Returns at once if the process is on another host.
+        Called before this rank ends because of `rank`, so that the launcher reports `rank` as the one that failed
+        first. Returns at once if the process is on another host.
         """
         status, end = self._read(rank), time.monotonic() + seconds
         while status is not None and rank in self._board.neighbours and time.monotonic() < end:
@@ -286,7 +298,9 @@ class Watch(Monitor):
             self._observe()
             self._show()
             if self.status.waits:
-                break  # the program waits in an operation that does not raise the problem, so it must be interrupted
+                # The program waits in an operation that has not raised the error in this time, such as a collective on
+                # the GPU. So leave the loop and interrupt the operation.
+                break
         _log.error("rank %d: %s", self._rank, problem)
         self._interrupt()
         if self._is_told(SECONDS if blamed else _GRACE_SECONDS):
@@ -344,7 +358,7 @@ class Watch(Monitor):
             return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
         others = [status for rank, status in ranks.items() if rank != self._rank]
         # Collective logs do not contain operations of torch.distributed, so `compare` cannot find out that no other
-        # rank joins this operation. Every other rank must have ended, because one that still runs might join it.
+        # rank joins this operation. It is certain only if every other rank has ended: a rank that still runs may join.
         if self.status.waits.startswith("torch.distributed.") and all(
             status.ended and status.waits == repr(EXIT) for status in others
         ):
@@ -453,9 +467,10 @@ class Watch(Monitor):
         return [collective_log.excerpt() for collective_log in self._collective_logs]
 
     def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Return a text about the first difference between the operations that this rank and another have issued.
+        """Compare the operations that this rank and another have issued, on all communicators.
 
-        Returns None if no difference is known.
+        Returns a text about the first difference, or None if no difference is known. `difference` does this for a
+        single communicator.
 
         Args:
             other: the other rank.
@@ -468,9 +483,10 @@ class Watch(Monitor):
         return None
 
     def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
-        """Return a text about the first operation on a communicator in which this rank and another rank differ.
+        """Compare the operations that this rank and another have issued, on one communicator.
 
-        Returns None if no difference is known.
+        Returns a text about the first difference, or None if no difference is known. `compare` does this for all
+        communicators.
 
         Args:
             collective_log: the operations that this rank has issued on the communicator.

@@ -40,7 +40,12 @@ class TrainerCheckpoints:
     files; its `optimizer.pt` contains only the parameter groups and a reference to the folder. `complete` adds the
     checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0 while other
     ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load` loads the
-    weights and the optimizer state.
+    weights and the optimizer state. Creating the object is collective: every rank must do it.
+
+    Args:
+        model: the sharded model.
+        optimizer: its optimizer, not wrapped by Accelerate. It must have at least one sharded parameter.
+        args: the trainer's TrainingArguments.
     """
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, args: Any) -> None:
@@ -261,7 +266,7 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
         if problem is None:
             return folder
         if world.rank == 0:
-            _log.warning("resume skips the checkpoint %s: %s", folder, problem)
+            _log.warning("the checkpoint %s is skipped when resuming, because it is not intact: %s", folder, problem)
     if folders:
         raise RuntimeError(
             f"No checkpoint in {output_dir} is intact; the log says what is wrong with each. Restore one from a copy, "
@@ -369,7 +374,8 @@ def _weights_were_replaced(checkpoint: Path) -> bool:
     if replaced and current_world().rank == 0:
         _log.warning(
             "The checkpoint %s: its weights were replaced after it was saved, by the files that %s lists. Trainer has "
-            "loaded these files, but they cannot be verified, because they have no checksums",
+            "loaded these files, but they cannot be verified, because they have no checksums. If you did not replace "
+            "the weights, resume from another checkpoint",
             checkpoint, index.name,
         )  # fmt: skip
     return replaced

@@ -216,7 +216,7 @@ def optimizers() -> Iterator[Row]:
     yield make("two lrs", "lr must be a number", lr=torch.ones(2))
     yield make("one beta", "betas must be two numbers", betas=(0.9,))
     yield make("beta 1", r"betas in \[0, 1\), got .*1\.0\)", betas=(0.9, 1.0))
-    yield make("a group's lr", "needs finite lr, .* got lr=-0.5", [{"params": [weight], "lr": -0.5}])
+    yield make("a group's lr", "must be finite and at least 0, .* got lr=-0.5", [{"params": [weight], "lr": -0.5}])
     yield make("a group's betas", "betas must be two numbers", [{"params": [weight], "betas": 1}])
     yield make("no params in a group", 'param_group must have the key "params"', [{"lr": 1.0}])
     yield make("float16 moments", "exp_avg_dtype must be torch.float32", exp_avg_dtype=torch.float16)

@@ -176,7 +176,8 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
     except nvrtc.NVRTCError as error:
         raise RuntimeError(
             f"the CUDA source {variant.file}.cu with the macros {dict(variant.macros)} does not compile for sm_{arch} "
-            f"({error}):\n"
+            f"({error}). This is an error of hf_bmtrain or of the installed NVRTC, not of your program. The log of the "
+            "compiler:\n"
             f"{nvrtc.getProgramLog(program)}"
         ) from error
     finally:
@@ -286,8 +287,8 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
     """
     if len(values) != len(signature):
         raise TypeError(
-            f"the CUDA kernel {name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got "
-            f"{len(values)}"
+            f"the CUDA kernel {name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), but "
+            f"the code that launches it passes {len(values)}"
         )
     packed = []
     for argument, value in zip(signature, values):  # this runs in every launch, so text is formatted only for errors

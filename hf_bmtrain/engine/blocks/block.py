@@ -103,7 +103,10 @@ class CheckpointBlock(ShardedModule):
 
 @contextmanager
 def uncompiled(blocks: Sequence[CheckpointBlock]) -> Iterator[None]:
-    """Return a context in which compiled blocks among `blocks` run their original forwards, without torch.compile."""
+    """Context manager inside which the compiled blocks among `blocks` run their original, uncompiled forwards.
+
+    It is used for the separate forward that measures the rounding noise of float8 layers before the first step.
+    """
     states = [block._bmt for block in blocks]
     compiled = [(state.own_forward, state.graphs) for state in states]
     for state in states:
@@ -123,6 +126,9 @@ def extend(
     zero_level: int,
 ) -> None:
     """Make `layer`, whose parameters are sharded already, a CheckpointBlock, in place.
+
+    This is the second step of creating a block: the caller, `CheckpointBlock(layer)` or `wrap`, first shards the
+    parameters with `shard_places`.
 
     Args:
         layer: the layer.
@@ -223,7 +229,11 @@ class TransformerBlockList(torch.nn.ModuleList):
         self.link()
 
     def link(self) -> None:
-        """Set references from each block to the previous and the next block, whose parameters it then prefetches."""
+        """Set references between neighbouring blocks, by which each block prefetches the parameters of its neighbours.
+
+        Called once, when the list is created or the model is wrapped: the next block is prefetched in the forward, and
+        the previous block in the backward.
+        """
         blocks: list[Any] = list(dict.fromkeys(self))
         for block, following in zip(blocks, blocks[1:]):
             block._bmt.next, following._bmt.previous = weakref.ref(following._bmt), weakref.ref(block._bmt)

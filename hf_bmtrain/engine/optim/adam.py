@@ -482,7 +482,8 @@ def _check_settings(group: dict) -> None:
     if not all(0 <= value < math.inf for value in numbers.values()) or not all(0 <= beta < 1 for beta in betas):
         given = ", ".join(f"{name}={value}" for name, value in {**numbers, "betas": betas}.items())
         raise ValueError(
-            f"AdamOptimizer needs finite lr, eps, weight_decay and hold_steps ≥ 0, and betas in [0, 1), got {given}"
+            "lr, eps, weight_decay and hold_steps must be finite and at least 0, and betas at least 0 and below 1, "
+            f"got {given}"
         )
     expect_flag("decoupled", group["decoupled"])
 

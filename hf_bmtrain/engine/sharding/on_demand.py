@@ -33,7 +33,11 @@ class OnDemandGather:
     * If they are read outside `watch`, the buffer stays unsharded until the whole backward is over.
 
     If autograd unpacks a saved view after the buffer was resharded, for example in a second backward, the buffer is
-    gathered again. All ranks gather and reshard at the same places.
+    gathered again. All ranks gather and reshard at the same points of the forward and the backward.
+
+    Args:
+        schedule: the Schedule of this process, which starts all-gathers and reductions.
+        buffer: the flat buffer to unshard.
 
     Attributes:
         unwatched: whether the buffer was read outside `watch` in this forward pass.
@@ -64,7 +68,11 @@ class OnDemandGather:
 
     @property
     def buffers(self) -> tuple[ShardedBuffer]:
-        """The flat buffer that this object unshards, as a tuple, like the `buffers` of a block, which has several."""
+        """The flat buffer that this object unshards, as a tuple of one element.
+
+        A block has an attribute of the same name, with several flat buffers. So the Schedule can order the all-gathers
+        and reductions of blocks and of OnDemandGathers in the same way.
+        """
         return (self._buffer,)
 
     @property
@@ -81,13 +89,15 @@ class OnDemandGather:
     def read(self, sharded: Any, reader: torch.nn.Module) -> torch.nn.Parameter:
         """Return the full parameter inside a forward or backward, and the local parameter `sharded` elsewhere.
 
-        The first read in a forward pass is collective, because it all-gathers the buffer. If several modules read a
-        (tied) parameter, each gets its own Parameter over the same memory. Thus each module's gradient can be passed on
-        as soon as it is complete, without waiting for the other modules.
+        Called when code accesses a parameter as an attribute of a DistributedModule. Collective inside a forward or
+        backward if the buffer is sharded at this moment, because it is then all-gathered.
+
+        If several modules read a (tied) parameter, each gets its own Parameter over the same memory. Thus each module's
+        gradient can be passed on as soon as it is complete, without waiting for the other modules.
 
         Args:
             sharded: the local parameter.
-            reader: the module that reads it.
+            reader: the module whose attribute is accessed.
         """
         if self._schedule.in_backward:
             self._schedule.join_backward(self)
@@ -126,11 +136,24 @@ class OnDemandGather:
         return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
-        """Return the full Parameters of parameter `index`, which share memory: one for each module that has read it."""
+        """Return the full Parameters of one parameter: one for each module that has read it. They share memory.
+
+        Each module has its own Parameter, so that autograd computes the gradient of each module separately.
+
+        index: the index of the parameter in the flat buffer.
+        """
         return [own[index] for own in self._parameters.values() if index in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient of parameter `index`, from one of the modules that read it, to the flat buffer's gradient."""
+        """Add a gradient to the flat buffer's gradient, which is later averaged over the ranks.
+
+        Called in backward, when one gradient of the parameter is complete: of a module that reads it, of
+        `DistributedParameter.gather`, or of a fused loss. The gradients of several readers are summed.
+
+        Args:
+            index: the index of the parameter in the flat buffer.
+            gradient: the gradient of the full parameter, on this rank.
+        """
         self._schedule.join_backward(self)
         # If a block's parameter was also read outside the block, its reduction may be pending, and must end first.
         if self._buffer.gradient.is_pending:
@@ -140,7 +163,11 @@ class OnDemandGather:
         self._buffer.gradient.collect(index, gradient)
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if a forward cast one of the full parameters or wrote to it in place."""
+        """Raise RuntimeError if a forward wrote to a full parameter in place, or cast it to another dtype.
+
+        Called at the end of the outermost forward, before the full parameters are freed, because the change would then
+        be lost.
+        """
         copies = [full for own in self._parameters.values() for full in own.values() if full._version]
         self._buffer.check_unwritten(copies)
 
@@ -204,10 +231,14 @@ class OnDemandGather:
 
 @contextmanager
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
-    """Keep track of the views of full parameters that autograd saves inside the context, to know when to free them.
+    """Context manager that tracks which views of full parameters autograd saves, to know when to free the parameters.
 
-    At the end, the full parameters of a flat buffer are freed if autograd has saved no view of them, they were read
-    inside `watch` only, and only one module has read them so far. Views that autograd has not saved are then invalid.
+    A DistributedModule without children runs its forward in it, if gradients are enabled.
+
+    At the end of the context, the full parameters of a flat buffer are freed if all of the following hold: autograd has
+    saved no view of them, they were read only inside `watch`, and only one module has ever read parameters of this
+    buffer. (Other modules may soon read them again, as with tied weights.) Views that autograd has not saved are then
+    invalid.
 
     Inside the context, torch does not check whether saved tensors are modified in place. So their versions are
     compared in backward, which raises RuntimeError if they differ.

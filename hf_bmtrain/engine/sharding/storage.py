@@ -54,8 +54,8 @@ class Storage:
             and what the user can do instead.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
         is_part: whether the full parameters are parts of tensors that tensor parallelism splits (see `whole_shape`).
-        kind: the StorageKind to use again if full copies of the parameters are sharded. None: it is chosen again, as
-            for parameters that were never sharded.
+        kind: the StorageKind of full copies of the parameters (for example, in a deep copy of the model) when these
+            copies are sharded. None: their StorageKind is chosen as for parameters that were never sharded.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -112,7 +112,9 @@ class Storage:
         local_range = buffer.local_ranges[index]
         if self.full is not None and local_range.length < shape.numel():
             return self.full.view(buffer.layout.offsets[index], shape)
-        # `.data` has a version counter of its own, so writes to the shard do not count as writes to the full parameter.
+        # If the shard is the full buffer, a write to it is a write to the full parameter, so they share a version
+        # counter. Otherwise use `.data`, which has a version counter of its own: a write to the shard, for example by
+        # the optimizer, then does not count as a write to the full parameter by the forward.
         shard = buffer.shard if self.full is None else buffer.shard.data
         return shard[local_range.shard_start : local_range.shard_stop].view(shape)
 
@@ -132,7 +134,8 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
-            # If every host has a single rank and stores all shards, the other hosts need rank 0's values too.
+            # If every host has a single rank and stores all shards, this gives rank 0's values to the other hosts.
+            # Otherwise, no other rank stores these elements, and this does nothing.
             buffer.communicator.broadcast(buffer.shard, 0).wait()
             return
         flat = self.full.allocate().zero_()
@@ -167,7 +170,11 @@ class Storage:
         """Fill the memory that the all-gather sends, for example with a quantized shard.
 
         Called in each `ShardedBuffer.gather` if `prepares` is True, even if no all-gather follows because the full
-        parameters are up to date. It must then not be collective; otherwise it may be. Here it does nothing.
+        parameters are up to date. By default, it does nothing.
+
+        An override may issue collectives in the first call, and in calls before which the shard has changed since the
+        last call (compare its version counter): an all-gather then follows on every rank. In other calls it must not,
+        because not every rank may have reached this point.
         """
 
     def after_gather(self) -> None:
@@ -177,16 +184,16 @@ class Storage:
         """
 
     def reshard(self) -> None:
-        """Free the memory of the full parameters. May be called after an all-gather without `after_gather` between."""
+        """Free the memory that an all-gather has filled. Also works if `after_gather` was not called after it."""
         if self.full is not None:
             self.full.free()
 
     @contextmanager
     def full_values(self) -> Iterator[None]:
-        """Make the full parameters readable inside the context, with exactly the values of all ranks' shards.
+        """Context manager that makes the full parameters readable, with exactly the values of all ranks' shards.
 
-        Collective: every rank must call it. Subclasses whose usual all-gather sends rounded values override this
-        method. At the end, the full parameters are freed unless they were readable before.
+        Collective: every rank must call it. When the context ends, the full parameters are freed, unless they were
+        readable before it began. Subclasses whose usual all-gather sends rounded values override this method.
         """
         buffer = self.buffer
         was_unsharded = buffer.is_unsharded
@@ -267,12 +274,15 @@ class StorageKind:
         return Storage()
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether `small`, parameters that are stored as they are, may share a flat buffer with `own`.
+        """Return whether parameters of the plain kind may share a flat buffer with parameters of this kind.
 
-        If True is returned, `small` are stored at the start of the buffer, and need no all-gather of their own.
+        Called before flat buffers are created. If True is returned, the plain parameters, which usually are small
+        (norms, biases), are put at the start of the buffer, and need no all-gather of their own. By default, the result
+        is False.
 
         Args:
-            small: parameters of the plain storage kind, with the dtype and `requires_grad` of `own`.
+            small: the parameters of the plain kind (stored as they are). They have the dtype and `requires_grad` of
+                `own`.
             own: the parameters whose storage kind is this object.
         """
         return False

@@ -40,7 +40,7 @@ def refuse_grad(*args: Any, **kwargs: Any) -> None:
 
 
 def double_backward() -> RuntimeError:
-    """Return the error to raise for a backward with `create_graph=True`, which sharded models do not support."""
+    """Create the RuntimeError that autograd functions raise if their backward runs with `create_graph=True`."""
     return RuntimeError(
         "A sharded model does not support double backward (create_graph=True), because the full weights are freed "
         "after the first backward. Compute gradient penalties on a model that is not wrapped."

@@ -51,11 +51,17 @@ class Extension:
         """
 
     def recognizes(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether this extension can shard `parameter`, whose class is not torch's own Parameter."""
+        """Return whether this extension can shard `parameter`, whose class is not torch's own Parameter.
+
+        If no extension can shard it, `wrap` raises ValueError.
+        """
         return False
 
     def facts(self, model: torch.nn.Module) -> dict[str, str]:
-        """Return facts about the model that must be equal on all ranks, as {name: description}."""
+        """Return facts about the model that must be equal on all ranks, as {name: description}.
+
+        `wrap` compares them between the ranks before it changes the model, and raises RuntimeError if they differ.
+        """
         return {}
 
     def choose(self, plan: WrapPlan) -> None:
@@ -89,10 +95,10 @@ class Extension:
 
 
 def kind_of(extensions: list[Extension]) -> Any:
-    """Return a function that asks each of `extensions` in turn how to store a parameter (quantized, for example).
+    """Return a function that returns how to store a parameter of a block (quantized, for example).
 
-    The function takes the parameter. It returns the first StorageKind that an extension returns, or None if all
-    extensions return None.
+    `shard_places` calls it with each parameter that it shards. It calls the method `kind` of one extension after
+    another, and returns the first result that is not None, or None if there is none.
     """
 
     def ask(parameter: torch.nn.Parameter) -> StorageKind | None:

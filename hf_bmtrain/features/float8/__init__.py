@@ -27,6 +27,9 @@ class Float8(Extension):
     """The part of `auto_wrap` that makes linear layers compute in float8, as its arguments `float8` and `keep` select.
 
     `keep` names layers that do not use float8.
+
+    Args:
+        options: the arguments of the call of `auto_wrap`.
     """
 
     def __init__(self, options: Options) -> None:

@@ -110,8 +110,9 @@ class _Keep(_Attention):
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
-        # If an argument requires a gradient, autograd keeps the output's memory, so no copy is needed. Otherwise this
-        # may be a call in compiled code. No tensor requires a gradient there, and the output's memory may be reused.
+        # If an argument requires a gradient, autograd keeps the output's memory, so no copy is needed. If no argument
+        # does, copy the output: the call may be in compiled code, where no tensor requires a gradient, and which may
+        # reuse the output's memory.
         graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         self._outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach if graph else _copied, output))
         return output
@@ -147,20 +148,22 @@ class _Reuse(_Attention):
 
 
 def keep_attention() -> Contexts:
-    """Return two contexts: the first for a forward, which keeps attention's outputs; the second for its recomputation.
+    """Return two context managers, one for a block's forward and one for the recomputation of this forward.
 
-    In the second context, each call of attention returns the kept output. Both contexts share the list of outputs, so
-    each forward needs its own pair.
+    In the first, the outputs of attention are kept. In the second, each call of attention returns the kept output
+    instead of computing it. Both share the list of kept outputs, so each forward needs its own pair.
     """
     outputs: list[Any] = []
     return _Keep(outputs), _Reuse(outputs)
 
 
 class AttentionMeter(_Attention):
-    """A context that measures how many bytes the outputs of attention take, and how long attention takes.
+    """Context manager that measures how many bytes the outputs of attention take, and how long attention takes.
+
+    It measures the calls of attention (without dropout) inside the context. The method `milliseconds` returns the time.
 
     Attributes:
-        nbytes: the bytes of all outputs so far.
+        nbytes: the bytes of the outputs of all calls so far.
     """
 
     def __init__(self) -> None:
@@ -181,9 +184,10 @@ class AttentionMeter(_Attention):
 
 
 class KeepAttention(Recompute):
-    """The policy of blocks with use_checkpoint="attention": backward recomputes the forward, except for attention.
+    """Decides what backward recomputes in blocks with use_checkpoint="attention": everything except attention.
 
-    Inside saved-tensor hooks, such as those of a checkpoint around the block, attention is recomputed too.
+    Exception: if the block's forward runs inside saved-tensor hooks, such as those of a checkpoint around the block,
+    attention is recomputed too.
     """
 
     def contexts(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Contexts | None:

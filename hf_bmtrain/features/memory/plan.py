@@ -44,7 +44,10 @@ class Plan:
     left: int = 0
 
     def table(self, sizes: Sizes, forward_room: int) -> str:
-        """Return a table for the log: for each choice (such as keeping activations), the number of blocks, and the GiB.
+        """Return a table of this plan for the log.
+
+        Each row is a choice, such as keeping the activations. It has the number of blocks for which the choice was
+        made, and the size of the tensors that these blocks keep, or save by recomputation, in GiB.
 
         sizes, forward_room: the arguments with which `make_plan` has made this plan.
         """

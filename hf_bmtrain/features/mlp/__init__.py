@@ -24,7 +24,11 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class MlpChunks(Extension):
-    """The part of `auto_wrap` that applies `mlp_chunks=N`: makes MLPs in blocks compute their tokens in N chunks."""
+    """The part of `auto_wrap` that applies `mlp_chunks=N`: makes MLPs in blocks compute their tokens in N chunks.
+
+    Args:
+        options: the arguments of the call of `auto_wrap`.
+    """
 
     def __init__(self, options: Options) -> None:
         self._count = options.mlp_chunks
@@ -62,7 +66,7 @@ class MlpChunks(Extension):
         if self._found and plan.world.rank == 0:
             kind = type(self._found[0]).__name__
             _log.info(
-                "mlp_chunks=%d: the tokens are computed in chunks in %d MLPs of the blocks, such as %s",
+                "mlp_chunks=%d: each MLP of the blocks computes its tokens in that many chunks (%d MLPs, such as %s)",
                 self._count, len(self._found), kind,
             )  # fmt: skip
 

@@ -16,6 +16,7 @@ PIECE = 1 << 20  # the elements that one operation processes: few, so that tempo
 def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
     """Return the mean and variance, over all elements, of the last step's update δ, in units of the learning rate.
 
+    AdamOffloadOptimizer computes them after each step with `record_delta=True`, for inspection of the training.
     Collective if any of the parameters is sharded. Every rank must then call this function.
 
     With Adam's moments m and v after step t, the weight decay wd, and the weights w before and w' after the step:

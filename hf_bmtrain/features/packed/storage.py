@@ -43,14 +43,16 @@ class PackedKind(StorageKind):
 
 
 class PackedParameter(torch.nn.Parameter):
-    """A frozen full parameter, on the meta device, whose values are already packed (quantized to 4 or 8 bits).
+    """A frozen full parameter that refers to values that are already packed (quantized to 4 or 8 bits).
 
-    In a model that auto_wrap is about to shard, a PackedParameter replaces a parameter that bitsandbytes has quantized,
-    so that the values need not be unpacked.
+    When auto_wrap shards a model that bitsandbytes has quantized, it first replaces the quantized weights in blocks by
+    PackedParameters, so that the values need not be unpacked. As a tensor, a PackedParameter is on the meta device and
+    has only a shape and a dtype. When it is sharded, `PackedStorage.fill` calls `pack` to get the packed values.
 
     Attributes:
         form: the format in which the values are packed.
-        pack: a function that returns all packed cells (of CELL elements each) of the parameter, uint8, in new memory.
+        pack: a function without arguments. It returns the packed values of the whole parameter, in cells of CELL
+            elements each, as a uint8 tensor in new memory.
         storage_kind: the PackedKind of `form`, which tells `auto_wrap` how to shard the parameter.
     """
 
@@ -60,13 +62,14 @@ class PackedParameter(torch.nn.Parameter):
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, form: Format, pack: Callable[[], torch.Tensor]) -> Any:
-        """Create a PackedParameter from its shape and a function that returns its packed values.
+        """Create a PackedParameter from its shape and dtype and a function that returns its packed values.
 
         Args:
             shape: the shape of the parameter.
             dtype: the dtype of its unpacked values.
             form: the packed format.
-            pack: a function that returns all packed cells (of CELL elements each), uint8, in new memory.
+            pack: a function without arguments, which is called when the parameter is sharded. It returns the packed
+                values of the whole parameter, in cells of CELL elements each, as a uint8 tensor in new memory.
         """
         made: Any = make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"), False)
         made.form, made.pack, made.storage_kind = form, pack, PackedKind(form)
@@ -268,7 +271,7 @@ class UnpackedSlice(ShardTensor):
 
 
 def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
-    """Return the error to raise for a write to a quantized parameter."""
+    """Create the RuntimeError that the caller raises because a quantized parameter was written."""
     return RuntimeError(
         f"{_told(parameter)} was written, but its quantized values cannot change, so the write would be lost. Load or "
         "change weights before auto_wrap. To merge adapters, load the model without quantize_frozen or load_in_4bit."

@@ -88,17 +88,16 @@ def gather_features(grid: Grid, x: Tensor) -> Tensor:
 
 
 def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
-    """Return this rank's features of all ranks' rows, given all features of this rank's rows. Collective.
+    """Divide a tensor over the ranks of a tensor-parallel group by features instead of by rows. Collective.
 
-    "All ranks" are those of the tensor-parallel group; rows are dimension 0 and features the last dimension. Backward
-    does the reverse: it returns all features of the gradient of this rank's rows.
+    Rows are dimension 0, and features are the last dimension. Backward divides the gradient by rows again.
 
     Args:
         grid: the tensor-parallel groups.
-        x: (n, ..., grid.size * k), of equal shape on all ranks of the group.
+        x: (n, ..., grid.size * k), all features of this rank's rows. Its shape is equal on all ranks of the group.
 
     Returns:
-        (grid.size * n, ..., k)
+        (grid.size * n, ..., k), this rank's features of the rows of all ranks of the group.
     """
     return _FeaturesOfAllRows.apply(grid, x)
 

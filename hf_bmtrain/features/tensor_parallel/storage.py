@@ -9,11 +9,15 @@ from ...engine.sharding.storage import Storage, StorageKind
 
 
 class WholeStorage(Storage):
-    """Storage (how shards are kept and sent) of unsplit parameters with `tp_mode=True`. It stores elements unchanged.
+    """Storage (how shards are kept and sent) of parameters with `tp_mode=True` that are not split.
 
-    `tp_mode=True` means that all ranks of a tensor-parallel group use the parameter for the same rows of the batch.
+    All ranks of a tensor-parallel group use these parameters for the same rows of the batch. Their elements are stored
+    unchanged, as in `Storage`. This class only remembers `kind`. Full copies of the parameters, such as those in a deep
+    copy of the model, take it over. When the copies are sharded, their gradients are therefore averaged over the same
+    ranks as those of the originals.
 
-    kind: the StorageKind that made this storage. If a copy of a full parameter is sharded, it gets the same kind.
+    Args:
+        kind: the StorageKind that made this storage.
     """
 
     def __init__(self, kind: StorageKind) -> None:
@@ -26,7 +30,8 @@ class PartStorage(WholeStorage):
     It stores the elements of this rank's part unchanged, and converts parts to and from whole tensors for checkpoints.
 
     Args:
-        kind: the StorageKind that made this storage. If a copy of a full parameter is sharded, it gets the same kind.
+        kind: the StorageKind that made this storage. Full copies of the parameters, such as those in a deep copy of the
+            model, take it over, so that they are sharded like the originals.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """
@@ -50,13 +55,16 @@ class PartStorage(WholeStorage):
         return torch.cat(parts.unbind(), self.dim)
 
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
-        """Return the shape of a split parameter in checkpoints, and the flat index at which this rank's elements begin.
+        """Return where this rank's elements of a split parameter are in a checkpoint.
 
         Checkpoints contain the parts one after another, so that the elements of each rank are contiguous. If the tensor
         is split on dimension 0, the saved shape is that of the whole tensor. If it is split on another dimension, the
-        parts are saved as a stack, (grid.size, *shape of a part).
+        parts are saved as a stack, (tp_size, *shape of a part).
 
         index: the index of the parameter in its flat buffer (the parameters that are sharded together).
+
+        Returns:
+            (the shape of the saved tensor, the index of this rank's first element in the flattened saved tensor).
         """
         part, first = super().saved_as(index)
         stacked = self.whole_shape(index) if self.dim == 0 else torch.Size([self.grid.size, *part])
@@ -66,7 +74,7 @@ class PartStorage(WholeStorage):
         shape = self.whole_shape(index)
         if whole.shape != shape:
             raise ValueError(
-                f"the tensor must have shape {tuple(shape)}, that of the whole parameter, which tp_size splits over "
-                f"{self.grid.size} ranks, but it has shape {tuple(whole.shape)}"
+                f"the tensor to split must have shape {tuple(shape)}, that of the whole parameter, of which each of "
+                f"{self.grid.size} ranks (tp_size) takes a part, but it has shape {tuple(whole.shape)}"
             )
         return whole.chunk(self.grid.size, self.dim)[self.grid.place]

@@ -42,6 +42,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         left, groups = _rows_left(trainer), world.size // ranks_per_row(trainer.model)
         group = world.rank // ranks_per_row(trainer.model)
         # For TRL's SFTTrainer, ignore the labels of repeated rows, and average the loss over the labels of all ranks.
+        # When repeated rows are ignored, here or below, `left` is set to None: no other correction is needed then.
         of_labels = _is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
             inputs, left = _ignore_repeated(inputs, left - group * _rows_of_rank(trainer)), None
@@ -71,7 +72,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
                 _log.info(
                     "the last evaluation batch has %d pairs of rows (chosen and rejected) for %d ranks, so Accelerate "
                     "fills it up with pairs of the first batch. These do not count in the evaluation loss, but they "
-                    "count in the other metrics of %s",
+                    "count in the other metrics of %s. To avoid this, evaluate a number of pairs that is a multiple of "
+                    "per_device_eval_batch_size times the number of ranks",
                     left, world.size, type(trainer).__name__,
                 )  # fmt: skip
                 told = True
@@ -96,10 +98,10 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
                 accelerator, accelerator.gather
             )
         elif accelerator.split_batches and not isinstance(trainer.gather_function, _GatherRows):
-            # Trainer weights a batch by copying its loss once per row. With split_batches, it makes too many copies:
-            # each rank makes one for each row of all ranks. Accelerate cuts only the copies of the short last batch to
-            # the number of rows, so this batch would weigh too little. Therefore keep, on each rank, as many copies as
-            # the rank has rows in a full batch.
+            # Trainer averages the losses of batches after copying each loss once per row. With split_batches, each rank
+            # makes a copy for each row of all ranks, which is too many. For the short last batch, Accelerate then drops
+            # copies until there is one per row. For full batches, it drops none, so the last batch would weigh too
+            # little. Therefore keep, on each rank, only as many copies as the rank has rows in a full batch.
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
             )

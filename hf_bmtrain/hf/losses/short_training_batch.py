@@ -116,7 +116,9 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
     if not isinstance(sampler, BatchSamplerShard) or not sampler.even_batches or not sampler.batch_size:
         return None, None
     ranks = sampler.num_processes
-    if ranks == 1:  # all ranks get the same rows, so none are repeated
+    # Ranks that share rows (`ranks_per_row`) count as one process here. If there is only one process, all ranks get the
+    # same rows, so none are repeated.
+    if ranks == 1:
         return None, None
     total = sampler.batch_size if sampler.split_batches else sampler.batch_size * ranks
     rows = getattr(sampler.batch_sampler, "sampler", loader.dataset)

@@ -140,7 +140,10 @@ def load_state(
             passed_over.append(f"{each}: {problem}")
             continue
         for reason in passed_over if world.rank == 0 else ():
-            _log.warning("load_state skipped the checkpoint %s", reason)
+            _log.warning(
+                "load_state skipped the checkpoint %s. It is incomplete or damaged, so another checkpoint is loaded",
+                reason,
+            )
         extra = loading.apply(random)
         if world.rank == 0:
             _log.info("load_state has loaded the checkpoint %s, saved at step %d", each, loading.manifest.step)
@@ -165,11 +168,12 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
         try:
             if root.is_file():
                 raise NotADirectoryError(
-                    "it is a file. Pass the folder of a checkpoint, or the folder that contains checkpoints"
+                    "the path is a file. Pass the folder of a checkpoint, or the folder that contains checkpoints"
                 )
             if given.is_symlink() and not root.exists():
                 raise FileNotFoundError(
-                    f"it is a symbolic link to {root}, which does not exist. It may have been deleted or moved"
+                    f"the path is a symbolic link to {root}, which does not exist. If that folder was moved, pass its "
+                    "new path; if it was deleted, pass another folder"
                 )
             found = find(root, without)
         except Exception as error:
@@ -328,7 +332,7 @@ class _Loading:
         with torch.no_grad():
             for target, values in self._full_params:
                 target.copy_(values.view(target.shape))
-        for parameter in self._trained:  # so that later saves with `trained_only` include even frozen parameters
+        for parameter in self._trained:  # include these in later saves with `trained_only`, even if they are frozen
             parameter.trained = True
         for loaded in self._states:
             loaded.load()

@@ -202,7 +202,7 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
     if shapes:
         raise ValueError(
             f"{len(shapes)} trained tensors have other shapes than in --base: {'; '.join(shapes[:5])}. Pass the model "
-            "from which training started"
+            "from which training started as --base"
         )
     notes, kinds = [], {(base[name].stored.dtype, mine.stored.dtype) for name, mine in trained.items()}
     for old, new in sorted((pair for pair in kinds if pair[0] != pair[1]), key=str):
@@ -268,6 +268,8 @@ def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> li
         read_parts(source.folder, source.manifest, [Wanted(name, stored, 0, values)])
     except Damaged as error:
         if source.in_base:
-            raise ValueError(f"--base {source.folder} is damaged: {error}") from error
+            raise ValueError(
+                f"--base {source.folder} is damaged: {error}. Pass --base with another copy of this model"
+            ) from error
         raise
     return write_parts(staging, [Part(target.file, target.start, values)])[target.file]

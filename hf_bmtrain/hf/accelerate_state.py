@@ -188,8 +188,9 @@ class _AcceleratorStates:
         if not (accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook):
             accelerator._models = []  # no hook needs models; without them, Accelerate does not gather weights
         accelerator._optimizers, configuration.automatic_checkpoint_naming = [], False
-        # Accelerate saves the weights, and loads the models, that the hooks leave in these lists. Empty the lists in
-        # hooks that are registered last, so that they run after the user's.
+        # Accelerate passes a list of the weights to save, or of the models to load, to each hook, and afterwards saves
+        # or loads what is still in the list. Two more hooks empty the lists. They are registered last, so that the
+        # user's hooks run before and get full lists.
         handles = [
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
             accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()),

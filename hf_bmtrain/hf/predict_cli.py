@@ -49,7 +49,7 @@ def main(given: argparse.Namespace) -> None:
 
 
 def total(given: argparse.Namespace) -> int:
-    """Return the bytes of memory of one GPU, according to the options in `given`."""
+    """Return the size of one GPU's memory in bytes. The option `--memory` gives it in GiB."""
     return int(given.memory * 2**30)
 
 

@@ -90,8 +90,8 @@ def count_rows_once(trainer: Trainer) -> None:
         trainer._tp_size = 1  # pyright: ignore[reportAttributeAccessIssue]
     if size == 1 or "get_tp_size" in vars(trainer):
         return
-    # The trainer read this method when it was constructed, perhaps before `share_batches` replaced the method by one
-    # that returns each row once. So read it again.
+    # The trainer's constructor stored `gather_for_metrics` of the Accelerator in `gather_function`. It may have done so
+    # before `share_batches` replaced this method by one that returns each row once. So store the method again.
     trainer.gather_function = functools.partial(trainer.accelerator.gather_for_metrics, use_gather_object=False)
     trainer.get_tp_size = lambda: size  # older versions of Trainer read it here, not in the Accelerator
     track, operations = getattr(trainer, "_track_num_input_tokens", None), trainer.floating_point_ops

@@ -48,7 +48,7 @@ class BlockState:
         schedule: tracks, for all blocks of this rank, which are unsharded and which reductions are pending.
         buffers: the flat buffers of the block's parameters.
         slots: the entries of these parameters in the `_parameters` of the layer's modules.
-        replay: restores, for a recomputation, the state of the layer (such as its buffers) at the first forward.
+        replay: saves the layer's state (such as its buffers) before a forward, and restores it for its recomputation.
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
         inputs: stores the inputs of recomputed forwards in host memory until backward. None leaves them on the device.
@@ -173,8 +173,8 @@ class BlockState:
                     return self._inside(self.graphs.run, keeps, args, kwargs)
             except CannotRecompute as reason:
                 _log_once(_WHOLE_FORWARD, str(reason))
-                # The forward runs uncompiled now, for example because torch.compile is disabled in a context around it.
-                # In backward, torch.compile may be enabled again, so explicitly recompute the uncompiled forward too.
+                # torch.compile has no effect now, for example because it is disabled in a context around the forward.
+                # In backward it may have an effect again. So use `eager` for both the forward and its recomputation.
                 if isinstance(reason, NotCompiled):
                     layer_forward = self.graphs.eager
         nothing = nullcontext()
@@ -356,9 +356,11 @@ class BlockState:
     def finish_backward(self) -> None:
         """Reduce the block's gradients and reshard it at the end of backward, if `after_backward` has not done so.
 
-        Collective: every rank must call it. There are two such cases. If no input of the block requires a gradient,
-        autograd does not call `after_backward`. If the block was called several times, and backward has reached only
-        some of these calls, the last call of `after_backward`, which reduces the gradients, has not come.
+        Collective: every rank must call it. `after_backward` has not done so in two cases:
+
+        * No input of the block requires a gradient. Autograd then does not call `after_backward`.
+        * The forward called the block several times, and backward has reached only some of these calls. Then
+          `after_backward` still waits for the others.
 
         Raises RuntimeError if a parameter has got a gradient from outside the block's forward, which would be lost.
         """

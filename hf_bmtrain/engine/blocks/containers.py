@@ -59,10 +59,14 @@ def _nodes(value: Any) -> list[Any] | None:
 def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors in `values`, at any depth, that require a gradient.
 
+    It finds the tensors among the inputs or outputs of a layer through which its backward passes.
+
     Args:
         values: the values to search.
         seen: ids of containers to skip. The ids of the containers that are searched are added to it.
-        strange: a list to which objects that cannot be searched are appended.
+        strange: a list. Objects that are not searched, although they may contain tensors, are appended to it: those
+            that are no containers, have no `__dict__`, and are not known to torch's pytree, such as objects of a class
+            with `__slots__`.
     """
     for value in values:
         if type(value) in ATOMS:

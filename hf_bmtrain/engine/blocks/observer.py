@@ -54,7 +54,8 @@ class Observer:
     def end_step(self, manager: OptimManager) -> None:
         """Called at the end of `manager.step()`.
 
-        On a GPU, the host does not know yet whether the step was skipped because a gradient contained inf or nan.
+        On a GPU, the host does not know yet whether the step was skipped because a gradient contained inf or nan. If it
+        was, `explain_skip` is called later, for example in the manager's next `backward`.
         """
 
     def explain_skip(

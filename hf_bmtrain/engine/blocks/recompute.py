@@ -18,7 +18,7 @@ returns whether the output of this call is kept until backward, instead of being
 
 
 def keep_nothing(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return False: backward recomputes the output of every operator."""
+    """Return False for every operator: the `Keeps` function with which backward recomputes all outputs."""
     return False
 
 
@@ -41,8 +41,9 @@ class Recompute:
         Called before the block's all-gather. If layers issue collectives in their own forwards, which a recomputation
         repeats, the result must be the same on all ranks.
 
-        If torch's checkpoint encloses the block, the result must be the same for all calls of the block inside the
-        checkpoint. When the checkpoint recomputes these calls, each uses the last result.
+        The result must be the same for all calls of the block inside one call of torch's checkpoint around the block.
+        When that checkpoint recomputes these calls, this method is not called again. The block then uses the result for
+        the last call for all of them.
 
         Args:
             args: the positional arguments of the forward.
@@ -54,9 +55,10 @@ class Recompute:
     def contexts(
         self, args: tuple, kwargs: dict[str, Any], pending: int
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
-        """Return two contexts: one for a forward that backward will recompute, and one for the recomputation.
+        """Return two context managers: one around a forward that backward will recompute, one around its recomputation.
 
-        Returns None if neither of them needs a context.
+        Called before the forward, if torch's checkpoint will recompute it, and not a compiled graph. Returns None if no
+        context managers are needed. A subclass can use them to measure the forward, or to keep some of its tensors.
 
         Args:
             args: the positional arguments of the forward.
@@ -65,15 +67,18 @@ class Recompute:
         """
 
     def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
-        """Return a function that selects the operators whose outputs a compiled graph keeps, and does not recompute.
+        """Decide whether the compiled graph of a block recomputes a forward, or torch's checkpoint does.
 
-        Called before a forward of a compiled block that is to be recomputed in backward. Returns None if torch's
-        checkpoint must recompute this forward, in the contexts that `contexts` returns, and not the compiled graph.
+        Called before a forward of a compiled block that backward will recompute.
 
         Args:
             args: the positional arguments of the forward.
             kwargs: its keyword arguments.
             pending: the number of the block's forwards whose backward has not run.
+
+        Returns:
+            For the compiled graph, a function that selects the operators whose outputs the graph keeps until backward.
+            The graph recomputes all others. For torch's checkpoint, None; `contexts` is then called.
         """
         return keep_nothing
 
@@ -99,28 +104,37 @@ ALWAYS, NEVER = Recompute(), _Never()
 
 
 class Replay(Protocol):
-    """Makes a recomputation of a layer's forward compute the same values as the first forward."""
+    """Interface between a block and the object that restores its layer's state for recomputations of the forward.
+
+    A forward may change the state that it reads, such as buffers, attributes and random generators. Its recomputation
+    computes the same values only if it starts from the same state. The interface is implemented outside `engine`, by
+    the class that `LayerFeatures.replay` creates.
+    """
 
     def changes_buffers(self) -> bool | None:
         """Return whether forwards change the layer's buffers (such as running means), or None if this is not known.
 
-        It is not known if the layer has buffers, but no forward has run in the context that `record` returns.
+        It is not known if the layer has buffers, but no forward in the present mode (training or evaluation) has run
+        under `record`.
         """
         ...
 
     def record(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return the context for the first forward. It yields a snapshot of the layer's state, to pass to `restore`.
+        """Return a context manager that saves the layer's state. The forward to be recomputed later runs under it.
+
+        The context manager yields the saved state, a snapshot, which is passed to `restore`.
 
         args, kwargs: the arguments of the forward.
         """
         ...
 
     def restore(self, snapshot: Any) -> AbstractContextManager[Any]:
-        """Return the context for the recomputation. Inside it, the layer has the state that `snapshot` contains.
+        """Return a context manager that sets the layer to a saved state. The recomputation runs under it.
 
-        The context may suppress an exception that torch's checkpoint raises to end the recomputation early.
+        At its end, the layer gets back the state that it had before. The context manager may suppress an exception that
+        torch's checkpoint raises to end the recomputation early.
 
-        snapshot: the object that the context returned by `record` yielded.
+        snapshot: what the context manager of `record` yielded for the forward that is recomputed.
         """
         ...
 
@@ -129,7 +143,7 @@ class InputStore(Protocol):
     """Keeps the inputs of recomputed blocks outside the device's memory, for example on the host, until backward."""
 
     def saving(self) -> AbstractContextManager[Any] | None:
-        """Return a context in which torch's checkpoint saves the inputs of one forward of a block to this store.
+        """Return a context manager under which torch's checkpoint saves the inputs of a block's forward to this store.
 
         Returns None if saved-tensor hooks are active already, such as those of a checkpoint around the block, because
         those hooks then decide where tensors are saved.
@@ -152,7 +166,7 @@ class LayerFeatures(Protocol):
         ...
 
     def replay(self, layer: torch.nn.Module) -> Replay:
-        """Return the object that makes recomputations of `layer` compute the same values as its first forward."""
+        """Return the object that saves the state of `layer` before a forward, and restores it for its recomputation."""
         ...
 
     def inputs(self) -> InputStore | None:

@@ -24,7 +24,8 @@ from .recompute import Keeps, keep_nothing
 class RecomputedGraphs:
     """Compiles the forward of one block together with its recomputation in backward.
 
-    `run` calls torch.compile once for each value of its argument `keeps`.
+    `run` compiles the forward separately for each of its arguments `keeps`, a function that selects the operators whose
+    outputs are kept until backward.
 
     Args:
         forward: the function to compile: the `forward` of the layer's class, or one that was set on the instance.
@@ -68,7 +69,10 @@ class RecomputedGraphs:
             raise CannotRecompute(source.refused) from error
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of the forward, run without torch.compile."""
+        """Run the forward without torch.compile, and return its outputs.
+
+        Called instead of `run` if that has raised NotCompiled.
+        """
         return self._call(self._forward, args, kwargs)
 
     def _call(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -76,14 +80,17 @@ class RecomputedGraphs:
 
 
 class CannotRecompute(Exception):
-    """Raised if a layer cannot be compiled so that one graph contains its forward and the recomputation.
+    """Raised by `RecomputedGraphs.run` if one compiled graph cannot contain a forward and its recomputation.
 
-    The message is the reason.
+    The caller then logs the message, which is the reason, and runs the forward inside torch's checkpoint.
     """
 
 
 class NotCompiled(CannotRecompute):
-    """Raised if torch.compile is disabled, or does not compile a forward because of a context around it."""
+    """Raised if torch.compile is disabled, or does not compile a forward because of a context around it.
+
+    The caller then runs the forward, and its recomputation, with `RecomputedGraphs.eager`.
+    """
 
 
 class _Source:
@@ -113,15 +120,17 @@ def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # torch's checkpoint would not restore the layer's state
+        # Do not run eagerly, because the checkpoint below does not restore the layer's state (such as its attributes)
+        # for the recomputation. The caller, which handles NotCompiled, has a checkpoint that does.
+        if not torch.compiler.is_dynamo_compiling():
             raise NotCompiled(
-                "torch.compile is disabled, or runs them eagerly in a context such as a TorchDispatchMode"
+                "torch.compile is disabled, or runs the blocks eagerly in a context such as a TorchDispatchMode"
             )
         return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False, **options)
 
     # Copy the code object, because torch.compile caches graphs by code object and limits the number of graphs of each.
-    # Rename it, because torch.compile remembers by name which sizes vary, and would make those dynamic that differ only
-    # between the classes of two layers.
+    # Rename it, because torch.compile remembers by the function's name which sizes have varied, and makes these sizes
+    # dynamic. Under one name, sizes that differ between two classes of layers would become dynamic in both.
     name = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
     return _Source(types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__))
 

@@ -151,7 +151,9 @@ class TwoLevels:
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Ticket:
-        numbers = [self._number[rank] for rank in range(self.size)]  # the shard numbers of the ranks, in rank order
+        # The parts of `sent` and `received` are in the order of the ranks' shards. The communicator of all ranks needs
+        # them in rank order.
+        numbers = [self._number[rank] for rank in range(self.size)]  # for each rank, the number of its shard
         parts, places = sent.split([*send_counts]), received.split([*receive_counts])
         ordered, arriving = torch.cat([parts[number] for number in numbers]), torch.empty_like(received)
         counts = [[each[number] for number in numbers] for each in (receive_counts, send_counts)]
@@ -235,8 +237,8 @@ class _ReplicatedReducer:
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        # The reduction inside the host gets no running sum, because only the mean over all hosts must be added to the
-        # sum. Its result `squares` is not returned, because it contains the squares of the mean over one host.
+        # Do not pass the running sum `total` to the reduction inside the host, because not its result, but the mean
+        # over all hosts must be added to `total`. Do not return its `squares`, which are of the mean over one host.
         mean = shard if total is None else torch.empty_like(shard)
         pending, owner = self._inside.send(gradients, mean, None), self._owner
         arrived = _then(owner.stream, pending.arrived, lambda: owner.rail.all_reduce_mean(mean))

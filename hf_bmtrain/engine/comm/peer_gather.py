@@ -58,6 +58,18 @@ class PeerGather(Gather):
     * Weights that were gathered may be written again after `wait_for_readers`, which waits for the copies of all ranks.
       Every backward ends with this call. If such weights are written without it, the next `gather`, `publish` or
       `announce` raises RuntimeError.
+
+    Args:
+        communicator: the communicator whose all-reduces synchronize the copies with writes to the weights.
+        collective: the gather for shards that are too small for peer copies.
+        memory: allocates, maps and copies the shards.
+        exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
+        smallest: the minimum size in bytes of a shard that is gathered with peer copies.
+        device: this rank's device.
+        open_meetings: a collective function that opens a separate communicator, with which the ranks announce
+            asynchronous updates of weights. It is called before the first such update.
+        members: for each rank of `communicator`, its index in the result of `exchange`. None if the index equals the
+            rank.
     """
 
     # [Note: meetings of gathers]
@@ -88,20 +100,6 @@ class PeerGather(Gather):
         open_meetings: Callable[[], Communicator],
         members: Sequence[int] | None = None,
     ) -> None:
-        """Create a gather with peer copies, in which each rank copies shards directly from other ranks' memory.
-
-        Args:
-            communicator: the communicator whose all-reduces synchronize the copies with writes to the weights.
-            collective: the gather for shards that are too small for peer copies.
-            memory: allocates, maps and copies the shards.
-            exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
-            smallest: the minimum size in bytes of a shard that is gathered with peer copies.
-            device: this rank's device.
-            open_meetings: a collective function that opens a separate communicator, with which the ranks announce
-                asynchronous updates of weights. It is called before the first such update.
-            members: for each rank of `communicator`, its index in the result of `exchange`. None if the index equals
-                the rank.
-        """
         self.communicator, self.collective = communicator, collective
         self._memory, self._exchange, self._smallest = memory, exchange, smallest
         self._rank, self._size = communicator.rank, communicator.size
@@ -110,7 +108,7 @@ class PeerGather(Gather):
         self._made = 0
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._update_stream.follow()  # the update stream uses the token only after the current one has initialized it
+        self._update_stream.follow()  # the update stream waits until the current stream has initialized its token
         self._meetings = functools.cache(open_meetings)
         self._members = range(self._size) if members is None else members
 

@@ -16,7 +16,12 @@ from .communicator import DONE, Ticket
 
 
 class PeerMemory(Protocol):
-    """Allocates memory that other processes of this host can map, maps their memory, and copies between processes."""
+    """Interface of memory that the processes of one host share, for peer copies between them.
+
+    `HostMemory` implements it for processes that train on the CPU, and `CudaMemory` for GPUs. A process calls
+    `allocate`, sends the handle to the other processes, which call `map`, and copies with `copy`. To free the memory,
+    all others call `unmap`, and then the process that allocated it calls `free`.
+    """
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
         """Allocate zeroed memory that other processes of this host can map.
@@ -87,7 +92,10 @@ class PeerMemory(Protocol):
         ...
 
     def order(self) -> None:
-        """Make the current stream wait for all copies that this process has started so far."""
+        """Make the current stream wait for all copies that this process has started with `copy` so far.
+
+        Called before the ranks tell each other that their copies have ended, so that the memory may be written.
+        """
 
 
 class HostMemory:
@@ -160,6 +168,9 @@ class CudaMemory:
 
     Memory of torch's allocator is not used, because an IPC handle would share a whole segment of the allocator, which
     also contains other tensors.
+
+    Args:
+        device: the GPU of this process.
     """
 
     def __init__(self, device: torch.device) -> None:

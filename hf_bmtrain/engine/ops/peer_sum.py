@@ -19,8 +19,11 @@ def variant(dtype: torch.dtype, summed: bool) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
+    Training compiles only the variants that it needs. The tests compile all of them.
+
     Args:
-        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
+        arch: the GPU's compute capability (90 is 9.0), on which the variants of other modules may depend. Here it has
+            no effect.
     """
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 
@@ -61,8 +64,8 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
         expect("total", total, (torch.promote_types(mine.dtype, torch.float32),), (n,), device)
     if rows.dtype != mine.dtype or (n > 1 and rows.stride(1) != 1) or not 0 <= own <= others:
         raise ValueError(
-            f"each row of rows must be contiguous {mine.dtype}, and own must be from 0 to {others}, but got "
-            f"{rows.dtype} with strides {rows.stride()}, and own = {own}"
+            f"peer_mean: rows must have the dtype of mine, {mine.dtype}, and each row must be contiguous, and own must "
+            f"be from 0 to {others}, but rows is {rows.dtype} with strides {rows.stride()}, and own is {own}"
         )
     if n == 0 or rows.is_meta:
         return torch.zeros(0, dtype=torch.float64, device=device)
@@ -82,7 +85,9 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
 
 
 def reference(rows: Tensor, out: Tensor, total: Tensor | None = None) -> None:
-    """Compute the same `out` and `total` as `peer_mean`, with torch on any device.
+    """Compute the same `out` and `total` as the kernel of `peer_mean`, with operators of torch, on any device.
+
+    `peer_mean` calls it on the CPU. Tests compare the kernel's results with it.
 
     Args:
         rows: (ranks, n), the values of all ranks in rank order, those of this rank included.

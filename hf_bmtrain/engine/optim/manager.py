@@ -438,7 +438,10 @@ class OptimManager:
     def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
         """Load a state. The same optimizers must have been added as when the state was saved.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Before anything is loaded, the checksums, the number of optimizers and the
+        presence of schedulers and a loss scale are checked. Then the optimizers are loaded one after another, then the
+        schedulers, and then the loss scale. If one of them raises an error, those before it have been loaded already.
+        Then load a state that fits before you continue training.
 
         Args:
             state_dict: the result of `state_dict`. If it was saved with gather_opt=True, all ranks pass rank 0's
@@ -447,10 +450,9 @@ class OptimManager:
 
         Raises:
             TypeError: `state_dict` is not a dict, or `gather_opt` is not a bool or None.
-            ValueError: the state does not fit the optimizers or this manager. The state of the schedulers and the loss
-                scale has not changed.
+            ValueError: the state is incomplete, or does not fit this manager, an optimizer or a scheduler.
             RuntimeError: the ranks' states differ where they must be equal, or a value does not match its checksum
-                because the file is damaged. Nothing has changed.
+                because the file is damaged; or as for `backward`, if the last step was skipped.
         """
         expect_kind("state_dict", state_dict, dict, "the result of OptimManager.state_dict()")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
@@ -477,6 +479,9 @@ class OptimManager:
     def check_own_state(self, state: dict[str, Any]) -> None:
         """Check that a saved state fits this manager, without loading it.
 
+        `bmt.load_state` and `load_state_dict` call this before they load anything. The states of the optimizers are not
+        checked.
+
         Args:
             state: the result of `own_state` of the manager that was saved.
 
@@ -488,9 +493,9 @@ class OptimManager:
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
             raise ValueError(
-                f"the saved state has {len(theirs)} optimizers (whether each has a scheduler: {theirs}), but this "
-                f"manager has {len(mine)} ({mine}). Before loading, call add_optimizer for the same optimizers and "
-                "schedulers, in the same order."
+                f"the saved state is of {len(theirs)} optimizers (with a scheduler: {theirs}), but this manager has "
+                f"{len(mine)} optimizers (with a scheduler: {mine}). Before loading, call add_optimizer for the same "
+                "optimizers and schedulers, in the same order."
             )
         scale = None if self._scale is None else self.loss_scale
         if (state["loss_scale"] is None) != (scale is None):
@@ -500,14 +505,17 @@ class OptimManager:
             )
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Load the state of the schedulers and the loss scale.
+        """Load the state of the schedulers and the loss scale, but not that of the optimizers.
+
+        Collective if the last step was skipped: every rank must then call it.
 
         Args:
             state: the result of `own_state`.
 
         Raises:
-            ValueError: the state is from a manager with other optimizers or schedulers, or only one of the two managers
-                has a loss scale. Nothing is loaded then.
+            ValueError: `check_own_state` raises it, and nothing is loaded. Or a scheduler raises it, because the state
+                is of another kind of scheduler; the schedulers before it have been loaded then.
+            RuntimeError: as for `backward`, if the last step was skipped.
         """
         self.check_own_state(state)
         self._end_last_step()

@@ -113,7 +113,9 @@ class _Division(NamedTuple):
 
 
 def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
-    """Raise ValueError unless these arguments of `init_distributed` are valid and can be combined.
+    """Raise ValueError unless the arguments of `init_distributed` that say how ranks connect are valid together.
+
+    `init_distributed` calls this before it connects to other ranks.
 
     Args:
         gather: how shards are all-gathered; must be one of GATHERS.
@@ -348,8 +350,8 @@ def _divide(
     ]
     once = "once per training step" if shard_over == "host+world" else "once per all-gather"
     _log.info(
-        "rank %d: %s: parameters are all-gathered first between hosts, which sends each shard to a host only %s, and "
-        "then inside each host with %s",
+        "rank %d: %s: parameters are all-gathered first between hosts (each shard is sent to each other host only %s), "
+        "and then inside each host with %s",
         rank, numbers, once, "gloo" if device.type == "cpu" else "NCCL",
     )  # fmt: skip
     return flat._replace(gather=two[0], reduce=two[1], sums=two[1])

@@ -16,8 +16,9 @@ from ..base.arguments import expect_number
 def find_place() -> tuple[int, int, int]:
     """Return (rank, number of ranks, local rank) of this process.
 
-    They come from torch's default process group if it is initialized, and otherwise from the environment variables
-    RANK, WORLD_SIZE and LOCAL_RANK, which launchers set. Without these, the process is the only rank.
+    Rank and number of ranks come from torch's default process group if it is initialized, and otherwise from the
+    environment variables RANK and WORLD_SIZE, which launchers set. Without these, the process is the only rank. The
+    local rank comes from LOCAL_RANK. Without this variable, it is equal to the rank.
 
     Raises:
         ValueError: a variable is not an integer.
@@ -27,7 +28,10 @@ def find_place() -> tuple[int, int, int]:
     try:
         numbers = {name: int(value) for name, value in launched.items() if value is not None}
     except ValueError as error:
-        raise ValueError(f"The launcher's environment variables must be integers, got {launched}.") from error
+        raise ValueError(
+            f"The environment variables RANK, WORLD_SIZE and LOCAL_RANK must be integers, got {launched}. Start the "
+            "script with torchrun or accelerate launch, or unset these variables for a single process."
+        ) from error
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         if numbers.get("WORLD_SIZE", size) != size:

@@ -27,8 +27,9 @@ from .unused import UnusedParameters
 class State(Enum):
     """The state of a flat buffer's full parameters: not in memory, being all-gathered, or readable.
 
-    If the shard is the full buffer (with one rank, unless the parameters are quantized), the state is always SHARDED,
-    although the full parameters are always readable.
+    If the shard is the full buffer (with one rank, unless the parameters are quantized), there are no all-gathers, and
+    this state remains SHARDED, although the full parameters are always readable. `ShardedBuffer.is_unsharded` is True
+    also in this case.
     """
 
     SHARDED = auto()
@@ -44,6 +45,15 @@ class ShardedBuffer:
 
     A local parameter contains this rank's elements of one parameter, as a view of `shard`. Local parameters keep this
     object alive. This object refers to local parameters only weakly, so that they are freed with their module.
+
+    The constructor shards `parameters`, with the values that they have on rank 0. Collective: every rank must call it.
+
+    Args:
+        world: the ranks over which the parameters are sharded.
+        parameters: the full parameters, all of one dtype.
+        reduction: averages the gradients over the ranks.
+        storage: determines how the shard is stored and what an all-gather sends. None stores and sends the elements as
+            they are.
 
     Attributes:
         storage: determines how the shard is stored and what an all-gather sends.
@@ -68,15 +78,6 @@ class ShardedBuffer:
         reduction: Reduction,
         storage: Storage | None = None,
     ) -> None:
-        """Shard `parameters`, with the values that they have on rank 0. Collective: every rank must call it.
-
-        Args:
-            world: the ranks over which the parameters are sharded.
-            parameters: the full parameters, all of one dtype.
-            reduction: averages the gradients over the ranks.
-            storage: determines how the shard is stored and what an all-gather sends. None stores and sends the elements
-                as they are.
-        """
         world.buffers.made += 1
         self.number = world.buffers.made
         dtype = parameters[0].dtype
@@ -117,9 +118,9 @@ class ShardedBuffer:
         Args:
             source: (n,) this rank's tensor to send, such as the shard, or a copy of it in float8.
             target: the memory for the result, n elements of each rank; None if nothing needs to be gathered.
-            cut: the (start, stop) ranges of `source` that an all-gather must also copy to this rank's part of `target`.
-                None: the ranges of parameters that are divided between ranks, because these are read in `target`, while
-                a parameter that this rank stores in full is read in the shard.
+            cut: the (start, stop) ranges of `source` whose elements this rank reads in `target`. All-gathers copy at
+                least these ranges to this rank's own part of `target`. None chooses the ranges of the parameters that
+                are divided between ranks. (A parameter that this rank stores in full is read in the shard.)
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -148,7 +149,7 @@ class ShardedBuffer:
 
     @property
     def slices(self) -> list[Any]:
-        """The local parameters of this buffer, except those that were freed together with their module."""
+        """The local parameters, in order. Those that were freed together with their module are left out."""
         return [local for reference in self.gradient.slices if (local := reference()) is not None]
 
     # -- all-gather, use, reshard -------------------------------------------------------------------------------
@@ -330,8 +331,8 @@ class ShardedBuffer:
         quantized). A cast is undone before the error is raised.
 
         Args:
-            copies: Parameters to which the forward has written in place. They share memory with `full_params`, but are
-                not in that list.
+            copies: further full Parameters to which a forward has written in place, as the caller has found. They share
+                memory with `full_params`, the Parameters that this method checks itself.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

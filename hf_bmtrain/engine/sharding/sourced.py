@@ -73,9 +73,10 @@ class SourcedParameter(torch.nn.Parameter):
     def has_share_of(self, other: SourcedParameter, rank: int, size: int) -> bool:
         """Return whether this loaded parameter and `other` have equal shapes and equal values in this rank's share.
 
-        Not collective. Returns False if one of the two has been sharded, so that its values were dropped. A share is
-        one of `size` equal parts of the elements. Only this rank's share is compared, because a rank may not have
-        loaded the other shares.
+        Called to find out whether two loaded weights are equal, so that they may be tied. Only this rank's share (one
+        of `size` equal parts of the elements) is compared, because a rank may not have loaded the other shares. So the
+        weights are equal if the result is True on all ranks. Not collective. Returns False if one of the two has been
+        sharded, so that its values were dropped.
 
         Args:
             other: another loaded parameter.
@@ -94,10 +95,11 @@ class SourcedParameter(torch.nn.Parameter):
 
     @torch.no_grad()
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
-        """Copy this rank's elements of the parameter to its shard, and drop `values`. Called when it is sharded.
+        """Copy this rank's elements of the parameter to its shard, and drop `values`.
 
-        Collective: every rank must call it. If the values are in a memory-mapped file (`mapped`), each rank reads its
-        elements from the file. Otherwise each rank has a share of the values, and the shares are all-gathered.
+        Called when the parameter is sharded, for example by `auto_wrap`. Collective: every rank must call it. If the
+        values are in a memory-mapped file (`mapped`), each rank reads its elements from the file. Otherwise the ranks
+        all-gather their shares of the values, piece by piece, and each rank copies its own elements from the result.
 
         Args:
             part: (n,), the memory in the shard for this rank's elements of the parameter. It is filled.

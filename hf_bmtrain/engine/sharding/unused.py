@@ -14,17 +14,15 @@ class UnusedParameters:
     unused parameters in a key-value store. After the host has waited for the mean gradient, these ranks read all posts.
     By then every rank has started the reduction, so a rank that has posted nothing has used all parameters.
 
+    Args:
+        control: gives access to the key-value store in which the ranks post their unused parameters.
+        number: the flat buffer's number in the order of creation, the same on every rank.
+
     Attributes:
         sent: the number of reductions of the flat buffer that were started so far. GradientBuffer increments it.
     """
 
     def __init__(self, control: ObjectComm, number: int) -> None:
-        """Create an object that finds the unused parameters of one flat buffer.
-
-        Args:
-            control: gives access to the key-value store in which the ranks post their unused parameters.
-            number: the flat buffer's number in the order of creation, the same on every rank.
-        """
         self._control, self.number = control, number
         self.sent = 0
         self._read: str | None = None
@@ -58,7 +56,7 @@ class UnusedParameters:
 
     @property
     def alone(self) -> bool:
-        """Whether there is only one rank."""
+        """Whether there is only one rank, so that no other rank's posts have to be read."""
         return self._control.size == 1
 
     @property

@@ -91,11 +91,15 @@ def _replaces(experts: Any) -> bool:
 def run_experts(
     experts: Any, factors: dict[str, Factors], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute the output of a module with experts of transformers, whose weights may have LoRA adapters.
+    """Run the forward of a mixture of experts of transformers, whose weights may have LoRA adapters.
+
+    `SortedExperts.forward` calls this instead of transformers' forward: in training, and whenever it gets adapters. The
+    rows are sorted by expert, so that each weight needs one grouped product. Adapters are not merged into the weights.
 
     Args:
         experts: the module. Its weights must be unsharded.
-        factors: {name of a weight: (A, B, scaling) of each of its adapters}, for the weights that have adapters.
+        factors: {name of a weight: (A, B, scaling) of each of its LoRA adapters}. Weights without adapters are left
+            out.
         hidden_states: (tokens, width).
         top_k_index: (tokens, k), the indices of each token's experts.
         top_k_weights: (tokens, k), the router's weights for the outputs of these experts.

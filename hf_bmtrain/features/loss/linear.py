@@ -54,14 +54,15 @@ def linear_cross_entropy(
         weight: (V, H), of hidden's dtype. Under autocast hidden, weight and bias are cast to the autocast dtype.
         targets: (...,) class indices of any integer dtype, each in [0, V) or equal to `ignore_index`.
         bias: (V,), of hidden's dtype, or None.
-        class_weight: (V,), one weight per class, or None. The mean then divides by the sum of the targets' weights.
+        class_weight: (V,), one weight per class, as the `weight` of torch.nn.functional.cross_entropy; or None.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
-        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element. None divides by the number
-            of targets that are not ignored in this call.
+        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element, also with `class_weight`.
+            If it is None, the divisor is the number of targets that are not ignored in this call or, with
+            `class_weight`, the sum of the class weights of these targets.
         chunk_bytes: the maximum number of bytes of logits in memory at a time. Between forward and backward, the
             weight's gradient takes another 4 bytes per element, and the gradient of `hidden` as much memory as
             `hidden`.

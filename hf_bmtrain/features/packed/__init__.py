@@ -27,7 +27,13 @@ if TYPE_CHECKING:  # at run time this import would be circular, because `options
 
 
 class Packed(Extension):
-    """The part of `auto_wrap` that applies `quantize_frozen`, and shards weights that bitsandbytes has quantized."""
+    """The extension of `auto_wrap` for quantized weights. `auto_wrap` calls its methods while it wraps a model.
+
+    It quantizes frozen weights, as `quantize_frozen` says, and shards weights that bitsandbytes has quantized.
+
+    Args:
+        options: the options of the call of `auto_wrap`.
+    """
 
     def __init__(self, options: Options) -> None:
         self._form = options.quantize_frozen

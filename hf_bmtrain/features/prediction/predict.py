@@ -123,6 +123,10 @@ class Comparison(Observer):
         line = "peak memory of a step: %.2f GiB predicted, %.2f GiB measured (%+.1f %%)"
         values = predicted / 2**30, measured / 2**30, 100 * difference
         if abs(difference) > TOLERANCE:
-            _log.warning(f"predict_memory was wrong about the {line}. Its prediction:\n%s", *values, self._prediction)
+            _log.warning(
+                f"predict_memory was wrong about the {line}. Training is not affected. Check that predict_memory was "
+                "called with the same batch shapes, optimizer and options as the training. Its prediction:\n%s",
+                *values, self._prediction,
+            )  # fmt: skip
         else:
             _log.info(line, *values)

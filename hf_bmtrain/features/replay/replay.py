@@ -30,13 +30,23 @@ Buffers = Sequence[tuple[dict[str, Any], dict[str, torch.Tensor | None]]]
 class Replay:
     """Makes recomputations of a layer's forward correct if it changes state (running means, counters, a cache).
 
-    `record` saves the state before the first forward. `restore` sets the state back for a recomputation, and afterwards
-    undoes the changes of the recomputation.
+    It implements the interface `engine.blocks.recompute.Replay`. `record` saves the state before a forward. `restore`
+    sets the layer back to this state for the recomputation of that forward, and afterwards undoes the changes of the
+    recomputation.
 
-    The first forward in each mode (training, evaluation) copies all buffers and compares their values afterwards, for
-    which the host waits for the device. Later forwards in this mode copy only the buffers that the first one changed.
-    Random generators are handled in the same way, except torch's default ones, which torch's checkpoint restores.
-    Attributes and containers are restored in place; tensors in them are not copied.
+    The state consists of:
+
+    * Buffers. The layer's first forward in each mode (training, evaluation) copies all buffers, and compares their
+      values afterwards, for which the host waits for the device. Later forwards in this mode copy only the buffers that
+      the first one changed.
+    * Random generators: those of Python and NumPy, and those in attributes. Later forwards save only those that the
+      first one used. torch's default generators are left out, because torch's checkpoint restores them.
+    * Attributes, and the items of containers in attributes and arguments. Only references to them are saved. If a
+      forward assigns another tensor, `restore` puts the old one back. If it writes to a tensor in place, the
+      recomputation reads the new values.
+
+    Args:
+        layer: the module whose forward is recomputed. Its state includes that of all modules inside it.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
@@ -96,8 +106,8 @@ class Replay:
             names = sorted(self._places[n][1] for n in changed - copies.keys())
             raise RuntimeError(
                 f"{type(self._layer).__name__} changed its buffers {names} in this forward but not in its first "
-                "forward. Therefore they were not copied, and this forward cannot be recomputed. Pass "
-                "use_checkpoint=False to auto_wrap."
+                "forward in the same mode (training or evaluation). Therefore they were not copied, and this forward "
+                "cannot be recomputed. Pass use_checkpoint=False to auto_wrap."
             )
         if known is None:
             self._changing[training] = changed
@@ -106,10 +116,13 @@ class Replay:
 
     @contextmanager
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
-        """Return a context in which the layer has the state of a snapshot. At the end, the present state is restored.
+        """Context manager for a recomputation: inside it, the layer has the state that a snapshot contains.
+
+        At its end, the layer gets back the state that it had before. Tensors that are attributes, or items of
+        containers, are not copied, so what was written to them in place is neither undone nor restored.
 
         torch's checkpoint ends a recomputation early by raising an exception. If this happens inside a TorchScript
-        function, torch no longer recognizes the exception, so this context suppresses it.
+        function, torch no longer recognizes the exception, so this context manager suppresses it.
 
         Args:
             snapshot: the snapshot that `record` yielded for the forward that is recomputed.
@@ -186,7 +199,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the state that `Snapshot.of` saved.
+        """Restore the state that `Snapshot.of` saved, for good: it cannot be undone, unlike `show`.
 
         The model gets its original buffer tensors back, with their saved values.
         """
@@ -202,10 +215,12 @@ class Snapshot:
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
-        """Put the saved state into the modules, for a recomputation. Return a function that undoes this.
+        """Put the saved state into the modules for the time of a recomputation. Return a function that undoes this.
 
-        The present buffers are not overwritten: the modules get copies of the saved buffers as new tensors. The
-        returned function restores the present buffers, attributes, containers and generators.
+        `Replay.restore` calls this. Unlike `Snapshot.restore`, it does not write to the modules' present buffers, which
+        autograd may have saved for backward: until the returned function is called, the modules have copies of the
+        saved buffers as new tensors. The returned function puts back the buffers, attributes, items of containers and
+        states of generators from before the call.
         """
         present = []
         for buffers, copies in self.buffers:
@@ -313,11 +328,14 @@ def _fill(container: Any, contents: Any) -> None:
 class Attributes:
     """A saved copy of the attributes of a layer's modules, and of the items of containers in these attributes.
 
-    Modules of torch.nn without hooks are left out, because their forwards change no attributes.
+    The copy is shallow: it refers to the same objects, such as tensors. Modules of torch.nn without hooks are left out,
+    because their forwards change no attributes.
+
+    Args:
+        modules: the layer, followed by all modules inside it.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Copy the attributes of `modules`, which are the layer, followed by all modules inside it."""
         # The layer refers to this object, so a strong reference to the layer or its `__dict__` would make a cycle.
         self._layer = weakref.ref(modules[0])
         # For each module: its `__dict__` (None for that of the layer), and the attributes that a forward may change.
@@ -361,7 +379,10 @@ class Attributes:
         return values
 
     def is_present(self) -> bool:
-        """Return whether the modules' attributes, and all items of containers in them, are still the saved objects."""
+        """Return whether all attributes, and all items of containers in them, are still the objects that were saved.
+
+        Then nothing needs to be restored, and the copy need not be made again. Objects are compared by identity.
+        """
         known, values = self._values, self._read()
         assert known is not None
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))

@@ -52,6 +52,9 @@ class SplitByPlan(Extension):
     """Splits linear layers over a tensor-parallel group, as the model's tensor-parallel plan (`model.tp_plan`) says.
 
     `auto_wrap` calls the methods of this extension while it wraps a model.
+
+    Args:
+        options: the options of the call of `auto_wrap`.
     """
 
     def __init__(self, options: Options) -> None:
@@ -242,5 +245,7 @@ def _add_outputs(module: torch.nn.Module, args: Any, output: torch.Tensor) -> to
     return output if grid is None else add(grid, output)
 
 
+# Deep copies of a sharded model lose the hooks of this package, except those with the attribute STAYS. A copy of a
+# split layer needs these two hooks, because it has only this rank's part of the weight.
 for _hook in (_share_input, _add_outputs):
-    setattr(_hook, STAYS, True)  # deep copies of a split layer need these hooks too
+    setattr(_hook, STAYS, True)

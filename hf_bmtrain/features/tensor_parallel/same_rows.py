@@ -35,6 +35,9 @@ class SameRowsCheck(Observer):
     Each parameter is checked once, in the first backward in which it has a gradient; parts of split weights are not
     checked. `end_backward`, called after each backward, raises RuntimeError on every rank if `tp_mode` is wrong, and
     logs a warning if it may be wrong for some parameters.
+
+    Args:
+        world: the world of this process. The check adds itself to the observers of its schedule.
     """
 
     def __init__(self, world: World) -> None:
@@ -88,7 +91,8 @@ class SameRowsCheck(Observer):
             )
             if len(equal) == undeclared > 1:
                 raise RuntimeError(told)
-            # Do not raise here, because with a loss such as y.sum(), a bias has equal gradients for different rows too.
+            # Only warn, because tp_mode may be right: with a loss such as y.sum(), the gradients of a bias are equal
+            # even if the ranks use different rows.
             if self._world.rank == 0:
                 _log.warning("%s", told)
         if unlike:

@@ -3,7 +3,8 @@
 `install` makes these changes:
 
 * `sys.excepthook` is replaced. The rank that raises first prints its full traceback. Every other rank prints one line:
-  its own place in the program, and the rank whose output to read.
+  its own place in the program, and the rank whose output to read. If KeyboardInterrupt ends several ranks, the first of
+  them prints one line, and the others nothing.
 * `sys.exit`, `exit` and `quit` record the calling line and the exit code, because an exit handler cannot find them out.
 * An exit handler waits for the other ranks, and closes the communicators.
 
@@ -36,7 +37,7 @@ from ..engine.comm.communicator import Communicator
 from ..engine.comm.nccl import abort_all
 from ..engine.runtime.monitor import EXIT
 from ..engine.runtime.world import World, wait_loader
-from .status import line_now, line_of
+from .status import INTERRUPTED, line_now, line_of
 from .watch import Watch
 
 _log = logging.getLogger("hf_bmtrain")
@@ -49,6 +50,8 @@ _OWN_COLLECTIVES = (str(Path(__file__).parents[1] / "engine" / "comm"),)
 _FIRST_SECONDS = 5.0
 """Seconds that a failing rank waits until the rank that failed first has ended. The launcher reports the rank whose
 process ends first as the one that failed."""
+_INTERRUPTED_SECONDS = 3.0
+"""Seconds that an interrupted rank waits until all others have ended, to know which of them were interrupted too."""
 
 
 def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool) -> Callable[[], None]:
@@ -88,7 +91,22 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
     print_exception = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        problem = watch.problem if watch.problem is not None and watch.problem in str(error) else None
+        line, interrupted = line_of(trace), isinstance(error, KeyboardInterrupt)
+        at = f" at {line}" if line else ""
+        if interrupted and not watch.has_failed:
+            # Ctrl-C interrupts every rank, wherever it is. This is no failure, so tracebacks would only hide the line.
+            _log.debug("rank %d: %s", rank, "".join(traceback.format_exception(kind, error, trace)))
+            watch.end(f"{INTERRUPTED}{at}")
+            if _hides_error(error):
+                print_exception(kind, error, trace)
+            if text := watch.explain_interruption(line, _INTERRUPTED_SECONDS):
+                sys.stderr.write(f"hf_bmtrain: {text}\n")
+                sys.stderr.flush()
+            return
+        problem = watch.problem
+        # An error that does not mention the problem is another failure. Ctrl-C only ends a wait because of the problem.
+        if problem is not None and not interrupted and problem not in str(error):
+            problem = None
         if problem is None and isinstance(error, RuntimeError):
             if _is_raised_in(_TORCH_COLLECTIVES, trace):
                 problem = watch.find_cause(_CAUSE_SECONDS)
@@ -103,13 +121,14 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             cause = problem or first[1].problem or ""
             if cause.startswith("rank "):
                 first, problem = None, cause
+        if first is not None and first[1].interrupted:
+            problem = f"rank {first[0]} {first[1].ended}."
         raised = traceback.format_exception_only(kind, error)[0].strip()
         summary = problem or raised
-        at = f" at {line}" if (line := line_of(trace)) else ""
         watch.end(f"raised {summary}{at}" if problem is None else f"ended{at}: {summary}")
         if first is not None or problem is not None:
             _log.debug("rank %d: %s", rank, "".join(traceback.format_exception(kind, error, trace)))
-        if first is not None:
+        if first is not None and not first[1].interrupted:
             other, status = first
             reason = "" if problem is not None or summary in status.ended else f" ({summary.splitlines()[0]})"
             sys.stderr.write(f"rank {rank} ends{at}{reason}, because rank {other} failed first: see its output.\n")
@@ -138,6 +157,21 @@ def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
     """
     frames = traceback.walk_tb(trace)
     return any(file in frame.f_code.co_filename for frame, _ in frames for file in files)
+
+
+def _hides_error(interruption: BaseException) -> bool:
+    """Return whether a KeyboardInterrupt was raised while the program handled another error, which nothing else prints.
+
+    An error of a collective does not count, because it may be the effect of the interruption of another rank.
+    """
+    error = interruption.__context__
+    while error is not None:
+        if isinstance(error, Exception) and not _is_raised_in(
+            (*_TORCH_COLLECTIVES, *_OWN_COLLECTIVES), error.__traceback__
+        ):
+            return True
+        error = error.__context__
+    return False
 
 
 class Exits:
@@ -192,8 +226,9 @@ def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
 def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool, exits: Exits) -> None:
     """Run this process's exit handler: wait until all ranks have arrived here, and close the communicators.
 
-    The wait ends early if another rank fails or is missing, and is left out if this rank has failed. If other ranks
-    still needed this one, or if NCCL cannot abort its operations, the process ends with a nonzero exit code.
+    The wait ends early if another rank fails or is missing, or at Ctrl-C, and is left out if this rank has failed. If
+    other ranks still needed this one, or if NCCL cannot abort its operations, the process ends with a nonzero exit
+    code.
 
     watch: the monitor that tells the other ranks how this rank ended. This function stops the monitor.
     opened: the communicators to close.
@@ -210,6 +245,8 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
             world.barrier(EXIT)
         except (RuntimeError, ValueError):  # ValueError: the program has replaced the default process group
             failed, problem = True, watch.problem
+        except KeyboardInterrupt:
+            failed = True  # do not wait any longer; ranks that were interrupted in their programs report it
     watch.stop()
     if problem is not None and repr(EXIT) not in problem:
         _log.warning("rank %d exits without waiting for the other ranks: %s", world.rank, problem)

@@ -34,6 +34,8 @@ _TASKS = {
 """Tasks that may take long. For each, parts of the paths of source files that are on a rank's stack during the task."""
 _EXITING = 0x4
 """The bit PF_EXITING in the flags of /proc/PID/stat. The Linux kernel sets it when a process begins to end."""
+INTERRUPTED = "was interrupted (Ctrl-C or SIGINT)"
+"""The beginning of `Status.ended` if KeyboardInterrupt has ended the program."""
 
 
 @dataclass
@@ -80,6 +82,11 @@ class Status:
     def __post_init__(self) -> None:
         # For each frame of the stack at the last call of `look`: (id of its code object, index of its instruction).
         self._instructions: list[tuple[int, int]] = []
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether KeyboardInterrupt has ended the rank's program."""
+        return self.ended.startswith(INTERRUPTED)
 
     def to_text(self) -> str:
         """Return this status of a rank as JSON."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -45,7 +46,7 @@ class Watch(Monitor):
     * If two ranks have issued different operations (their collective logs differ), the next operation of every rank
       raises an error that names the difference. So does an operation that is already waiting on the CPU. Operations
       that are waiting on GPUs are aborted.
-    * The same happens if a rank has raised an exception, or has exited while others wait for it.
+    * The same happens if a rank has raised an exception, was interrupted, or has exited while others wait for it.
     * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
       that rank, its line in the program, and the likely cause, and repeats it at growing intervals. The rank may only
       be slow, so nothing else happens until the timeout of `init_distributed` has expired. Then all ranks are
@@ -130,8 +131,50 @@ class Watch(Monitor):
         Returns None if no other rank has ended by an exception.
         """
         others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
-        raised = [each for each in others if each[1].ended.startswith(("raised", "ended"))]
+        raised = [each for each in others if each[1].interrupted or each[1].ended.startswith(("raised", "ended"))]
         return min(raised, key=lambda each: each[1].ended_at, default=None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every rank must stop for another reason than that ranks were interrupted."""
+        first = self.raised_before()
+        return self.problem is not None if first is None else not first[1].interrupted
+
+    def explain_interruption(self, line: str, seconds: float) -> str:
+        """Return a text that says which ranks were interrupted. This rank must have published that it was.
+
+        Ctrl-C interrupts all ranks, but not at the same moment. This method waits at most `seconds` until the programs
+        of all ranks have ended; if Ctrl-C is pressed again, it does not wait any longer.
+
+        Args:
+            line: the line of the program at which this rank was interrupted, or "" if it is unknown.
+            seconds: the maximum time to wait.
+
+        Returns:
+            The text, or "" if another rank was interrupted before this one, and therefore has this text.
+        """
+        end, ranks = time.monotonic() + seconds, {self._rank: self.status}
+        with contextlib.suppress(KeyboardInterrupt):
+            while sum(status.ended != "" for status in ranks.values()) < self._control.size:
+                if time.monotonic() > end or self._rank != _first_interrupted(ranks):
+                    break
+                time.sleep(0.1)
+                ranks.update(self._read_all())
+        if self._rank != _first_interrupted(ranks):
+            return ""
+        size, found = self._control.size, [str(rank) for rank, status in sorted(ranks.items()) if status.interrupted]
+        which, others = f"rank{'s' * (len(found) > 1)} {', '.join(found)} of {size}", ""
+        if len(found) == size:
+            which = f"all {size} ranks"
+        elif sum(status.ended != "" for status in ranks.values()) == size:
+            others = " The other ranks end too."
+        else:  # they may be in native code, which Python interrupts only when it returns
+            others = " Whether the others were interrupted too is not known yet; if not, their next operation fails."
+        at = f"; rank {self._rank} was at {line}" if line else ""
+        return (
+            f"interrupted (Ctrl-C or SIGINT) on {which}{at}.{others} hf_bmtrain saves no checkpoint when it is "
+            "interrupted."
+        )
 
     @property
     def problem(self) -> str | None:
@@ -232,6 +275,8 @@ class Watch(Monitor):
         """
         if theirs.ended.startswith("raised"):
             return f"rank {other} {theirs.ended}; see the traceback in its output."
+        if theirs.interrupted:
+            return f"rank {other} {theirs.ended}."
         if not theirs.ended and other in self._board.neighbours and condition(theirs.pid) == "gone":
             return f"{self._last_seen(other, theirs)}."
         crossed = self._crossed(other, theirs) if other == (self._rank + 1) % self._control.size else None
@@ -301,15 +346,18 @@ class Watch(Monitor):
                 # The program waits in an operation that has not raised the error in this time, such as a collective on
                 # the GPU. So leave the loop and interrupt the operation.
                 break
-        _log.error("rank %d: %s", self._rank, problem)
+        first = self.raised_before()
+        # After Ctrl-C, this rank was probably interrupted too, and only waits in native code. Let one rank report it.
+        level = logging.DEBUG if first is not None and first[1].interrupted else logging.ERROR
+        _log.log(level, "rank %d: %s", self._rank, problem)
         self._interrupt()
         if self._is_told(SECONDS if blamed else _GRACE_SECONDS):
             return
         frame = sys._current_frames().get(self._program)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         sys.stderr.write(
-            f"rank {self._rank} ends its process now, because its program has not raised the error in time. It is at:\n"
-            f"{stack}"
+            f"rank {self._rank} ends its process now, because its program has not raised this error in time: {problem} "
+            f"It is at:\n{stack}"
         )
         sys.stderr.flush()
         os._exit(1)
@@ -565,6 +613,11 @@ class Watch(Monitor):
         if all(map(_is_decision, places.values())):
             summary = "the ranks differ in a decision, after which they would wait for each other forever"
         return f"{summary}. {what}. {doing}. {_advice(list(places.values()))}"
+
+
+def _first_interrupted(ranks: dict[int, Status]) -> int:
+    """Return the rank that was interrupted first. At least one must have been. ranks: the status of each rank."""
+    return min((status.ended_at, rank) for rank, status in ranks.items() if status.interrupted)[1]
 
 
 def _seen(place: str, status: Status) -> str:

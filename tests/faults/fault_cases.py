@@ -52,7 +52,7 @@ class Case:
         if self.places:
             lines = "|".join(map(str, sorted(lines_of(self.job, *self.places.split()))))
             found["place"] = rf'{self.job}\.py"?(:|, line )({lines})\b'
-            if self.name.startswith(("stuck", "exit")):  # the line where it is, or left
+            if self.name.startswith(("stuck", "exit", "sigint")):  # the line where it is, or left
                 found["place"] += r'|fault_points\.py"?(:|, line )\d+'
             if self.name.startswith("evaluat"):  # the line where the loss is computed, and the one that calls it
                 found["place"] += rf"|{self.job}\.py:\d+ \(\w+, from line ({lines})\)"
@@ -70,6 +70,7 @@ def lines_of(job: str, *marks: str) -> list[int]:
 
 RAISED = r"ValueError.*row 17 of the data is damaged"
 STOPPED = r"stopped|SIGSTOP|no sign|not responding|does not answer|silent|not been heard|frozen|suspended"
+INTERRUPTED = r"interrupted \(Ctrl-C or SIGINT\)"
 KILLED = r"SIGKILL|signal 9|killed|connection|no sign|not been heard|died|gone|ended without"
 MISSING = r"not called|does not call|missing|alone|not reached|waits? for|is in|is at"
 
@@ -95,8 +96,8 @@ CASES = [
     Case("raise_callback", RAISED, "callback"),
     Case("raise_start", RAISED, "init"),
     Case("failing_import", "ModuleNotFoundError.*a_module_that_nobody_has", "import"),
-    Case("sigint_step", "KeyboardInterrupt", "top"),
-    Case("sigint_backward", "KeyboardInterrupt", "backward forward"),
+    Case("sigint_step", INTERRUPTED, "top"),
+    Case("sigint_backward", INTERRUPTED, "backward forward"),
     Case("exit0_step", EXITED, "top"),
     Case("exit3_step", rf"({EXITED}).*3|3.*({EXITED})", "top"),
     Case("exit0_start", EXITED, "init"),
@@ -154,7 +155,7 @@ CASES = [
     Case("raise_forward", RAISED, "forward", rank=0),
     Case("exit0_step", EXITED, rank=0),
     Case("osexit0_step", EXITED, rank=0),
-    Case("sigint_step", "KeyboardInterrupt", "top", rank=0),
+    Case("sigint_step", INTERRUPTED, "top", rank=0),
     Case("raise_add", RAISED, "save", rank=0),
     Case("failing_import", "ModuleNotFoundError.*a_module_that_nobody_has", "import", rank=0),
     Case("stuck_loader", r"loader|waits?|fault_points|sleep", "loader", rank=0, stays=True),
@@ -173,7 +174,7 @@ TRAINER = [
     Case("raise_callback", RAISED, "callback"),
     Case("raise_loader", RAISED, "loader"),
     Case("raise_save", RAISED, "save"),
-    Case("sigint_step", "KeyboardInterrupt", "callback train"),
+    Case("sigint_step", INTERRUPTED, "callback train"),
     Case("exit0_step", EXITED),
     Case("osexit0_step", EXITED),
     Case("left_early", "", fails=False),  # the callback has the last weights: rank 0 saves them alone

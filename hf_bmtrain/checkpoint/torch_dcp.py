@@ -30,10 +30,12 @@ class DCPState:
 
     Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
     those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under the keys "model" and "optim". So
-    checkpoints can be exchanged with FSDP2 and with plain models, in both directions. The state of an AdamOptimizer is
-    saved in the format of torch.optim.AdamW. Of the saved settings, only lr, betas, eps and weight_decay are loaded
-    into it. For half-precision weights, the float32 master weights are saved too, and a checkpoint to load must contain
-    them.
+    checkpoints can be exchanged with FSDP2 and with plain models, in both directions.
+
+    The state of an AdamOptimizer is saved in the format of torch.optim.AdamW. Of the settings in a checkpoint, only lr,
+    betas, eps and weight_decay are loaded into an AdamOptimizer. Its state for half-precision weights includes float32
+    master weights. A checkpoint without master weights, such as one of torch.optim.AdamW with half-precision weights,
+    cannot be loaded into it.
 
     Args:
         model: the model; its complete state dict is saved.

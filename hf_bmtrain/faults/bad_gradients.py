@@ -62,10 +62,11 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """Count a step that has ended. `found` returns the results of this step until the next step has ended.
+        """Record that a step of the owner has ended. Until the next call, `found` returns the results of this step.
 
-        The results of 16 steps are used, but the checks end only with step 17, because an OptimManager may notice only
-        in step 17 that step 16 was skipped.
+        Only the first 16 steps after a skip are examined. Nevertheless, it is the 17th call that ends the checks and
+        drops the results, because an OptimManager may notice only during step 17 that step 16 was skipped, and then
+        needs the results of step 16.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
@@ -94,7 +95,11 @@ class OwnGradients(Observer):
 
     @property
     def has_seen(self) -> bool:
-        """Whether this rank's gradients of the last step were checked before they were averaged."""
+        """Whether this rank checked any of its gradients in the last step.
+
+        False before the first step has ended, and after the checks have ended. `found` then returns {}, which does not
+        mean that the gradients were finite.
+        """
         return bool(self._last)
 
 
@@ -112,6 +117,9 @@ class GradientWatcher(Observer):
 
     def watch(self, owner: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Check this rank's gradients of `parameters`, before they are averaged, in the next 16 steps of `owner`.
+
+        Called after `owner` has skipped a step or, for Hugging Face's Trainer, has logged a bad gradient norm or loss
+        scale.
 
         Args:
             owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
@@ -132,7 +140,10 @@ class GradientWatcher(Observer):
         return self._watches.get(owner)
 
     def stop(self, owner: Any) -> None:
-        """End the checks that `watch` started for `owner`, if there are any."""
+        """End the checks that `watch` started for `owner`, if there are any.
+
+        owner: the object that was passed to `watch`: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
+        """
         own = self._watches.pop(owner, None)
         if own is not None:
             own.handle.remove()

@@ -44,8 +44,9 @@ def hang_seconds() -> float:
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:
     """Wait until every rank has called this function, and return the TCPStore that the ranks used for this.
 
-    Collective: every rank must call it. After HF_BMTRAIN_HANG_SECONDS, and again after 30 s, the lowest of the waiting
-    ranks logs a warning that names the missing ranks.
+    Collective: every rank must call it. `init_distributed` calls it before it creates torch's process group. If ranks
+    are missing, the lowest of the waiting ranks logs up to two warnings that name them: after it has waited for
+    HF_BMTRAIN_HANG_SECONDS (8 by default), and after it has waited for 30 s.
 
     Args:
         rank: this rank.

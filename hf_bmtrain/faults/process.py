@@ -111,12 +111,12 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             if _is_raised_in(_TORCH_COLLECTIVES, trace):
                 problem = watch.find_cause(_CAUSE_SECONDS)
             elif _is_raised_in(_OWN_COLLECTIVES, trace) and not isinstance(error, torch.OutOfMemoryError):
-                # Do not wait for the cause, because collectives of this package have already done so.
+                # Do not wait for the cause here: this package's collectives wait for it before they raise.
                 problem = watch.find_cause(0.0)
             elif "CUDA error" in str(error):  # for example, because this GPU accessed memory of a rank that has ended
                 problem = watch.wait_for_problem(_CAUSE_SECONDS)
         first = watch.raised_before()
-        # The rank that ended first may have done so because of a problem that names a third rank, the actual cause.
+        # The rank that ended first may itself have ended because of a problem that names a third rank, the true cause.
         if first is not None and first[1].ended.startswith("ended"):
             cause = problem or first[1].problem or ""
             if cause.startswith("rank "):
@@ -189,7 +189,14 @@ class Exits:
         self._pid = os.getpid()
 
     def install(self) -> Callable[[], None]:
-        """Make `sys.exit`, `exit` and `quit` record their calls. Return a function that restores the original ones."""
+        """Make `sys.exit`, `exit` and `quit` record each call in `code` and `last`.
+
+        An exit handler cannot find out the exit code, or the line that called `sys.exit`, in any other way. It tells
+        the other ranks the line, and needs the exit code if it must end the process with `os._exit`.
+
+        Returns:
+            A function that restores the original `sys.exit`, `exit` and `quit`.
+        """
         places = [(sys, "exit"), *((builtins, name) for name in ("exit", "quit") if hasattr(builtins, name))]
         undo = []
         for place, name in places:
@@ -249,7 +256,12 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
             failed = True  # do not wait any longer; ranks that were interrupted in their programs report it
     watch.stop()
     if problem is not None and repr(EXIT) not in problem:
-        _log.warning("rank %d exits without waiting for the other ranks: %s", world.rank, problem)
+        _log.warning(
+            "rank %d has ended its program, but does not wait for the other ranks to end theirs, because of this "
+            "problem: %s",
+            world.rank,
+            problem,
+        )
         problem = None
     if problem is not None:
         print(f"rank {world.rank} exited while other ranks waited for it: {problem}", file=sys.stderr, flush=True)

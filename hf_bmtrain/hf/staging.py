@@ -104,10 +104,13 @@ class StagedWeights:
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the gathered weights if they are up to date, and otherwise the result of the model's own `state_dict`.
+        """Return the weights that `gather` has collected on rank 0.
 
-        This replaces the `state_dict` of a model without `save_pretrained`. The model's own method is collective, but
-        Trainer calls it only on rank 0.
+        This replaces the `state_dict` of a model without `save_pretrained`, because Trainer calls `state_dict` only on
+        rank 0, and the model's own method is collective. If the gathered weights are out of date, or if arguments are
+        passed, the model's own method is called.
+
+        Raises RuntimeError if the gathered weights are up to date and this is not rank 0.
         """
         if args or kwargs or not self.fresh:
             return type(self.model).state_dict(self.model, *args, **kwargs)

@@ -22,11 +22,11 @@ process."""
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. On exit, rename the file written there to `path`, replacing any previous file.
+    """Context manager that yields a temporary path, and on exit renames the file written there to `path`.
 
-    If the body of the `with` statement raises, `path` is not changed. The new file is flushed to disk before it is
-    renamed. If the process is killed, `path` is therefore either the previous file or the new one, never a partial
-    file.
+    A previous file at `path` is replaced. If the body of the `with` statement raises, `path` is not changed. The new
+    file is flushed to disk before it is renamed. If the process is killed, `path` is therefore either the previous file
+    or the new one, never a partial file.
     """
     with _temporary_folder(path) as folder:
         temporary = folder / path.name
@@ -41,7 +41,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def staged_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder and, on exit, rename it to `path`.
+    """Context manager that yields an empty temporary folder, and renames it to `path` on exit.
 
     If the body of the `with` statement raises, the temporary folder is deleted and `path` does not change. The caller
     must `flush` every file that it writes into the folder. If `path` already exists, it must be an empty folder.

@@ -67,9 +67,10 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 class Containers:
     """The mutable containers (lists, dicts, objects) among a layer's arguments, for one forward of the layer.
 
-    While the forward runs, the containers contain the replacements that `leave_backward` has made, instead of the
-    original tensors. `restore` puts the originals back. `added` returns the tensors that the layer has put into the
-    containers, which are treated like outputs of the layer.
+    To have a function called at the end of the layer's backward, `leave_backward` replaces tensors in the arguments, in
+    containers in place. The layer reads these replacements in its forward. Afterwards, `restore` puts the original
+    tensors back, so that the caller finds them in its containers. `added` returns the tensors that the layer has put
+    into the containers. They are treated like outputs of the layer.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
@@ -87,7 +88,7 @@ class Containers:
     def restore(self) -> None:
         """Put the original tensors back into the lists, dicts and objects among the layer's arguments.
 
-        Called at the end of the forward. During the forward, they contain replacements.
+        Called at the end of the forward. Before it, `leave_backward` has replaced these tensors in the containers.
         """
         seen: set[int] = set()
         for value in self._values:
@@ -325,7 +326,7 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
 
 
 def uncached_autocast() -> AbstractContextManager | None:
-    """Return a context with the current autocast settings but without autocast's cache; None if autocast is off.
+    """Return a context manager that turns off autocast's cache and keeps its other settings; None if autocast is off.
 
     Until the outermost autocast context ends, the cache keeps the low-precision copy of each parameter object. A full
     parameter is the same object in every step. So if one autocast context enclosed several steps, blocks would compute

@@ -100,7 +100,7 @@ class DistributedModule(ShardedModule):
         if schedule.in_forward:
             with self._watch_own():
                 return function(*args, **kwargs)
-        if schedule.in_backward:  # a checkpoint around this module recomputes its forward
+        if schedule.in_backward:  # activation checkpointing around this module recomputes its forward
             with uncached_autocast() or nullcontext(), schedule.inside, self._watch_own():
                 return function(*args, **kwargs)
         with uncached_autocast() or nullcontext(), schedule.forward(self._uneven) as forward_pass:

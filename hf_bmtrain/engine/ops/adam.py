@@ -64,7 +64,9 @@ def macros(
         ValueError: the combination is not supported.
     """
     if weight is not None and grad not in (weight, torch.float32):
-        raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
+        raise ValueError(
+            f"gradients of a {weight} weight must be {weight} or float32, got {grad}. Convert them before the step."
+        )
     if master == torch.int16 and weight != torch.bfloat16:
         raise ValueError(
             f"float32 master weights can be stored as int16 residuals only for bfloat16 weights, but the dtype of the "
@@ -92,8 +94,11 @@ def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
 def variants(arch: int) -> list[Variant]:
     """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
+    Tests use it to compile every variant. Training compiles only those that it launches.
+
     Args:
-        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
+        arch: the GPU's compute capability (90 is 9.0). Not used, because the variants are the same for all GPUs. In
+            other modules with a function of this name, they may depend on it.
     """
     moments = (torch.float32, torch.bfloat16)
     return [

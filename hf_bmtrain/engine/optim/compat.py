@@ -35,6 +35,9 @@ _PLAIN = (bool, int, float, str, type(None))
 def check(optimizer: torch.optim.Optimizer) -> FullState | None:
     """Check that `optimizer` can step over its sharded parameters, if it has any. Collective: every rank must call it.
 
+    The hook of `install` calls this before the optimizer's first step, and again before the next step after the
+    optimizer's parameters have changed or more parameters were sharded.
+
     Returns:
         The optimizer's FullState, which gathers and shards its state dicts; None if it has no sharded parameter.
 
@@ -122,10 +125,14 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
 
 
 def install() -> Callable[[], None]:
-    """Register a hook that checks every optimizer before its steps, and enable `foreach` for sharded parameters.
+    """Make torch's optimizers work with sharded parameters. `init_distributed` calls this.
 
-    `foreach` means that torch's optimizers pass lists of parameters to functions such as `torch._foreach_add_`. Without
-    the second change, they would update sharded parameters one by one, which is slower.
+    This function makes two changes:
+
+    * It registers a hook, which torch calls before each step of every optimizer in this process. The hook calls `check`
+      when necessary, records the optimizer's settings for the comparison between ranks, and shards a loaded state.
+    * It enables `foreach` for sharded parameters: torch's optimizers then pass lists of parameters to functions such as
+      `torch._foreach_add_`, instead of updating the parameters one by one, which is slower.
 
     Returns:
         A function that undoes both changes.

@@ -38,11 +38,14 @@ class BufferCount:
 
 
 class SavedState(NamedTuple):
-    """Two collective functions by which a feature saves an object of its own in checkpoints and loads it again.
+    """Two functions by which a feature, such as float8, saves an object of its own in checkpoints and loads it again.
+
+    `init_distributed` registers it in `World.saved_states`. Both functions are collective: every rank must call them.
 
     Attributes:
-        save: takes the world and a model, and returns the object to store in the checkpoint.
-        load: takes the world, a model, and the object from the checkpoint (None if the checkpoint contains none).
+        save: called when a checkpoint is saved, with the world and the model. Returns the object to store.
+        load: called when a checkpoint is loaded, with the world, the model and the stored object, or with {} if the
+            checkpoint contains no such object.
     """
 
     save: Callable[[World, torch.nn.Module], Any]
@@ -174,7 +177,10 @@ class World:
         for rank, theirs in enumerate(self.gather_objects(self.monitor.excerpts())):
             problem = self.monitor.compare(rank, theirs)
             if problem is not None:
-                raise RuntimeError(f"rank {self.rank}: '{occasion}' found that {problem}")
+                raise RuntimeError(
+                    f"rank {self.rank}: before '{occasion}', the ranks compared the operations that they have issued, "
+                    f"and these differ: {problem}"
+                )
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return a list of the objects that the ranks pass, in rank order. Collective: every rank must call it.
@@ -268,7 +274,7 @@ def check_no_world() -> None:
 
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Return a context in which `current_world` returns `world`, for a simulation on the meta device."""
+    """Return a context manager that makes `current_world` return `world`, for a simulation on the meta device."""
     global _world
     present, _world = _world, world
     try:

@@ -114,7 +114,8 @@ class GradientBuffer:
     def free_if_unused(self) -> None:
         """Free the memory of the gradient (`shard` and the running sum), so that the next forward can use it.
 
-        Nothing is freed if a local parameter has a `.grad`, or if the reduction of a gradient has not ended.
+        Nothing is freed if a local parameter has a `.grad`, if the reduction of a gradient has not ended, or if
+        `decide` must still be called.
         """
         if self.shard is not None and not self._begun and not self._absent and self._fresh:
             self.shard = self._total = self._squares = self._norms = None
@@ -180,9 +181,9 @@ class GradientBuffer:
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index, gradient) for each full parameter with a `.grad`, this rank's gradient before averaging.
+        """Yield (index of the parameter, this rank's gradient before averaging) for each full parameter with a `.grad`.
 
-        Call this before `send`, which sets every such `.grad` to None.
+        Used to pass these gradients to observers. Call this before `send`, which sets every such `.grad` to None.
         """
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
@@ -344,8 +345,9 @@ class GradientBuffer:
     def squares(self, indices: Sequence[int]) -> torch.Tensor | None:
         """Return the sums of squares of the gradients of k parameters, over this rank's elements, as (k,) float64.
 
-        Returns None if the reduction did not compute the sums, or if a gradient is None, or was written or replaced
-        since.
+        OptimManager uses them for the gradient norm. Some reductions compute them while they average the gradients.
+        Returns None if the last reduction did not, if one of these gradients is None or was replaced after the
+        reduction, or if `shard`, the flat gradient, was written to after it.
 
         Args:
             indices: the indices of k consecutive parameters.
@@ -360,8 +362,9 @@ class GradientBuffer:
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
         """Return elements start:stop of this rank's running sum of gradients, before it is rounded into `shard`.
 
-        The result is a view in float32 or wider. Returns None if there was only one backward, or if the shard was
-        written since the last reduction.
+        Optimizers use it instead of a half-precision `.grad`, because it is more precise. The result is a view in
+        float32 or wider. Returns None if there was only one backward, or if the shard was written to after the last
+        reduction.
         """
         if self._total is None or not self._unwritten:
             return None

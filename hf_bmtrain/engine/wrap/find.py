@@ -35,6 +35,9 @@ def choose_chains(
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
     """Return the modules that become blocks, as chains in execution order, and the ModuleLists that contain them.
 
+    A chain is a list of blocks. While a block runs, the weights of the next blocks of its chain are prefetched. The
+    ModuleLists become TransformerBlockLists.
+
     Args:
         model: the model.
         blocks: the modules that the user passed, or None to use the result of `find_block_lists`. The items of each
@@ -82,7 +85,8 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
 def adapter_parameters(model: torch.nn.Module) -> set[int]:
     """Return the ids of the parameters of all adapters in `model`, frozen or not.
 
-    PEFT's layers list the names of their submodules that belong to adapters in the attribute `adapter_layer_names`.
+    Used to keep adapters apart: they share no flat buffer with other parameters, and do not compute in float8. PEFT's
+    layers list the names of their submodules that belong to adapters in the attribute `adapter_layer_names`.
     """
     held = [
         getattr(module, name, None) for module in model.modules() for name in getattr(module, "adapter_layer_names", ())

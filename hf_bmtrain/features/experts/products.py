@@ -25,10 +25,11 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     Returns:
         (rows, N).
     """
-    # Compiled code calls torch's kernel through the operator `_product_of_groups`, because Inductor may otherwise
-    # choose strides that the kernel refuses. Up to torch 2.11, is_compiling() is False while torch.compile traces the
-    # backward of this operator, which calls this function. Torch can trace the kernel only in bfloat16, so up to that
-    # version other dtypes always use the operator.
+    # Eager code calls torch's kernel directly. Compiled code calls the operator `_product_of_groups`, which calls the
+    # kernel, because Inductor may choose strides that the kernel refuses if it sees the kernel itself. is_compiling()
+    # tells the two cases apart, with one exception: up to torch 2.11, it is False while torch.compile traces the
+    # backward of the operator, which calls this function. A direct call of the kernel is then traced, and torch can
+    # trace it only in bfloat16. So up to torch 2.11, this function uses the operator for all other dtypes.
     traced = matrices.dtype == torch.bfloat16 or torch.__version__ >= "2.12"
     if traced and not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)

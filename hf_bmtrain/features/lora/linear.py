@@ -63,17 +63,19 @@ _logged: set[str] = set()
 class FusedLoraLinear(OnlyWhileSharded):
     """PEFT's LoRA layer, changed in place so that its forward adds the adapters with fewer kernels and less memory.
 
-    The layer runs PEFT's own forward in these cases:
+    `fuse_lora` changes layers to this class. The layer still runs PEFT's own forward in these cases:
 
     * Its adapters or its base layer are of a kind that is not supported. The reason is logged once.
     * No adapter is active, or the adapters are disabled or merged.
     * It computes in float32, where PEFT's forward has the same precision.
     * A transform of torch.func is active.
-    * It is compiled, and its adapters are not all *split*: split adapters are float32, while the layer computes in
-      bfloat16. For other adapters, the compiler fuses PEFT's forward equally well.
+    * It is compiled, unless all its adapters are float32 while the layer computes in bfloat16 without autocast. (Each
+      matrix of such an adapter is split into a sum of two bfloat16 matrices.) For other adapters, the compiler fuses
+      PEFT's forward equally well.
 
-    base_layer: the frozen layer.
-    wide: whether the device can multiply 16-bit matrices with a float32 result.
+    Attributes:
+        base_layer: the frozen layer.
+        wide: whether the device can multiply 16-bit matrices with a float32 result.
     """
 
     base_layer: Any

@@ -36,7 +36,13 @@ def rows_variant(dtype: torch.dtype, general: bool, weighted: bool, cluster: int
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants of kernels that this module can compile for GPUs of the architecture `arch`, such as 90."""
+    """Return all variants of this module's CUDA sources, that is, all combinations of their macros.
+
+    Tests use it to compile every variant. Training compiles only those that it launches.
+
+    arch: the GPU's compute capability (90 is 9.0). Below 90, there are no thread block clusters, so there are fewer
+        variants.
+    """
     clusters = (1, 2, 4, 8) if arch >= 90 else (1,)
     kinds = [(dtype, *kind) for dtype in C_NAMES for kind in ((False, False), (True, False), (True, True))]
     rows = [rows_variant(*kind, cluster) for kind in kinds for cluster in clusters]
@@ -354,7 +360,9 @@ def _check_logits(logits: Tensor) -> None:
     rows, classes = logits.shape
     if classes < 1 or logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < classes):
         raise ValueError(
-            f"rows of logits must be contiguous and not overlap: shape {tuple(logits.shape)}, strides {logits.stride()}"
+            "rows of logits must be contiguous, not overlap, and have at least one class, got shape "
+            f"{tuple(logits.shape)} and strides {logits.stride()}. If the strides are the problem, pass "
+            "logits.contiguous()."
         )
 
 

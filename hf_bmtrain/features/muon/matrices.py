@@ -36,9 +36,12 @@ def refuse_parts(parameters: Iterable[torch.Tensor]) -> None:
 def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """Return two lists of a model's parameters: the matrices of hidden layers, and all others, in the model's order.
 
-    The first list contains matrices, and stacks of matrices (such as the experts of a layer), with at least two rows
-    and two columns. Only modules in blocks (transformer layers) use them, and none of these modules is an embedding or
-    a convolution.
+    Muon updates the first list, and AdamW the second. A parameter is in the first list if it meets these conditions:
+
+    * It is a matrix, or a stack of matrices (such as the experts of a layer), with at least two rows and two columns.
+    * All modules that use it are in blocks (transformer layers), and none of them is an embedding or a convolution.
+
+    Raises ValueError if tensor parallelism has split a parameter of the model.
     """
     inside = {module for block in model.modules() if isinstance(block, CheckpointBlock) for module in block.modules()}
     refuse_parts(model.parameters())

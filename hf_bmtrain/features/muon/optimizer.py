@@ -144,7 +144,7 @@ class MuonOptimizer(AdamOptimizer):
     def _of(self, groups: list[dict[str, Any]]) -> MuonOptimizer:
         return type(self)(groups)
 
-    # -- runs and state -----------------------------------------------------------------------------------------
+    # -- runs (adjacent parameters that are updated together) and their state ------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
         if not super()._arrange(active):

@@ -99,12 +99,12 @@ class Format:
             return packed.view(-1)
         absmax = torch.cat([_blocks(chunk).abs().amax(-1) for chunk in flat.split(_CHUNK * CELL)])
         if not absmax.isfinite().all():
-            raise ValueError("the tensor contains inf or NaN")
+            raise ValueError("the tensor contains inf or NaN (check the checkpoint from which it was loaded)")
         scales = self._put_scales(packed[:, self._codes :], absmax, -(-len(flat) // BLOCK))
         if not (scales if self.values else scales * _FP8_MOST).to(values.dtype).isfinite().all():
             raise ValueError(
-                f"the tensor's largest magnitude, {absmax.max().item():.6g}, would overflow {values.dtype} when it is "
-                "dequantized"
+                f"the tensor has elements so large (up to {absmax.max().item():.6g}) that quantization would round "
+                f"them to values that overflow {values.dtype}"
             )
         for number, chunk in enumerate(flat.split(_CHUNK * CELL)):
             own = slice(number * _CHUNK, (number + 1) * _CHUNK)
@@ -246,7 +246,8 @@ FORMATS = {
     each.name: each
     for each in (
         Format("nf4", 4, 8, _NF4),
-        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # as bitsandbytes packs without double quantization
+        # Only for weights that bitsandbytes has already quantized, without double quantization. Users cannot select it.
+        Format("nf4_float32", 4, 32, _NF4, by_name=False),
         Format("fp8", 8, 32),
     )
 }
@@ -306,10 +307,12 @@ def variant(form: Format, dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return the variants to compile of this module's CUDA source: one for each packed format and output dtype.
+    """Return all variants of this module's CUDA source: one for each packed format and dtype of unpacked elements.
 
-    A variant is a combination of macro definitions.
+    A variant is a combination of macro definitions. Tests use this function to compile every variant. Training compiles
+    only those that it launches.
 
-    arch: the GPU architecture, such as 90. The result does not depend on it.
+    arch: the GPU's compute capability (90 is 9.0). Not used, because the variants are the same for all GPUs. In other
+        modules with a function of this name, they may depend on it.
     """
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

@@ -28,16 +28,16 @@ def gather_full_params(model: torch.nn.Module) -> Wholes:
     for sharded in model.parameters():
         if isinstance(sharded, DistributedParameter):
             full: Any = torch.nn.Parameter(sharded.placement.gather(sharded.part), sharded.requires_grad)
-            full.is_unsharded = True  # without this, a forward would refuse the parameter, which is not sharded
+            full.is_unsharded = True  # a forward refuses parameters that are neither sharded nor marked in this way
             full_params[sharded] = full
     return full_params
 
 
 @contextmanager
 def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
-    """Return a context in which `model` runs its original code with `full_params` as its weights.
+    """Return a context manager that makes `model` run its original code with `full_params` as its weights.
 
-    In this context, the model performs no all-gathers, reductions or recomputations, and compiled blocks run without
+    In the context, the model performs no all-gathers, reductions or recomputations, and compiled blocks run without
     compilation.
 
     Args:

@@ -82,5 +82,7 @@ def _gigabytes(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 4 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} must be the memory of one GPU in GiB, at least 4, such as 80")
+        raise argparse.ArgumentTypeError(
+            f"the memory of one GPU must be a number of GiB, at least 4, such as 80, got {text!r}"
+        )
     return value

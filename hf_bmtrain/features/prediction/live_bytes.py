@@ -59,7 +59,8 @@ class LiveBytes(TorchDispatchMode):
         # {address of a storage: (weak reference to the storage, its bytes, its number)}
         self._known: dict[int, tuple[Any, int, int]] = {}
         self._hosted: dict[int, Any] = {}  # {address of a page-locked storage: weak reference to it}
-        # The numbers of storages that hold a result of torch.all, from which the host must read True.
+        # The numbers of storages that contain a result of torch.all. If the model reads such a result on the host, it
+        # gets True, as the class docstring explains.
         self._all: set[int | None] = set()
         self._count = 0  # the last number given to a storage
 

@@ -94,8 +94,9 @@ class _MetaPeers:
 def quiet_world(size: int, memory: Any) -> World:
     """Return a simulated World (ranks and their communicators), in which this process is rank 0 on the meta device.
 
-    Collectives transfer no data. `current_world` does not change. Large shards are all-gathered and reduced as if by
-    copies between GPUs of one host.
+    Collectives transfer no data. `current_world` does not change. With several ranks, large shards and their reductions
+    are allocated as in training on one host whose GPUs copy from each other's memory (`gather="peer"`), so that this
+    memory is predicted too.
 
     Args:
         size: the number of ranks.

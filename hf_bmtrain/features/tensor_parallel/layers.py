@@ -49,7 +49,8 @@ class OpParallelLinear:
                 otherwise all.
             weight: this rank's part of the weight: with `reduce_output_type`, (out_features, in_features / tp_size),
                 otherwise (out_features / tp_size, in_features).
-            bias: the bias for this rank's outputs, or None. It is added before the outputs are summed.
+            bias: the bias for this rank's outputs, or None. With `reduce_output_type`, the sum of the outputs contains
+                the biases of all ranks. To add a bias only once, pass None, and add the bias to the result.
             gather_input: whether to concatenate the rows of all ranks first.
             gather_output: whether to return the features of all ranks instead of this rank's. Ignored with
                 `reduce_output_type`.

@@ -133,7 +133,7 @@ def test_the_largest_number_of_rows_fits_and_one_more_does_not(most, power):
                 (["--length", "many"], "argument --seq-len/--length: 'many' must be"),
                 (["--gpus", "0"], "argument --gpus: '0' must be"),
                 (["--lora", "0"], "argument --lora: '0' must be"),
-                (["--memory", "0"], "argument --memory: '0' must be the memory of one GPU in GiB"),
+                (["--memory", "0"], "argument --memory: the memory of one GPU must be a number of GiB"),
                 (["--zero", "1"], "argument --zero: invalid choice"),
             ]
         ),

@@ -115,8 +115,7 @@ class CrossEntropy:
         expect_number(
             "ignore_index", self.ignore_index, "in the range of int64", lambda n: -(2**63) <= n < 2**63, integer=True
         )
-        wanted = "a probability and lie in [0, 1]"
-        expect_number("label_smoothing", self.label_smoothing, wanted, lambda part: 0 <= part <= 1)
+        expect_number("label_smoothing", self.label_smoothing, "between 0 and 1", lambda part: 0 <= part <= 1)
         for name, factor in (("z_loss", self.z_loss), ("softcap", self.softcap)):
             expect_number(name, factor, "finite and must not be negative", lambda factor: 0 <= factor < math.inf)
         if self.class_weight is not None and self.class_weight.dim() != 1:

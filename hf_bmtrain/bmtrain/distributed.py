@@ -56,7 +56,8 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
         (...), a new tensor on the device of `x`, equal on all ranks.
 
     Raises:
-        ValueError: `op` is unknown or cannot reduce this dtype; or, on every rank, shapes or dtypes differ.
+        ValueError: `op` is unknown or cannot reduce this dtype; or shapes or dtypes differ between the ranks, in which
+            case every rank raises it.
     """
     return _all_reduce(_ranks(comm), x, op)
 
@@ -93,9 +94,10 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
 
     Raises:
         ValueError: the size of dimension 0 is not a multiple of the world size; `op` is unknown or cannot reduce this
-            dtype; or, on every rank, shapes or dtypes differ.
+            dtype; or shapes or dtypes differ between the ranks, in which case every rank raises it.
     """
-    # Each rank receives different rows, so backward must sum the ranks' gradients, even in a tensor-parallel group.
+    # together=False makes backward sum the gradients of all ranks. This is necessary even in a tensor-parallel group,
+    # because each rank computes gradients for other rows of the result.
     ranks = _ranks(comm)._replace(together=False)
     _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % ranks.size:
@@ -119,7 +121,8 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
         (...), a new tensor on the device of `x`.
 
     Raises:
-        ValueError: `root` is not a rank; or, on every rank, shapes or dtypes differ.
+        ValueError: `root` is not a rank; or shapes or dtypes differ between the ranks, in which case every rank raises
+            it.
     """
     ranks = _ranks(comm)
     size = ranks.size

@@ -57,6 +57,9 @@ class Manifest:
     def without(self, bases: tuple[str, ...]) -> Manifest:
         """Return a copy of this manifest (list of files) that lacks some safetensors files and their index files.
 
+        Used to load a checkpoint without these files, such as those of the weights. They may then be missing or
+        damaged.
+
         bases: beginnings of file names, such as "model". The files whose names begin with one of them are left out.
         """
         left_out = [name for name in self.files if name.startswith(bases) and ".safetensors" in name]
@@ -116,13 +119,17 @@ class Manifest:
             manifest = cls(**fields, files=files)
         except FileNotFoundError as error:
             raise Damaged(
-                f"{NAME} is missing, so the checkpoint was never completed, or save_state did not write it"
+                f"{NAME} is missing: either the save was interrupted before the checkpoint was complete, or another "
+                "program wrote this folder"
             ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {error}") from error
         outside = [name for name in files if not name.strip(".") or Path(name).name != name or "\0" in name]
         if outside:
-            raise Damaged(f"{NAME} lists files outside its folder: {', '.join(map(repr, outside[:5]))}")
+            raise Damaged(
+                f"{NAME} lists files outside its folder: {', '.join(map(repr, outside[:5]))}. save_state never "
+                "writes such names, so another program has edited or written it"
+            )
         return manifest
 
     def check_sizes(self, folder: Path) -> None:

@@ -321,7 +321,7 @@ def _header_bytes(path: Path) -> int:
 def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
     """Verify chunks of a file. For each chunk, yield (its size in bytes, a description of the damage or None).
 
-    If the file cannot be opened, only (0, a description of the error) is yielded.
+    If the file cannot be opened, no chunk is read, and only (0, a description of the error) is yielded.
 
     Args:
         folder: the folder of the file.

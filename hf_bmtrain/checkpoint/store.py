@@ -36,7 +36,12 @@ _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin
 class Saving:
     """The result of `save` with `non_blocking`: a file that a thread of rank 0 is writing.
 
-    The interpreter does not exit before the file is complete.
+    Call `wait` to wait for the file, and to get an error of the thread. The interpreter does not exit before the thread
+    has ended.
+
+    Args:
+        state: the state dict to write, on rank 0; None on the other ranks, which write nothing.
+        path: the file.
     """
 
     def __init__(self, state: OrderedDict | None, path: Path) -> None:

@@ -118,8 +118,9 @@ class BMTrainCallback(TrainerCallback):
         if trainer is None:
             return
         setattr(trainer, HAD_CALLBACK, True)
-        # `count_rows_once` must run again when training begins, because TRL's trainers are not completely constructed
-        # in `on_init_end`. It is therefore called before the return below, which the second call reaches.
+        # This method is called in `on_init_end` and again when training begins. `count_rows_once` must run both times,
+        # because TRL's trainers are not completely constructed in `on_init_end`. The rest must run once for each model:
+        # after that, `claim_hooks` returns False.
         count_rows_once(trainer)
         if not claim_hooks(model, trainer):
             return

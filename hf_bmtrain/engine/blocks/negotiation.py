@@ -27,7 +27,7 @@ forward and another in a backward.
 _UNITS = 1 << 30  # an upper bound of the number of blocks and root buffers (of parameters outside blocks)
 _STRIDE = 1 << 20  # an upper bound of the number of buffers in one block
 _SPACE = _UNITS * _STRIDE
-_END = 6 * _SPACE  # larger than the number of any collective; requested at the end of a forward or backward
+_END = 6 * _SPACE  # requested at the end of a forward or backward; `_add` numbers the collectives below 5 * _SPACE
 
 
 class _Requests(NamedTuple):
@@ -70,7 +70,8 @@ class Negotiation:
         self._control, self._reduce = control, reduce
         self._units = 0
         self._requests: dict[int, _Requests] = {}  # by the number of the flat buffer
-        # For each number of a collective, the function by which this rank takes part if only other ranks request it.
+        # {number of a collective: the function that is called if only other ranks have requested this collective, and
+        # by which this rank takes part in it}.
         self._served: dict[int, Callable[[], None]] = {}
 
     def register(
@@ -84,7 +85,8 @@ class Negotiation:
             buffers: the model's flat buffers, in the order of its modules.
             blocks: the BlockStates of its blocks.
             last: the BlockStates of its longest list of blocks. Their all-gathers get the highest numbers in a forward,
-                because modules that only some ranks enter (such as an image tower) usually run before this list.
+                and so are issued last, because modules that only some ranks enter (such as an image tower) usually run
+                before this list.
         """
         owners = {buffer: block for block in blocks for buffer in block.buffers}
         units: dict[object, list[ShardedBuffer]] = {}
@@ -121,8 +123,9 @@ class Negotiation:
         here, owner = weakref.ref(buffer), None if block is None else weakref.ref(block)
 
         def serve_gather() -> None:
-            # The collective log, which the ranks compare, records the grad mode. The ranks that requested this
-            # all-gather issue it with gradients enabled (see `Schedule.gather`), so do the same here.
+            # The entry of an all-gather in the collective log depends on the grad mode, and must be the same on all
+            # ranks. The ranks that requested this all-gather issue it with gradients enabled (see `Schedule.gather`),
+            # so do the same here.
             with torch.enable_grad():
                 _alive(here).take_part()
 
@@ -134,9 +137,10 @@ class Negotiation:
         self._served[requests.reduction] = serve_reduction
 
     def covers(self, buffer: ShardedBuffer) -> bool:
-        """Return whether the ranks agree on each collective of `buffer` before issuing it.
+        """Return whether `buffer` was registered, so that the ranks agree on each of its collectives before issuing it.
 
-        If so, one backward may reduce the gradients of the buffer more than once.
+        If so, one backward may reduce the gradients of the buffer several times, because ranks need the reduction at
+        different times. The gradients are then final only at the end of the backward.
         """
         return buffer.number in self._requests
 
@@ -145,8 +149,9 @@ class Negotiation:
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
         """Wait until the ranks agree that the all-gather of `buffer` is next. The caller must then issue it.
 
-        Collective: every rank must call this, `before_reduction` or `finish`. Do nothing if the buffer needs no
-        collective now (for example, because it is unsharded), or if the ranks need not agree on its collectives.
+        Collective: while this waits, every other rank must also call a method that waits for agreement: this one,
+        `before_reduction` or `finish`. Returns immediately if the buffer needs no collective now (for example, because
+        it is unsharded), or was not registered.
 
         Args:
             buffer: the flat buffer to be gathered.
@@ -159,8 +164,9 @@ class Negotiation:
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
         """Wait until the ranks agree that the reduction of `gradients` is next. The caller must then start it.
 
-        Collective: every rank must call this, `before_gather` or `finish`. Do nothing if `gradients` is empty, or if
-        the ranks need not agree on the collectives of their flat buffers.
+        Collective: while this waits, every other rank must also call a method that waits for agreement: this one,
+        `before_gather` or `finish`. Returns immediately if `gradients` is empty, or their flat buffers were not
+        registered.
 
         gradients: the gradients of one block, or of one root buffer (of parameters outside blocks).
         """
@@ -177,7 +183,9 @@ class Negotiation:
     def gather_order(self, buffers: Sequence[ShardedBuffer]) -> int:
         """Return a sort key with which all ranks gather root buffers in the same order when a backward begins.
 
-        buffers: a sequence with one root buffer, that is, a flat buffer of parameters outside blocks.
+        Root buffers are the flat buffers of parameters outside blocks.
+
+        buffers: the attribute `buffers` of the object that gathers a root buffer. It contains only this buffer.
         """
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 

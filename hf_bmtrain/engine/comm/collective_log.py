@@ -53,8 +53,9 @@ def code(kind: str, number: int) -> int:
     Args:
         kind: the kind of the operation, one of `_KINDS`, such as "all-gather".
         number: for a collective on a tensor, the tensor's number of elements. For an operation on a flat buffer, the
-            buffer's number. For an exchange of Python objects or a decision, a hash of its description. For an
-            all-to-all, and for kinds that begin with "next operation of", 0.
+            buffer's number. For an exchange of Python objects or a decision, a hash of its description. 0 for an
+            all-to-all, and for kinds that begin with "next operation of" (the ranks of an uneven model agree on their
+            next collective).
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
@@ -190,11 +191,15 @@ class CollectiveLog:
         self._others: list[tuple[int, Any]] = []
 
     def publish(self, memory: memoryview, others: Mapping[int, memoryview]) -> None:
-        """Move this log to shared memory, where `note` then compares each new entry with the logs of other ranks.
+        """Move this log to shared memory, and make `note` compare each new entry with the logs of other ranks there.
+
+        Called once for each log. If another rank of this host has issued a different operation, `note` then raises an
+        error before this rank's operation can deadlock or exchange wrong data.
 
         Args:
-            memory: WORDS words of 8 bytes, which the other ranks of this host can read.
-            others: {rank: memory} of the other ranks of this host, each with that rank's log.
+            memory: the shared memory, a view of WORDS integers of 8 bytes that the other ranks of this host can read.
+            others: {rank: memory} of those ranks of this host with which to compare. Each memory contains the log that
+                the rank has published.
         """
         memory[:] = memoryview(self._memory)
         self._memory, self._others = memory, list(others.items())
@@ -222,15 +227,21 @@ class CollectiveLog:
                 self.refuse()
 
     def refuse(self) -> None:
-        """Raise RuntimeError with the text of `problem`, the reason why this rank must stop, unless that is None."""
+        """Raise RuntimeError with the text of `problem`, the reason why this rank must stop, unless that is None.
+
+        Unlike `check`, it never waits.
+        """
         if self.problem is not None:
             self.told = True
             raise RuntimeError(self.problem)
 
     def check(self, seconds: float = 0) -> None:
-        """Raise RuntimeError if `problem` is set, or if another thread sets it within `seconds`.
+        """Raise RuntimeError with the text of `problem` if it is set, or if another thread sets it within `seconds`.
 
-        `problem` is the reason why this rank must stop.
+        `problem` is the reason why this rank must stop. When an operation has failed, wait some seconds, so that the
+        monitor (the thread that watches the other ranks) can find the cause.
+
+        seconds: the maximum time to wait. 0 does not wait.
         """
         end = time.monotonic() + seconds
         while self.problem is None and time.monotonic() < end:

@@ -141,6 +141,9 @@ def neighbours(
 def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
     """Return whether two lists of lists have the same lengths and the same objects, in the same order.
 
+    Optimizers call this in each step to notice that their parameter groups, or the parameters with gradients, have
+    changed since the last step. It does not read the values of tensors.
+
     Args:
         a: the first list of lists.
         b: the second list of lists. Members are compared by identity (`is`).
@@ -207,10 +210,10 @@ class StateTensors(NamedTuple):
     exp_avg_sq: torch.Tensor | None
 
     def part(self, start: int, stop: int) -> StateTensors:
-        """Return the state of elements start:stop, as views of these tensors.
+        """Return the state of the elements `start` to `stop` - 1, as views of these tensors.
 
         Args:
-            start: the index of the first of the n elements to include.
+            start: the index of the first element to include.
             stop: the index after the last element to include.
         """
         master = None if self.master is None else self.master[start:stop]
@@ -237,8 +240,8 @@ class RunState:
 
     Attributes:
         run: the parameters, and a view of their elements.
-        master: the masters (the float32 copies of the weights that the optimizer updates, or their differences from the
-            weights), together with the second moment exp_avg_sq. All are (n,).
+        master: an object with three tensors (n,): the weights, their masters (the float32 copies that the optimizer
+            updates, or the int16 differences of these from the weights), and the second moment exp_avg_sq.
         exp_avg: the first moment, (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
         index_base: the number of the run's first element, if all elements of the optimizer are numbered as by
@@ -290,7 +293,11 @@ def _by_name(moments: Moments) -> ParameterState:
 
 
 def without_codes(held: ParameterState) -> ParameterState:
-    """Return a parameter's state with 8-bit moments, if it has any, decoded to float32 tensors in host memory."""
+    """Return a parameter's optimizer state with float32 moments, for readers outside the optimizer.
+
+    Moments stored in 8 bits (as codes) are decoded to new tensors, in host memory to save device memory. A state
+    without such moments is returned itself.
+    """
     if not has_codes(held):
         return held
     exp_avg, exp_avg_sq = Moments(*(held[_EIGHT_BITS + name] for name in Moments._fields)).read(_HOST)
@@ -299,7 +306,7 @@ def without_codes(held: ParameterState) -> ParameterState:
 
 
 def has_codes(held: ParameterState) -> bool:
-    """Return whether the moments in a parameter's optimizer state are stored in 8 bits."""
+    """Return whether the moments in a parameter's optimizer state are stored in 8 bits (as codes)."""
     return _EIGHT_BITS + Moments._fields[0] in held
 
 
@@ -327,15 +334,17 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 
 
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
-    """Copy a parameter's optimizer state into newly allocated state tensors, which may store it in another form.
+    """Copy a parameter's optimizer state into newly allocated state tensors, and convert it to the form that they have.
 
-    For example, they may store the moments in 8 bits, or the float32 master (the copy of the weight that the optimizer
-    updates) as its 16-bit difference from the weight.
+    AdamOptimizer calls this when it has allocated the state of a new Run (parameters that one kernel launch updates):
+    in its first step, after loading a state, or if other parameters have gradients than in the last step. `earlier` may
+    have float32 moments and masters (the copies of the weights that the optimizer updates), whereas `views` may store
+    the moments in 8 bits, or the masters as their 16-bit differences from the weights.
 
     Args:
         parameter: the parameter. If `earlier` contains a master, the parameter is set to the rounded master.
         views: the tensors to fill, which are views of flat state tensors that several parameters share.
-        earlier: the state to copy; empty for a new parameter.
+        earlier: the state to copy. It is empty if the parameter had no state; `views` are not changed then.
         loaded: whether `earlier` comes from a state dict. If not, and other code has written the weights since the last
             step, the master is first updated to follow the weights.
     """

@@ -160,6 +160,9 @@ class FullState:
     `state_dict()` is therefore collective and returns full tensors; `accelerator.save_state` calls it on every rank.
     Without an Accelerator, it returns this rank's elements. Both forms can be loaded: before the next step, a tensor
     with as many elements as the full parameter is replaced by this rank's elements.
+
+    Args:
+        optimizer: the optimizer. A hook is added to its `state_dict()`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -217,8 +220,9 @@ class FullState:
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
     """Return a hash of each full tensor in a loaded state, as {description of the tensor: hash}.
 
-    The ranks compare these hashes to check that they loaded the same state. Parameters that are stored on a single rank
-    are left out, because that rank cannot distinguish a full tensor from its own elements.
+    The ranks compare these hashes to check that they loaded the same state. Parameters all of whose elements are on a
+    single rank are left out. On that rank, the local tensor is as large as the full tensor, so it is unknown which of
+    the two was loaded.
 
     entries: (parameter, name, value) of all state tensors.
     """
@@ -238,9 +242,9 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     """Return this rank's elements of a state tensor. If `value` is a full tensor, the result is a view of it.
 
-    If `value` has only this rank's elements, it is returned as a sharded tensor. Numbers, factors of a matrix (as in
-    Adafactor), scales of 8-bit optimizers, stacks of full tensors, and the state of parameters that are not sharded are
-    returned unchanged. Any other shape raises ValueError.
+    If `value` has only this rank's elements, it is returned as a sharded tensor. The following are returned unchanged:
+    numbers, factors of a matrix (as in Adafactor), scales of 8-bit optimizers, several full tensors stacked in a new
+    dimension 0, and the state of parameters that are not sharded. Any other shape raises ValueError.
 
     Args:
         parameter: the parameter to which the state belongs.

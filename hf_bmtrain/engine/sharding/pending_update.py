@@ -20,6 +20,9 @@ class PendingUpdate:
     Until `wait` is called, this object keeps references to the gradients that the update reads, so that their memory is
     not reused.
 
+    Args:
+        gather: the object that all-gathers the shard. `announce` tells it about the update.
+
     Attributes:
         ticket: a handle whose `wait` makes the current stream wait until the update has written the shard; None if no
             update is pending.
@@ -40,8 +43,8 @@ class PendingUpdate:
                 the ticket of an earlier update, it must not complete before that update does.
             gradients: the tensors that the update reads.
         """
-        # The next backward cannot overwrite these gradients before the update has read them, because the forward before
-        # it waits for the update.
+        # The update reads these gradients before the next backward overwrites them, because the forward that precedes
+        # this backward waits for the update.
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:

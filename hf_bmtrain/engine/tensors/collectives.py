@@ -28,8 +28,10 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
     Without this, `all_reduce` of a sharded tensor, for example, would add up the ranks' memory, in which each rank has
     different elements of the full tensor. Nothing changes for other tensors, or for functions that call
     `__torch_function__` already. A module that imported a function by name before this call keeps the original one.
+    Called when sharded tensors are imported, only if torch is older than 2.12.
 
-    kinds: the tensor subclasses to which this applies: sharded tensors, and views of temporary full copies of them.
+    kinds: the tensor subclasses to which this applies: those of sharded tensors, and `WholeCopy`, the class of views
+        such as `parameter[0]`, which read a temporary full copy of a sharded tensor.
     """
     for name in _NAMES:
         function: Any = getattr(distributed_c10d, name)

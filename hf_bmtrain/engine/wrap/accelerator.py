@@ -78,7 +78,8 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
     # Read `f_locals` of this frame only: before Python 3.13, reading it stores references to the local variables in the
     # frame, which may keep objects of the program alive.
     trainer = frame.f_locals["self"]
-    # Allow a sharded `model` that the Trainer does not train, such as the teacher of a plain student.
+    # Raise nothing if the Trainer only calls the sharded `model` and trains another one. In distillation, for example,
+    # the teacher may be sharded and the student not.
     if not hasattr(trainer, HAD_CALLBACK) and any(each is model for each in trainer.model.modules()):
         raise RuntimeError(
             f"{type(trainer).__name__} trains a sharded model on {size} ranks without BMTrainCallback: it would scale "
@@ -97,7 +98,8 @@ def in_mixed_precision(state: Any, forward: Callable[[], Any], device: torch.dev
         state: the AcceleratorState.
         forward: a function without arguments that runs the model's forward.
         device: the device on which the model computes.
-        weights: the dtypes of the model's floating-point parameters.
+        weights: the dtypes of the model's floating-point parameters. If all have the dtype of the mixed precision, a
+            log message recommends to turn mixed precision off.
 
     Raises:
         RuntimeError: the mixed precision is not 'no', 'fp16' or 'bf16'.

@@ -125,7 +125,7 @@ def _refuse_continuous_batching(*args, **kwargs) -> NoReturn:
 
 
 def drops_layers(module: torch.nn.Module) -> bool:
-    """Return whether `module` drops layers at random.
+    """Return whether `module` drops layers at random, so that ranks may run different layers in the same step.
 
     The result is True if the module's `layerdrop` is not 0. It is also True if the module's forward reads an attribute
     whose name ends in "layerdrop", such as `encoder_layerdrop`, and the module's `config` has a nonzero value for it.

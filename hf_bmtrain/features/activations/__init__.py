@@ -39,6 +39,9 @@ class OffloadActivations(Extension):
     """The part of `auto_wrap` that applies the argument `offload_activations`.
 
     If it is True, the inputs of recomputed blocks (transformer layers) are kept in host memory until backward.
+
+    Args:
+        options: the options of `auto_wrap`, of which `offload_activations` is used.
     """
 
     def __init__(self, options: Options) -> None:

@@ -35,8 +35,10 @@ def install_signal_guard(
 ) -> None:
     """Install the observer that measures the rounding noise of float8 layers, and switches off float8 where it is high.
 
-    After that decision, blocks whose layers all keep float8 all-gather their weights in float8. On the meta device
-    nothing is measured, and the weights of all float8 layers are all-gathered in float8 immediately.
+    The observer measures once, when training begins. Then the ranks decide which layers keep float8, and the observer
+    removes itself. From then on, flat buffers whose layers all keep float8 are all-gathered in float8, with the
+    exceptions that `Calibration.decide` lists. On the meta device nothing is measured, and the weights of all float8
+    layers are all-gathered in float8 immediately.
 
     Args:
         model: the model.
@@ -84,7 +86,10 @@ class Calibration(Observer):
 
     @property
     def has_measured(self) -> bool:
-        """Whether this rank has measured the layers, but the ranks have not decided yet."""
+        """Whether this rank has measured the layers, but the ranks have not decided yet.
+
+        If this is True on all ranks when a checkpoint is saved, they decide first, so that the decision is saved too.
+        """
         raise NotImplementedError
 
     def decide(self) -> None:
@@ -134,10 +139,10 @@ class Calibration(Observer):
 
 
 class CalibrationInStep(Calibration):
-    """Measures the float8 noise of layers in the first training forward. Later, the ranks decide which use float8.
+    """Measures the float8 noise of layers in the first training forward. Used if blocks are not compiled.
 
-    The ranks decide at the start of the first training forward after every rank has run the backward of the measured
-    forward.
+    The ranks decide which layers keep float8 at the start of a later training forward: the first one after every rank
+    has run the backward of the measured forward. The arguments are those of `Calibration`.
     """
 
     _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then
@@ -163,6 +168,9 @@ class CalibrationInStep(Calibration):
 class CalibrationAhead(Calibration):
     """Measures the float8 noise of layers in a separate forward, just before the first training forward.
 
+    Used if blocks are compiled, so that the compiled graphs do not contain the measurement. The arguments are those of
+    `Calibration`.
+
     The separate forward gets copies of the training forward's arguments. It is not compiled and runs without gradients.
     Right after it, the ranks decide which layers keep using float8. Random generators and the model's buffers,
     attributes and containers are restored, even if the separate forward raises an error.
@@ -175,7 +183,7 @@ class CalibrationAhead(Calibration):
 
     @property
     def has_measured(self) -> bool:
-        return False  # `before_forward` decides immediately after measuring
+        return False  # `before_forward` measures and decides in the same call
 
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

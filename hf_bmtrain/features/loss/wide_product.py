@@ -39,8 +39,8 @@ def _wide_output(device: torch.device) -> bool:
         return True
     log.warning(
         "linear_cross_entropy rounds the weight's gradient to half precision once per chunk, because torch %s on a GPU "
-        "of compute capability %s cannot multiply half-precision matrices with a float32 result. That needs torch 2.8 "
-        "or newer and compute capability 8.0 or higher.",
+        "of compute capability %s cannot multiply half-precision matrices with a float32 result. The gradient is less "
+        "accurate, and the loss is not affected. Torch 2.8 or newer and compute capability 8.0 or higher avoid this.",
         torch.__version__,
         ".".join(map(str, capability)),
     )

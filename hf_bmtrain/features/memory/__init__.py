@@ -44,11 +44,15 @@ class MemoryPlanner(Observer):
     after each backward. For a backward in which memory is measured, `finish_backward` is also called when the backward
     ends, or `abandon_backward` if the backward raises an error.
 
+    Args:
+        world: the ranks that plan together.
+        memory: reads how much memory of this rank's device is allocated and free.
+
     Attributes:
-        activations: the plan for all blocks with use_checkpoint="auto". It does not use the memory of resident buffers
-            (buffers that stay unsharded between steps).
-        residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers. All these plans
-            share the memory that `activations` leaves.
+        activations: the plan for all blocks with use_checkpoint="auto". It is the first to be made. If it is made
+            again, buffers that are resident by then (kept unsharded between steps) keep their memory.
+        residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers. If blocks have
+            use_checkpoint="auto", all these plans share the memory that `activations` leaves.
     """
 
     buffers = ()  # the schedule reads `buffers` of each object that it calls in a backward; the planner has none
@@ -166,6 +170,9 @@ class Memory(Extension):
     """The part of `auto_wrap` that applies its argument `keep_frozen`, and adds advice to out-of-memory errors.
 
     keep_frozen determines which frozen parameters stay unsharded between steps. The advice is on how to save memory.
+
+    Args:
+        options: the options of `auto_wrap`, of which `keep_frozen` is used.
     """
 
     def __init__(self, options: Options) -> None:

@@ -83,6 +83,10 @@ class AutoCheckpoint(Recompute):
     The plan is valid for inputs that are, in every dimension, at most as large as the inputs of a measured forward,
     because such inputs need no more memory. Larger inputs start a new measurement.
 
+    Args:
+        activations: the plan for all blocks, to which the block's measurements are added.
+        block: the block's state.
+
     Attributes:
         kept: whether the block keeps its activations, and so is not recomputed.
         attention: whether the block is recomputed but keeps the outputs of attention.
@@ -151,7 +155,7 @@ class AutoCheckpoint(Recompute):
 
     def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
         if self.activations.measuring:
-            return None  # the bytes that a forward saves can be counted only with torch's checkpoint around the block
+            return None  # recompute by torch's checkpoint, not by the compiled graph, in which bytes cannot be counted
         return is_kept if self._keeps_attention(pending) else keep_nothing
 
     def _keeps_attention(self, pending: int) -> bool:
@@ -168,8 +172,9 @@ class AutoCheckpoint(Recompute):
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the block's training forward that is about to begin is recomputed in backward.
 
-        Call it before the block's all-gather. Before the first plan of which blocks are recomputed, the first call
-        after each backward is collective: every rank must make it, because the ranks exchange their measurements.
+        Call it before the block's all-gather. The plan `activations` determines the result. Until the ranks have made
+        this plan, they exchange their measurements once after each backward: in the next call of this method for any
+        block, which every rank must make. The ranks of an uneven model exchange nothing.
 
         Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
         block), because these hooks decide which tensors are kept. Also returns True inside a backward.
@@ -202,8 +207,8 @@ class AutoCheckpoint(Recompute):
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
         # SavedBytes does not count the tensors in `held`, because they are on the device anyway. With
-        # offload_activations, inputs that require a gradient are counted: if the block is recomputed, they are moved to
-        # the host, so keeping the block's activations would take their memory too.
+        # offload_activations, inputs that require a gradient are counted, because they are on the device only if the
+        # block keeps its activations. If it is recomputed, they are moved to the host.
         held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
         saved, meter = SavedBytes([*held, *views]), AttentionMeter()
         device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))
@@ -213,9 +218,11 @@ class AutoCheckpoint(Recompute):
         self.activations.add(self, Measurement(shapes, saved.nbytes, pending + 1, meter.nbytes, watch, meter))
 
     def learn(self, measurement: Measurement) -> None:
-        """Update the block's maxima (such as the bytes of its activations) with the measurement of one forward.
+        """Update what is known about the block with the measurement of one forward. The next plan uses it.
 
-        Called at the end of the backward that follows this forward.
+        This concerns the largest bytes of the block's activations and of its outputs of attention, the largest number
+        of forwards that wait for their backward (`calls`), and the inputs for which the plan is valid. Called at the
+        end of the backward that follows the forward.
         """
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._attention, self._measured = max(self._attention, measurement.attention), measurement
@@ -238,6 +245,10 @@ class Activations:
     There are two exceptions. Ranks of an uneven model, which may enter different blocks, make even the first plan by
     themselves. If layers call collectives in their forwards (`together`), all ranks make every plan together.
 
+    Args:
+        planner: the owner of this plan and of those for keep_frozen="auto". Its attribute `memory`
+            reads the device's memory.
+
     Attributes:
         measuring: whether the rest of this pass is measured.
         left: the bytes that the last plan leaves for parameters that keep_frozen="auto" keeps unsharded between steps,
@@ -249,15 +260,20 @@ class Activations:
         self._planner, self._schedule = planner, planner.world.schedule
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
+        # A pass lasts from the first training forward after a backward to the end of the next backward.
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []  # the measurements of this pass
         self._inputs = MeasuredInputs()  # if all ranks plan together: the inputs of measured forwards of whole models
         self._seen: list[Shapes] = []  # the shapes of the models' inputs in this pass
-        self._free: int | None = None  # the fewest bytes free at the start of a pass since the first plan; None before
-        self._forward = self._backward = 0  # bytes at the peaks of forward and backward, minus those at the start
+        # The number of bytes that were free at the start of a pass: the smallest of all passes since the first plan.
+        # None before the first plan.
+        self._free: int | None = None
+        # How many more bytes were allocated at the peak of the forward, and of the backward, than at the start of the
+        # pass: the largest number of all measured passes.
+        self._forward = self._backward = 0
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
         self._stale = True  # True until the first plan, and from a later measurement to the next plan
-        self._left = 0
+        self._left = 0  # the value of `left` while it is not None
         self.measuring = False
 
     @property
@@ -276,7 +292,8 @@ class Activations:
     def together(self) -> bool:
         """True if all ranks choose together, for every plan, which blocks are recomputed.
 
-        They do so if layers call collectives in their own forwards: all ranks must then recompute the same layers.
+        They do so if layers call collectives in their own forwards, because all ranks must then recompute the same
+        layers. Otherwise, the ranks choose together only for the first plan.
         """
         return self._schedule.collective_layers
 
@@ -337,7 +354,7 @@ class Activations:
             return
         free = self._read_free()
         replan = self._stale or free < self._free
-        if self.together:  # ranks that have measured alone before may disagree about `replan`
+        if self.together:  # ranks may have different `free`, but all must take part if one of them plans again
             replan = self._planner.world.control.any(replan, _OCCASION)
         self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
         if replan:
@@ -361,8 +378,9 @@ class Activations:
     def mark(self, recomputed: bool) -> None:
         """Record the allocator's peak since the last call, and reset it. Called in a backward while memory is measured.
 
-        The peak counts as the backward's if recomputed activations of a block were alive since the last call, and
-        otherwise as the forward's. Also requests the call of `finish_backward` at the end of this backward.
+        If the last call had `recomputed=True`, recomputed activations of a block were alive until now, so the peak
+        counts as one of the backward. Otherwise it counts as one of the forward. The schedule is also asked to call
+        `finish_backward` at the end of this backward.
 
         recomputed: True at the start of a block's recomputation, False at the start of a block's backward.
         """
@@ -468,13 +486,14 @@ class Activations:
             tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
         )  # fmt: skip
         agreed = agree(world, mine) if self.together else combine([mine])
-        assert agreed is not None  # it is None only before an optimizer's first step, or for a Reading without `rooms`
+        assert agreed is not None  # because every rank passes `stepped=True`, and knows its `rooms`
         sizes = Sizes(agreed.activations, agreed.attention, [0] * len(blocks), agreed.attention_first)
         plan = make_plan(sizes, *agreed.rooms)
         chosen = list(zip(plan.kept, plan.attention))
         if [(block.kept, block.attention) for block in blocks] != chosen and not (self.together and world.rank):
             _log.info(
-                "rank %d: use_checkpoint='auto', new plan, because inputs are larger or less memory is free: %s",
+                "rank %d: use_checkpoint='auto' has changed which blocks are recomputed, because inputs are larger or "
+                "less memory is free: %s",
                 world.rank, plan.table(sizes, agreed.rooms[0]),
             )  # fmt: skip
         for block, (kept, attention) in zip(blocks, chosen):

@@ -75,6 +75,10 @@ class Residents:
 
     Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or once the ranks
     have found that no buffer fits into the available memory.
+
+    Args:
+        model: the wrapped model. Its blocks and flat buffers are listed now, and referenced weakly.
+        planner: the owner of this plan, of those of other models, and of the plan for use_checkpoint="auto".
     """
 
     def __init__(self, model: torch.nn.Module, planner: MemoryPlanner) -> None:
@@ -88,13 +92,15 @@ class Residents:
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
+        # A pass consists of the training forwards between two backwards. Measuring begins in a pass without chosen
+        # buffers, and lasts until buffers are chosen.
         self._forwards = 0  # the number of training forwards in this pass
         self._seen: list[tuple[int, Shapes]] = []  # (number in the pass, input shapes) of measured forwards
         self._inputs = MeasuredInputs()
-        self._peak: int | None = None  # peak of allocated bytes since the measurement began; None without a measurement
-        self._free = 0  # the fewest bytes free at the start of a pass, since the measurement began
-        self._spare = 0  # bytes by which free memory may fall below `_free` before a new plan is made
-        self._policies: list[Any] = []  # the blocks' recompute policies when the measurement began
+        self._peak: int | None = None  # the peak of allocated bytes since measuring began; None while not measuring
+        self._free = 0  # bytes free at the start of a pass: the smallest number since measuring began
+        self._spare = 0  # how many fewer bytes than `_free` may be free before buffers are chosen again
+        self._policies: list[Any] = []  # the blocks' recompute policies when measuring began
 
     @property
     def nbytes(self) -> int:

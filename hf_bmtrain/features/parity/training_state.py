@@ -39,7 +39,11 @@ class TrainingState:
         self._gradients = [b.gradient.set_aside() for b in dict.fromkeys(sharded.buffer for sharded in sharded_params)]
 
     def rewind(self) -> None:
-        """Restore buffers, attributes and random generators, so that the next forward starts from the same state."""
+        """Restore buffers, attributes and random generators, so that the next forward starts from the same state.
+
+        `check_parity` calls this between the run with shards and the run with full weights. Unlike `restore`, it leaves
+        gradients, weights and the recomputation of blocks as they are.
+        """
         self._forward.restore()
 
     @torch.no_grad()

@@ -21,6 +21,9 @@ class RouterLoad(Observer):
     The counts stay on the device until `read`, the only method that waits for the GPU. Counting takes one more kernel
     launch per layer in a training forward. Recomputations are not counted. For a model without experts, this class does
     nothing.
+
+    Args:
+        model: the wrapped model, to which hooks are added.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

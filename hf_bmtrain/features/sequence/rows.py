@@ -108,7 +108,7 @@ class SharedRows:
         if row is None or row.dim() < 2:
             raise NotImplementedError(
                 f"sequence_parallel: {type(base).__name__} must be called with input_ids or inputs_embeds of shape "
-                "(rows, tokens, ...), but no such tensor is among its arguments: "
+                "(rows, tokens, ...), but was called with the arguments "
                 f"{sorted(name for name, value in given.items() if value is not None)}."
             )
         _refuse_arguments(base, given)
@@ -153,7 +153,8 @@ class SharedRows:
             )
         if kind is None:
             raise NotImplementedError(
-                f"sequence_parallel: {name} computes its loss in a way that is not supported. Call the model without "
+                f"sequence_parallel: the loss that {name} computes from labels is not supported, because it is neither "
+                "one of the known loss functions of transformers nor a mean over labels. Call the model without "
                 "labels, and compute the loss from its outputs, which contain all tokens."
             )
         targets = labels
@@ -165,8 +166,9 @@ class SharedRows:
         present_in_rows = targets.ne(_IGNORED).sum()
         given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
-            # The model divides the sum of this rank's losses by `num_items_in_batch`, and the results are averaged over
-            # the ranks of the group. Pass `count / parts.size`, so that the sum over all ranks is divided by `count`.
+            # The model divides the sum of this rank's losses by `num_items_in_batch`. The results of the group's ranks
+            # are then averaged, that is, added and divided by `parts.size`. To divide by `count` in total, pass
+            # `count / parts.size` to the model.
             count = given.get(_COUNT)
             given[_COUNT] = (present_in_rows if count is None else count) / parts.size
             return

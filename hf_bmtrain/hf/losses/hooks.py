@@ -116,7 +116,7 @@ def ignores_count(model: Any) -> bool:
 def names_in_forward(model: Any) -> set[str]:
     """Return the names and strings in the code of the forward of `model` and of forwards that it calls by super().
 
-    They show how the forward computes its loss, for example whether it uses `num_items_in_batch`.
+    From these, callers guess how the forward computes its loss, for example whether it uses `num_items_in_batch`.
     """
     found: set[str] = set()
     for cls in type(base_of(model)).__mro__:
@@ -128,9 +128,11 @@ def names_in_forward(model: Any) -> set[str]:
 
 
 def names_in(function: Any) -> set[str]:
-    """Return the identifiers and strings in a function's code, without its decorators. Empty for built-in functions.
+    """Return the names and strings in the code of a function, to find out, for example, which arguments it uses.
 
-    They show, for example, whether a loss function uses `num_items_in_batch`.
+    The code of a loss function that takes the number of labels contains the name `num_items_in_batch`. Decorators and
+    functools.partial are ignored: the code of the function inside them is read. The result is empty for a function
+    without Python code, such as a built-in one.
     """
     while isinstance(function, functools.partial):
         function = function.func

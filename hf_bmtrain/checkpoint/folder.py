@@ -12,11 +12,11 @@ import secrets
 import shutil
 import socket
 import zlib
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from ..engine.base.files import atomic_file, flush
+from ..engine.base.files import atomic_file, flush, flush_name
 from .header import Damaged
 from .manifest import NAME, Manifest
 from .ranges import check_file
@@ -136,49 +136,104 @@ def publish(staging: Path, final: Path) -> None:
     Args:
         staging: the temporary folder, whose files were flushed to disk.
         final: the new path, in the same folder as `staging`.
+
+    Raises:
+        OSError: the folder could not be renamed. An older checkpoint has its own name again.
     """
     flush(staging)
+    replaced = None
     if os.path.lexists(final):  # the old checkpoint can still be loaded until `prune` deletes it
         aside = 1
         while os.path.lexists(replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")):
             aside += 1
         os.rename(final, replaced)
-    os.rename(staging, final)
-    flush(final.parent)
+    try:
+        os.rename(staging, final)
+    except OSError as error:
+        if replaced is not None:
+            try:
+                os.rename(replaced, final)
+            except OSError:
+                raise OSError(
+                    error.errno, f"{error.strerror} (the earlier checkpoint {final.name} is now named {replaced.name})",
+                    str(final),
+                ) from error  # fmt: skip
+        raise
 
 
-def prune(root: Path, keep: int | None) -> None:
-    """Delete all replaced checkpoints in a folder, and the oldest of the others until `keep` of them remain.
+def prune(new: Path, keep: int | None) -> None:
+    """Delete replaced checkpoints after a new one was published, and the oldest others until `keep` of them remain.
 
-    A checkpoint was replaced if a newer checkpoint was saved under the same name.
+    A checkpoint was replaced if a newer checkpoint was saved under the same name. The new checkpoint is complete, so
+    nothing is raised: a warning names what cannot be deleted. If the name of the new checkpoint cannot be flushed to
+    disk, which is logged too, nothing is deleted.
 
     Args:
-        root: the folder of the checkpoints. Symbolic links to checkpoints are not counted, and are deleted only if they
-            were replaced.
+        new: the checkpoint that was published. The other checkpoints are in the same folder. Symbolic links to
+            checkpoints are not counted, and are deleted only if they were replaced.
         keep: the number of checkpoints that remain. None deletes only replaced checkpoints.
     """
-    for link in root.glob(f"*{_REPLACED}*"):
-        if link.is_symlink():
-            link.unlink()
-    found = [each.folder for each in find(root)[0] if not each.folder.is_symlink()]
-    replaced = [folder for folder in found if _REPLACED in folder.name]
-    beyond = [] if keep is None else [folder for folder in found if folder not in replaced][keep:]
-    for folder in (*replaced, *beyond):
-        remove(folder)
+    with deleting_older(new):
+        if not flush_name(new):
+            return
+        for link in new.parent.glob(f"*{_REPLACED}*"):
+            if link.is_symlink():
+                _remove_link(link, new)
+        found = [each.folder for each in find(new.parent)[0] if not each.folder.is_symlink()]
+        replaced = [folder for folder in found if _REPLACED in folder.name]
+        beyond = [] if keep is None else [folder for folder in found if folder not in replaced][keep:]
+        for folder in (*replaced, *beyond):
+            remove(folder, new)
 
 
-def remove(folder: Path) -> None:
+@contextlib.contextmanager
+def deleting_older(new: Path) -> Iterator[None]:
+    """Under `with`, log an error instead of raising it, because the checkpoint `new` is already complete."""
+    try:
+        yield
+    except Exception as error:
+        _log.warning(
+            "the checkpoint %s is complete, but older checkpoints could not be searched for, and may still take space. "
+            "The next save tries again. %s: %s", new, type(error).__name__, error,
+        )  # fmt: skip
+
+
+def remove(folder: Path, new: Path | None = None) -> None:
     """Delete a checkpoint, or log a warning if it cannot be deleted.
 
     The folder is first renamed, so that `find` ignores it if this process is killed before all files are deleted.
+
+    Args:
+        folder: the checkpoint to delete.
+        new: the complete checkpoint because of which `folder` is deleted, for the warning. None if there is none.
     """
     doomed = folder.with_name(f"{_STAGING}removed-{folder.name}-{secrets.token_hex(4)}")
     try:
         os.rename(folder, doomed)
     except OSError as error:
-        _log.warning("the checkpoint %s cannot be deleted and still takes space. Delete it by hand. %s", folder, error)
-    else:
-        _delete(doomed)
+        advice = "Delete it by hand." if new is None else "The next save tries again."
+        _log.warning("%s %s could not be deleted and still takes space. %s %s", _what(new), folder, advice, error)
+        return
+    try:
+        shutil.rmtree(doomed)
+    except OSError as error:
+        _log.warning(
+            "%s %s could not be deleted completely. The rest of it, in %s, still takes space. The next save tries "
+            "again. %s", _what(new), folder, doomed.name, error,
+        )  # fmt: skip
+
+
+def _remove_link(link: Path, new: Path) -> None:
+    try:
+        link.unlink()
+    except OSError as error:
+        _log.warning(
+            "%s %s, a symbolic link, could not be deleted. The next save tries again. %s", _what(new), link, error
+        )
+
+
+def _what(new: Path | None) -> str:
+    return "the checkpoint" if new is None else f"the checkpoint {new} is complete, but the older checkpoint"
 
 
 def _delete(folder: Path) -> None:
@@ -189,8 +244,8 @@ def _delete(folder: Path) -> None:
         _log.warning("the temporary folder %s cannot be deleted now; the next save tries again: %s", folder, error)
 
 
-def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
-    """Delete the oldest checkpoints until `limit` remain.
+def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path], new: Path) -> None:
+    """Delete the oldest checkpoints until `limit` remain. A warning names those that cannot be deleted.
 
     Args:
         folders: the checkpoints. Their age is read from their manifests (`manifest.json`). Those without a readable
@@ -198,6 +253,7 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
             are neither counted nor deleted.
         limit: the number of checkpoints that remain.
         kept: checkpoints that are not deleted, even if more than `limit` remain because of them.
+        new: the checkpoint that has just been completed, for the warnings.
     """
 
     def number(folder: Path) -> int:
@@ -209,7 +265,7 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
     ordered = sorted((folder for folder in folders if not folder.is_symlink()), key=number)
     excess = len(ordered) - max(limit, len(kept))
     for folder in [folder for folder in ordered if folder not in kept][: max(0, excess)]:
-        remove(folder)
+        remove(folder, new)
 
 
 def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:
@@ -227,12 +283,12 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
     """
     found: list[Found] = []
     damaged: list[tuple[Path, str]] = []
-    folders = [path] if (path / NAME).exists() else []
+    folders = [path] if _has_manifest(path) else []
     if not folders:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             folders = [each for each in path.iterdir() if each.is_dir() and not each.name.startswith((_STAGING, "."))]
     for folder in folders:
-        if folder != path and not (folder / NAME).exists() and not folder.name.startswith(_PREFIXES):
+        if folder != path and not _has_manifest(folder) and not folder.name.startswith(_PREFIXES):
             continue
         try:
             manifest = Manifest.read(folder).without(without)
@@ -243,6 +299,11 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
             found.append(Found(folder, manifest))
     found.sort(key=lambda each: each.manifest.number, reverse=True)
     return found, sorted(damaged)
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Return whether a folder has a manifest. A folder that this process may not read, like `lost+found`, has none."""
+    return os.path.exists(folder / NAME)  # `Path.exists` raises PermissionError
 
 
 # -- files that other code adds to a complete checkpoint ------------------------------------------------------------

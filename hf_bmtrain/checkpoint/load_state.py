@@ -90,7 +90,7 @@ def load_state(
     the checkpoint, and verifies the checksums of all bytes that it uses. If a checkpoint is incomplete or damaged, the
     previous one is loaded instead, with a warning that names the file and the tensor. On the same number of ranks, the
     resumed training is bitwise identical to an uninterrupted one. On another number of ranks, the random generators are
-    re-seeded.
+    re-seeded, and buffers whose values differed between the saving ranks get the values of rank 0.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.
@@ -99,8 +99,8 @@ def load_state(
             optimizer state.
         scheduler: one scheduler or several, as passed to `save_state`. None loads no scheduler state, except that of an
             OptimManager's schedulers.
-        weights: whether to load the model's parameters and buffers. False leaves them unchanged, except buffers whose
-            values differed between the saving ranks, which are loaded on the same number of ranks.
+        weights: whether to load the model's parameters, buffers, and extra state (`set_extra_state` of modules). False
+            leaves all of them unchanged, on any number of ranks. Which layers compute in float8 is loaded in any case.
         random: whether to restore the random generators of Python, NumPy, torch and the device.
 
     Returns:
@@ -120,18 +120,49 @@ def load_state(
     check_arguments(folder, model, optimizer, scheduler)
     expect_flag("weights", weights)
     expect_flag("random", random)
+    return load_parts(folder, model, optimizer, scheduler, parameters=weights, buffers=weights, random=random)
+
+
+def load_parts(
+    folder: str | os.PathLike,
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    parameters: bool,
+    buffers: bool,
+    random: bool,
+) -> Resumed | None:
+    """Load a checkpoint like `load_state`, but with a choice of the model's state. Collective: every rank must call it.
+
+    Args:
+        folder: a folder of checkpoints, or one checkpoint.
+        model: the model.
+        optimizer: an OptimManager, an optimizer, or a sequence of optimizers. None loads no optimizer state.
+        scheduler: one scheduler or several. None loads no scheduler state, except that of an OptimManager's schedulers.
+        parameters: whether to load the model's parameters.
+        buffers: whether to load its persistent buffers, and the extra state of its modules.
+        random: whether to restore the random generators of Python, NumPy, torch and the device.
+
+    Returns:
+        A `Resumed`, which is the step of the checkpoint. None, without any change, if `folder` has no checkpoint.
+
+    Raises:
+        RuntimeError: on every rank, if no checkpoint is intact, or if the checkpoint does not fit the model or the
+            optimizer. Some values may have been loaded before the error.
+    """
     world, given = current_world(), Path(folder)
     root = given.resolve()
     world.check_same_on_all_ranks("load_state", {"folder": os.fspath(folder)})
     for saved in (root, root.parent):
         if saved in world.kept:
             world.kept[saved].finish()
-    found, damaged = _find(world, given, () if weights else (MODEL, TRAINED))
+    found, damaged = _find(world, given, () if parameters or buffers else (MODEL, TRAINED))
     passed_over = [f"{each}: {reason}" for each, reason in damaged]
     if not found and not passed_over:
         return None
     for each, _ in found:
-        loading = _Loading(world, each, model, optimizer, scheduler, weights)
+        loading = _Loading(world, each, model, optimizer, scheduler, parameters, buffers)
         problem = _attempt(world, loading.open)
         if problem is None:
             world.check_same_on_all_ranks("load_state", loading.facts(), {"checkpoint": str(each)})
@@ -215,10 +246,18 @@ class _Loading:
     _state: dict[str, Any]
 
     def __init__(
-        self, world: World, folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any, weights: bool
+        self,
+        world: World,
+        folder: Path,
+        model: torch.nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        parameters: bool,
+        buffers: bool,
     ) -> None:
         self._world, self._folder, self._model = world, folder, model
-        self._optimizer, self._scheduler, self._weights = optimizer, scheduler, weights
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._parameters, self._buffers = parameters, buffers
         self._wanted: list[Wanted] = []
         self._full_params: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[LoadedState] = []
@@ -230,11 +269,12 @@ class _Loading:
         Tensors are not read yet, and the model and the optimizers are not changed. Raises Damaged or OSError if a file
         is damaged, and ValueError if the checkpoint does not fit.
         """
-        self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
+        of_model = self._parameters or self._buffers
+        self.manifest = Manifest.read(self._folder).without(() if of_model else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
         check_heads(self._folder, self.manifest)
         self._state = small_state.read(self._folder)
-        if self._weights:
+        if of_model:
             self._want_model()
         small_state.check_fit(self._optimizer, self._scheduler, self._model, self._state)
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
@@ -255,19 +295,23 @@ class _Loading:
         them before they read any tensor.
         """
         number = len(optimizers_of(self._optimizer))
-        facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}
+        facts = {"weights": self._parameters, "number of optimizers": number, "step": self.manifest.step}
         return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
 
     def _want_model(self) -> None:
         trained_only = not any(name.startswith(MODEL) for name in self.manifest.files)
         tensors = find_tensors(self._folder, TRAINED if trained_only else MODEL)
         parameters = dict(self._model.named_parameters())
-        if trained_only:
+        if trained_only and self._parameters:
             _refuse_packed(parameters, tensors)
             self._note_left(parameters, tensors)
-        entries = model_entries(
-            self._model, (lambda name, parameter: parameter.requires_grad or name in tensors) if trained_only else None
-        )
+        if not self._parameters:
+            entries = model_entries(self._model, lambda name, parameter: False)
+            tensors = {entry.spec.name: tensors[entry.spec.name] for entry in entries if entry.spec.name in tensors}
+        elif trained_only:
+            entries = model_entries(self._model, lambda name, parameter: parameter.requires_grad or name in tensors)
+        else:
+            entries = model_entries(self._model)
         _check_names(entries, tensors)
         targets = parameters | dict(self._model.named_buffers())
         for entry in entries:
@@ -309,7 +353,7 @@ class _Loading:
         tensors, from which `apply` loads them. Raises Damaged or OSError if a file is damaged.
         """
         self._want_optimizers()
-        parameters = self._model.parameters() if self._weights else ()
+        parameters = self._model.parameters() if self._parameters else ()
         buffers = {p.buffer for p in parameters if isinstance(p, DistributedParameter)}
         for buffer in sorted(buffers, key=lambda buffer: buffer.number):
             buffer.prepare_write()
@@ -337,7 +381,7 @@ class _Loading:
         for loaded in self._states:
             loaded.load()
         state, step = self._state, self.manifest.step
-        extra = small_state.restore(self._world, self._model, self._optimizer, self._scheduler, state)
+        extra = small_state.restore(self._world, self._model, self._optimizer, self._scheduler, state, self._buffers)
         if random:
             small_state.restore_random(self._world, state, step)
         return extra

@@ -137,7 +137,9 @@ class Manifest:
         for name in self.files:
             try:
                 size = os.path.getsize(folder / name)
-            except OSError as error:
+            except FileNotFoundError as error:
                 raise Damaged(f"{name} is missing") from error
+            except OSError as error:
+                raise Damaged(f"{name} cannot be read: {error.strerror}") from error
             if size != self.size(name):
                 raise Damaged(f"{name} has {size:,} bytes, but {self.size(name):,} were saved")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -44,10 +44,25 @@ _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
 _SECONDS = 1800  # how long a background thread waits for another rank's report
 
-Agree = Callable[[str, str | None], str | None]
-"""The type of a function with which the ranks exchange descriptions of errors. Every rank must call it. Its arguments
-are a name for the exchange, and the description of this rank's error or None. It returns one text with the errors of
-all ranks, or None if there are none."""
+
+class Exchange(Protocol):
+    """With this object, the ranks exchange descriptions of errors. Every rank must call its methods."""
+
+    def collect(self, point: str, problem: str | None) -> str | None:
+        """Return one text with the errors of all ranks, or None if there are none; the same on every rank.
+
+        Args:
+            point: a name for this exchange.
+            problem: the description of this rank's error, or None.
+        """
+
+    def from_first(self, point: str, problem: str | None) -> str | None:
+        """Return the description of rank 0's error, or None, on every rank.
+
+        Args:
+            point: a name for this exchange.
+            problem: on rank 0, the description of its error, or None. Ignored on other ranks.
+        """
 
 
 def save_state(
@@ -75,8 +90,9 @@ def save_state(
     can load.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
-    older checkpoints deleted. If the job is killed, earlier checkpoints are intact. No other job may save to `folder`
-    while this process runs.
+    older checkpoints deleted. If the job is killed, earlier checkpoints are intact. If an older checkpoint cannot be
+    deleted, the new one is saved all the same, and rank 0 logs a warning that names both. No other job may save to
+    `folder` while this process runs.
 
     Args:
         folder: the folder of the checkpoints.
@@ -85,7 +101,8 @@ def save_state(
         scheduler: one or several objects with a `state_dict`. Schedulers of an OptimManager are always saved.
         extra: data of this rank that `load_state` will return: tensors, numbers, strings, lists and dicts.
         step: the step of the checkpoint. None uses one more than the step of the newest checkpoint in `folder`.
-        keep: the number of checkpoints to keep, including this one. None keeps all.
+        keep: the number of checkpoints to keep, including this one. None keeps all. The next save tries again to delete
+            checkpoints that could not be deleted.
         trained_only: save only parameters that are trainable, or have been at any time since `auto_wrap`, and all
             buffers, to `trained*.safetensors`. `load_state` does not change the other parameters, so load them first.
         non_blocking: return at once, and let a thread copy the values to host memory and write them. The next optimizer
@@ -129,7 +146,7 @@ def save_state(
     if non_blocking:
         keeper.saving = SavingState(world, job, Snapshot(parts, world), keeper.memory)
         return keeper.saving
-    _raise(job, job.finish(lambda: write_parts(job.staging, parts), _agreement(world)))
+    _raise(job, job.finish(lambda: write_parts(job.staging, parts), _Collectives(world)))
     return SavingState(world, job)
 
 
@@ -184,7 +201,7 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
             f"{job.root} lacks the folder {job.staged}, which rank 0 has created in {root}. All ranks must pass the "
             "same folder, on a file system that they share"
         )
-    _raise(job, _agreement(world)("begin", problem))
+    _raise(job, _Collectives(world).collect("begin", problem))
 
 
 def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
@@ -202,7 +219,7 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
         job.add(add)
     except Exception as error:
         problem = f"the function passed as add raised {_describe(error)}"
-    _raise(job, _agreement(world)("add", problem))
+    _raise(job, _Collectives(world).collect("add", problem))
 
 
 def let_others_save(folder: str | os.PathLike) -> None:
@@ -245,13 +262,19 @@ class SavingState:
                 raise
 
     def _run(self, snapshot: Snapshot, memory: HostMemory) -> None:
+        outcome = "was not saved"
         try:
             write = functools.partial(snapshot.write, self._job.staging, memory)
-            self._problem = self._job.finish(write, _posts(self._world, self._job))
+            exchange = _Collectives(self._world) if self._world.size == 1 else _Posts(self._world, self._job)
+            self._problem = self._job.finish(write, exchange)
         except Exception as error:  # for example because the launcher's key-value store no longer exists
             self._problem = _describe(error)
+            if self._job.rank != 0:  # rank 0 publishes the checkpoint, and may have done so
+                outcome = "may not have been saved: this rank could not learn it from rank 0"
+        if self._job.published:
+            self._problem = None
         if self._problem is not None:  # log the problem now, because the script may end before `wait` raises it
-            _log.error("save_state: %s was not saved. %s", self._job.final, self._problem)
+            _log.error("save_state: %s %s. %s", self._job.final, outcome, self._problem)
 
     def wait(self) -> None:
         """Block until the checkpoint is complete. Collective: every rank must call it.
@@ -264,9 +287,11 @@ class SavingState:
             self._snapshot.close()
             self._thread = None
             # Usually all ranks have the same text, which contains the problems of all ranks. But if a rank could not
-            # send its problem to the others, no other rank has a text. So gather all texts, and raise the first.
-            problems = self._world.gather_objects(self._problem)
-            _raise(self._job, next(filter(None, problems), None))
+            # send its problem to the others, no other rank has a text. So gather all texts, and raise the first, unless
+            # rank 0 has published the checkpoint: then it is complete, and a rank only could not learn that.
+            reports = self._world.gather_objects((self._job.published, self._problem))
+            published, _ = reports[0]
+            _raise(self._job, None if published else next((text for _, text in reports if text), None))
 
 
 class _Keeper:
@@ -308,6 +333,7 @@ class _Job:
         number: the checkpoint's place in the order of saving: one more than that of the newest checkpoint.
         staged: the unique name of the temporary folder; "" before rank 0 has created the folder.
         adds: whether every rank calls a user's function that writes additional files (`add` of `save_state`).
+        published: on rank 0, whether the checkpoint has its final name, and so is complete; False on other ranks.
     """
 
     rank: int
@@ -320,6 +346,7 @@ class _Job:
     number: int = 0
     staged: str = ""
     adds: bool = False
+    published: bool = False
 
     @property
     def staging(self) -> Path:
@@ -368,30 +395,31 @@ class _Job:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         self._note(f"added-{self.rank}", {str(path.relative_to(folder)): checksums(path) for path in paths})
 
-    def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
+    def finish(self, write: Callable[[], dict[str, list[Checked]]], exchange: Exchange) -> str | None:
         """Write this rank's elements, and complete the checkpoint: rank 0 renames the temporary folder into place.
 
-        Collective: every rank must call it. Returns a text with the errors of all ranks, or None if there are none.
+        Collective: every rank must call it. Returns a text with the errors of all ranks, or None if the checkpoint is
+        complete. Errors in deleting older checkpoints after that are only logged.
 
         write: a function without arguments that writes the elements, and returns the offset, size and checksum of each
             written chunk, by file name.
-        agree: a function with which the ranks exchange descriptions of errors. Its arguments are a name for the
-            exchange, and the description of this rank's error or None. It returns a text with the errors of all ranks,
-            or None.
+        exchange: with this object, the ranks exchange descriptions of errors.
         """
         problem = None
         try:
             self._note(str(self.rank), write())
         except Exception as error:
             problem = _describe(error)
-        problem = agree("parts", problem)
+        problem = exchange.collect("parts", problem)
         if problem is None:
             if self.rank == 0:
                 try:
                     self._publish()
                 except Exception as error:
-                    problem = _describe(error)
-            problem = agree("publication", problem)
+                    problem = _report([_describe(error)])
+                else:
+                    prune(self.final, self.keep)
+            problem = exchange.from_first("publication", problem)
         return problem
 
     def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
@@ -420,7 +448,7 @@ class _Job:
             manifest.add(file, some, os.path.getsize(self.staging / file))
         write_file(self.staging / MANIFEST, manifest.to_bytes())
         publish(self.staging, self.final)
-        prune(self.root, self.keep)
+        self.published = True
 
     def _added(self, rank: int) -> Path:
         return self.staging / f"added-{rank}"
@@ -579,50 +607,61 @@ def _report(problems: list[str | None]) -> str | None:
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text) or None
 
 
-def _agreement(world: World) -> Agree:
-    """Return a function with which the ranks exchange descriptions of errors. Every rank must call the function.
+class _Collectives:
+    """The `Exchange` of the threads that train, by collectives."""
 
-    Its arguments are a name for the exchange, and the description of this rank's error or None. It returns a text with
-    the errors of all ranks, or None if there are none.
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def collect(self, point: str, problem: str | None) -> str | None:
+        return _report(self._world.gather_objects(problem))
+
+    def from_first(self, point: str, problem: str | None) -> str | None:
+        return self._world.control.broadcast_object(problem)
+
+
+class _Posts:
+    """The `Exchange` of the background threads of all ranks.
+
+    It uses the launcher's key-value store, because the main thread may run a collective at the same time. The keys in
+    the store contain the name of the checkpoint's temporary folder, which is unique.
     """
-    return lambda point, problem: _report(world.gather_objects(problem))
 
+    def __init__(self, world: World, job: _Job) -> None:
+        self._world, self._prefix = world, f"hf_bmtrain save {job.staged}"
 
-def _posts(world: World, job: _Job) -> Agree:
-    """Return a function with which the background threads of all ranks exchange descriptions of errors.
+    def collect(self, point: str, problem: str | None) -> str | None:
+        key = f"{self._prefix} {point}"
+        self._world.control.show(f"{key} {self._world.rank}", problem or "")
+        if self._world.rank == 0:
+            problem = _report([self._look_or_describe(f"{key} {rank}", rank) for rank in range(self._world.size)])
+        return self.from_first(f"{point} all", problem)
 
-    Every rank must call the function. It uses the launcher's key-value store, because the main thread may run a
-    collective at the same time. Its arguments are a name for the exchange, and the description of this rank's error or
-    None. It returns a text with the errors of all ranks, or None if there are none.
+    def from_first(self, point: str, problem: str | None) -> str | None:
+        key = f"{self._prefix} {point}"
+        if self._world.rank == 0:
+            self._world.control.show(key, problem or "")
+            return problem
+        return self._look(key, 0) or None
 
-    job: the checkpoint being saved. The keys in the store contain the name of its temporary folder.
-    """
-    if world.size == 1:
-        return _agreement(world)
+    def _look_or_describe(self, key: str, rank: int) -> str:
+        try:
+            return self._look(key, rank)
+        except TimeoutError as error:
+            return str(error)
 
-    def agree(point: str, problem: str | None) -> str | None:
-        key = f"hf_bmtrain save {job.staged} {point}"
-        world.control.show(f"{key} {world.rank}", problem or "")
-        if world.rank == 0:
-            problems: list[str | None] = [_look(world, f"{key} {rank}", rank) for rank in range(world.size)]
-            world.control.show(f"{key} all", _report(problems) or "")
-        return _look(world, f"{key} all", 0) or None
+    def _look(self, key: str, rank: int) -> str:
+        """Wait for the text that a rank stores under `key` in the launcher's key-value store, and return it.
 
-    return agree
+        Raises TimeoutError if there is no text after `_SECONDS` (half an hour).
 
-
-def _look(world: World, key: str, rank: int) -> str:
-    """Wait for the text that a rank stores under `key` in the launcher's key-value store, and return it.
-
-    If there is no text after `_SECONDS` (half an hour), return a message that the rank has not finished.
-
-    key: the full key, in which `rank` stores its text.
-    rank: the rank that stores the text, for the message.
-    """
-    end = time.monotonic() + _SECONDS
-    while time.monotonic() < end:
-        shown = world.control.look(key)
-        if shown is not None:
-            return shown
-        time.sleep(0.05)
-    return f"rank {rank} did not finish saving within {_SECONDS} s. Look for an error in its log"
+        key: the full key, in which `rank` stores its text.
+        rank: the rank that stores the text, for the message.
+        """
+        end = time.monotonic() + _SECONDS
+        while time.monotonic() < end:
+            shown = self._world.control.look(key)
+            if shown is not None:
+                return shown
+            time.sleep(0.05)
+        raise TimeoutError(f"rank {rank} did not finish saving within {_SECONDS} s. Look for an error in its log")

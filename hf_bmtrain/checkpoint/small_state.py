@@ -104,12 +104,15 @@ def read(folder: Path) -> dict[str, Any]:
     return decode((folder / NAME).read_bytes())
 
 
-def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:
+def restore(
+    world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any], buffers: bool
+) -> Any:
     """Load all state in the checkpoint's file `state.pt` except that of optimizers and random generators.
 
-    This is the state of schedulers, the loss scale, the extra state of modules, the state of features such as float8,
-    and the buffers whose values differed between the saving ranks. These buffers are loaded only if the number of ranks
-    is the same as when the checkpoint was saved.
+    This is the state of schedulers, the loss scale and the state of features such as float8. With `buffers`, it is also
+    the extra state of modules, and this rank's values of buffers whose values differed between the saving ranks. These
+    values are loaded only if the number of ranks is the same as when the checkpoint was saved; otherwise the buffers
+    keep the values of rank 0, which the caller has loaded.
 
     Args:
         world: this rank's number, device and communicators.
@@ -117,6 +120,7 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
         optimizer: an OptimManager, whose loss scale and schedulers are loaded. Anything else is ignored.
         schedulers: one or several schedulers, or None.
         state: the contents of `state.pt`, as `read` returns them.
+        buffers: whether to load the state of the model itself. False leaves the model unchanged.
 
     Returns:
         The `extra` that this rank passed to `save_state` or, if the number of ranks is not the same, that of rank 0.
@@ -125,16 +129,16 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
         optimizer.load_own_state(state["manager"])
     for scheduler, saved in zip(schedulers_of(schedulers), state["schedulers"]):
         scheduler.load_state_dict(saved)
-    for name, module in _with_extra_state(model):
+    for name, module in _with_extra_state(model) if buffers else ():
         module.set_extra_state(state["modules"][name])
     for name, feature in world.saved_states.items():
         feature.load(world, model, state.get(name) or {})
     ranks = state["ranks"]
     if len(ranks) != world.size:
         return ranks[0]["extra"]
-    buffers = dict(named_persistent_buffers(model))
-    for name, values in ranks[world.rank]["buffers"].items():
-        buffers[name].copy_(values)
+    targets = dict(named_persistent_buffers(model)) if buffers else {}
+    for name, values in ranks[world.rank]["buffers"].items() if buffers else ():
+        targets[name].copy_(values)
     return ranks[world.rank]["extra"]
 
 

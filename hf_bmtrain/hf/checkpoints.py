@@ -18,9 +18,9 @@ import transformers
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint import small_state
-from ..checkpoint.folder import ADDED, add_checksums, delete_oldest, find_damage_of_added, remove
+from ..checkpoint.folder import ADDED, add_checksums, delete_oldest, deleting_older, find_damage_of_added, remove
 from ..checkpoint.folder import find_damage as find_damage_in
-from ..checkpoint.load_state import load_state
+from ..checkpoint.load_state import load_parts
 from ..checkpoint.manifest import NAME as MANIFEST
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.save_state import let_others_save, save_state
@@ -85,10 +85,14 @@ class TrainerCheckpoints:
     def complete(self, best: str | None) -> None:
         """Add checksums of Trainer's files to the checkpoint, then delete the oldest checkpoints beyond the limit.
 
-        Collective: every rank must call it. The limit is Trainer's `save_total_limit`.
+        Collective: every rank must call it. The limit is Trainer's `save_total_limit`. If an older checkpoint cannot be
+        deleted, rank 0 logs a warning.
 
         Args:
             best: the path of a checkpoint that must not be deleted (the best one, if Trainer tracks it), or None.
+
+        Raises:
+            RuntimeError: on every rank, if the checksums cannot be written. No older checkpoint is deleted.
         """
         limit = self._limit
         folder = self._forget()
@@ -99,11 +103,12 @@ class TrainerCheckpoints:
         if world.rank == 0:
             try:
                 add_checksums(folder)
-                if limit is not None and limit > 0:
-                    kept = {folder, *([Path(best).absolute()] if best else [])}
-                    delete_oldest(_by_step(folder.parent)[::-1], limit, kept)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            if problem is None and limit is not None and limit > 0:
+                kept = {folder, *([Path(best).absolute()] if best else [])}
+                with deleting_older(folder):
+                    delete_oldest(_by_step(folder.parent)[::-1], limit, kept, folder)
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
 
     def withdraw(self) -> None:
@@ -199,8 +204,12 @@ class TrainerCheckpoints:
         # ones from optimizer.pt, which it wrote after `save`: a scheduler may have changed the groups in between. So
         # put the newer ones back afterwards.
         groups = [{**group} for group in self._optimizer.param_groups]
-        own = writes_own_weights(self._model) and not _weights_were_replaced(place)
-        load_state(place, self._model, self._optimizer, weights=own, random=False)
+        # Weights that the ranks did not write, or that the user has replaced, are loaded by Trainer. But it loads no
+        # buffers with adapters, and otherwise rank 0's.
+        own = writes_own_weights(self._model)
+        replaced = own and _weights_were_replaced(place)
+        parts = {"parameters": own and not replaced, "buffers": not replaced}
+        load_parts(place, self._model, self._optimizer, **parts, random=False)
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
 

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import full, in_full
+from cases import by_default, full, in_full
 from hf_bmtrain.checkpoint import folder as folders
 from hf_bmtrain.checkpoint import ranges
+from hf_bmtrain.checkpoint.header import Damaged
+from hf_bmtrain.checkpoint.manifest import Checked, Manifest
+from log_lines import log_lines
 from processes import environment
 from resumable import Training
 
@@ -166,17 +169,145 @@ def test_a_folder_that_is_removed_during_the_save(world, tmp_path):
     assert world(2)(removed, str(tmp_path / "it")) == [[".lock", "checkpoint-7"]] * 2
 
 
-def cannot_delete(folder):
+def on_the_folder(function, code, folder):
+    """Let a function of os fail on rank 0 for the folder itself, once it has the new checkpoint."""
+    original = getattr(os, function)
+
+    def fail(where, *arguments, **options):
+        name = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else str(where)
+        if name == folder and Path(folder, "checkpoint-7").exists() and bmt.rank() == 0:
+            raise OSError(code, os.strerror(code), folder)
+        return original(where, *arguments, **options)
+
+    return mock.patch.object(os, function, fail)
+
+
+UNDELETED = {
+    "the name": (
+        lambda folder: failing("rename", errno.EACCES, path=f"{folder}/checkpoint-1"),
+        "but the older checkpoint {folder}/checkpoint-1 could not be deleted and still takes space. The next save",
+    ),
+    "its files": (
+        lambda folder: failing("rmdir", errno.EACCES),
+        "but the older checkpoint {folder}/checkpoint-1 could not be deleted completely. The rest of it, in tmp",
+    ),
+    "a link": (
+        lambda folder: failing("unlink", errno.EACCES, path=".replaced-1"),
+        "but the older checkpoint {folder}/checkpoint-3.replaced-1, a symbolic link, could not be deleted. The next",
+    ),
+    "the list": (
+        lambda folder: on_the_folder("listdir", errno.ESTALE, folder),
+        "but older checkpoints could not be searched for, and may still take space. The next save tries again. OSError",
+    ),
+    "a flush": (
+        lambda folder: on_the_folder("fsync", errno.EIO, folder),
+        "but its folder could not be flushed to disk, so it may be lost if the machine fails soon. Check the disk.",
+    ),
+}
+"""What fails after the new checkpoint has its name, and what the warning says after "is complete"."""
+
+
+def cannot_delete(folder, what, non_blocking):
     training = saved_before(folder)
-    with failing("rmdir", errno.EACCES):
-        training.save(folder, keep=1)
+    fault, told = UNDELETED[what]
+    if what == "a link" and bmt.rank() == 0:
+        Path(folder, "checkpoint-3.replaced-1").symlink_to("checkpoint-1")
+    bmt.synchronize()
+    with log_lines() as lines, fault(folder):
+        training.save(folder, keep=1, non_blocking=non_blocking).wait()
+    expected = f"{folder}/checkpoint-7 is complete, {told.format(folder=folder)}"
+    assert [expected in line for line in lines] == [True] * (bmt.rank() == 0), lines
+    bmt.synchronize()
+    assert Path(folder, "checkpoint-1").exists() == (what not in ("its files", "a link"))
+    assert training.load(folder).step == 7
+    training.train(8)
+    training.save(folder, keep=1)
+    return names(folder)
+
+
+@pytest.mark.parametrize("non_blocking", [True, *in_full(False)])
+@pytest.mark.parametrize("what", by_default(UNDELETED, "the name", "a link", "a flush"))
+def test_old_checkpoints_that_cannot_be_deleted(world, tmp_path, what, non_blocking):
+    """The new one is saved all the same, on every rank; a warning names both, and the next save deletes the old."""
+    assert world(2)(cannot_delete, str(tmp_path), what, non_blocking) == [[".lock", "checkpoint-8"]] * 2
+
+
+def cannot_replace(folder):
+    training = saved_before(folder)
+    training.step = 1
+    with failing("rename", errno.EACCES, path="/tmp-checkpoint-1"):
+        with pytest.raises(RuntimeError, match="nothing was saved .*earlier checkpoints were not changed.* Permission"):
+            training.save(folder)
+    bmt.synchronize()
+    return names(folder)
+
+
+def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(world, tmp_path):
+    assert world(2)(cannot_replace, str(tmp_path)) == [[".lock", "checkpoint-1"]] * 2
+
+
+def not_told(folder, point):
+    """Rank 1 loses the store while it waits to learn what became of the checkpoint."""
+    training = saved_before(folder)
+    control = bmt.current_world().control
+    look = control.look
+
+    def lost(key):
+        if bmt.rank() == 1 and point in key:
+            raise RuntimeError("the store is gone")
+        return look(key)
+
+    with log_lines() as lines, mock.patch.object(control, "look", lost):
+        training.save(folder, non_blocking=True).wait()
+    told = f"{folder}/checkpoint-7 may not have been saved: this rank could not learn it from rank 0. RuntimeError"
+    assert [told in line for line in lines] == [True] * bmt.rank(), lines
     return training.load(folder).step
 
 
+@pytest.mark.parametrize("point", ["publication", *in_full("parts all")])
+def test_a_rank_that_does_not_learn_that_it_is_saved(world, tmp_path, point):
+    """Its log does not claim that it was not, and `wait` raises nothing."""
+    assert world(2)(not_told, str(tmp_path), point) == [7, 7]
+
+
+def beside_closed_folder(folder):
+    """Like `lost+found` on a disk of its own, for a user who is not root."""
+    training = Training(blocks=1)
+    for name in ("lost+found", "checkpoint-3") if bmt.rank() == 0 else ():
+        Path(folder, name).mkdir()
+    bmt.synchronize()
+    with log_lines() as lines, failing("stat", errno.EACCES, path="lost+found/"), closed(f"{folder}/checkpoint-3/"):
+        training.save(folder, keep=1)
+        step = training.load(folder).step
+    told = "checkpoint-3: manifest.json cannot be read: PermissionError"
+    assert [told in line for line in lines] == [True] * (bmt.rank() == 0), lines
+    return step
+
+
+@contextlib.contextmanager
+def closed(path):
+    read = Path.read_bytes
+
+    def refuse(self):
+        if str(self).startswith(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return read(self)
+
+    with mock.patch.object(Path, "read_bytes", refuse):
+        yield
+
+
+def test_folders_that_may_not_be_read(world, tmp_path):
+    assert world(2)(beside_closed_folder, str(tmp_path)) == [0, 0]
+
+
 @full
-def test_old_checkpoints_that_cannot_be_deleted(world, tmp_path):
-    """The new one is saved all the same."""
-    assert world(2)(cannot_delete, str(tmp_path)) == [7, 7]
+def test_a_file_that_cannot_be_looked_at_is_not_called_missing(tmp_path):
+    manifest = Manifest(1, 1, 1, {}, {"a": [Checked(0, 1, 0)]})
+    with pytest.raises(Damaged, match="a is missing"):
+        manifest.check_sizes(tmp_path)
+    with failing("stat", errno.EACCES), pytest.raises(Damaged, match="a cannot be read: Permission denied"):
+        manifest.check_sizes(tmp_path)
 
 
 def changed_meanwhile(folder):

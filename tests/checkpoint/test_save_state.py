@@ -101,6 +101,54 @@ def test_it_is_the_hugging_face_checkpoint(world, tmp_path, family, dtype, tied)
     assert moments[f"{name}.exp_avg"].shape == tensor.shape
 
 
+class Counter(nn.Module):
+    """Has extra state, which modules save with `get_extra_state`."""
+
+    count = 0
+
+    def forward(self, hidden):
+        return hidden
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def normalized(mean, count):
+    model = bmt.auto_wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Counter()))
+    model[1].running_mean.fill_(mean)
+    model[2].count = count
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def save_normalized(folder):
+    """Running statistics differ between the ranks, as where each sees its own rows."""
+    model, optimizer = normalized(10.0 + bmt.rank(), 5)
+    bmt.save_state(folder, model, optimizer, step=1)
+
+
+def load_normalized(folder, weights):
+    """The mean and the count after loading, whether another buffer and the weights are unchanged, and the rate."""
+    model, optimizer = normalized(-1.0, 7)
+    optimizer.param_groups[0]["lr"] = 0.5
+    before = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    bmt.load_state(folder, model, optimizer, weights=weights)
+    state = model.state_dict()
+    same = all(torch.equal(state[name], before[name]) for name in before if name != "1.running_mean")
+    return model[1].running_mean.unique().item(), model[2].count, same, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
+def test_without_weights_nothing_of_the_model_is_loaded(world, tmp_path, size):
+    """On any number of ranks; with weights, each rank has its own buffers again, or those of rank 0."""
+    world(2)(save_normalized, str(tmp_path))
+    assert world(size)(load_normalized, str(tmp_path), False) == [(-1.0, 7, True, 0.1)] * size
+    own = [10.0, 11.0] if size == 2 else [10.0] * size
+    assert [found[:2] for found in world(size)(load_normalized, str(tmp_path), True)] == [(mean, 5) for mean in own]
+
+
 # -- which one is loaded ----------------------------------------------------------------------------------------------
 
 

@@ -214,6 +214,32 @@ def fails(folder, rank, function):
     assert again.checkpoints() == [".lock", "checkpoint_1"]
 
 
+def old_one_stays(folder):
+    loop = Loop(folder, limit=1)
+    loop.epochs(1)
+    loop.accelerator.save_state()
+    listed = os.listdir
+
+    def unlisted(path="."):
+        if Path(path, "checkpoint_1").exists() and bmt.rank() == 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return listed(path)
+
+    with mock.patch.object(os, "listdir", unlisted):
+        assert loop.accelerator.save_state().name == "checkpoint_1"
+    bmt.synchronize()
+    assert loop.checkpoints() == [".lock", "checkpoint_0", "checkpoint_1"]
+    bmt.synchronize()
+    loop.accelerator.save_state()
+    return loop.checkpoints()
+
+
+@full
+def test_an_older_checkpoint_that_cannot_be_deleted(world, tmp_path):
+    """The error set the iteration back, so that the next save failed too: its folder existed."""
+    assert world(2)(old_one_stays, str(tmp_path)) == [[".lock", "checkpoint_2"]] * 2
+
+
 def fails_in_a_new_folder(folder):
     loop = Loop(folder)
     loop.accelerator.project_configuration.automatic_checkpoint_naming = False

@@ -17,7 +17,8 @@ from hf_bmtrain.checkpoint.__main__ import verify
 from hf_bmtrain.checkpoint.folder import find
 from jobs import bmt_adam, losses, torch_adam
 from log_lines import log_lines
-from tiny_models import build
+from state_dicts import check_equal
+from tiny_models import VOCABULARY, build
 
 SIZES = [2, *in_full(1)]
 MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
@@ -155,6 +156,41 @@ def test_a_full_disk_is_told_everywhere(world, tmp_path):
     world(2)(full_disk_on_one_rank, str(tmp_path))
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
     assert not (tmp_path / "checkpoint-4").exists()
+
+
+def old_ones_stay(folder):
+    """An older checkpoint cannot be deleted, and then the folder cannot be listed for more."""
+    given = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), make_optimizer=bmt_adam)
+    rename, listed = os.rename, os.listdir
+
+    def stuck(source, target):
+        if str(source).endswith("checkpoint-1"):
+            raise PermissionError(13, "Permission denied", str(source))
+        return rename(source, target)
+
+    def unlisted(path="."):
+        if str(path) == folder and Path(folder, "checkpoint-3", "complete.json").exists():
+            raise OSError(116, "Stale file handle", str(path))
+        return listed(path)
+
+    with mock.patch.object(os, "rename", stuck), mock.patch.object(os, "listdir", unlisted), log_lines() as said:
+        trainer.train()
+    bmt.synchronize()
+    return [line for line in said if "is complete" in line], trainer.state.global_step
+
+
+def test_training_goes_on_if_an_older_checkpoint_cannot_be_deleted(world, tmp_path):
+    """The error was raised on every rank, and said that the new checkpoint could not be completed."""
+    (said, steps), others = world(2)(old_ones_stay, str(tmp_path))
+    assert others == ([], 3) and steps == 3
+    assert said[0].startswith(
+        f"the checkpoint {tmp_path}/checkpoint-2 is complete, but the older checkpoint {tmp_path}/checkpoint-1 could"
+    )
+    assert said[-1].startswith(
+        f"the checkpoint {tmp_path}/checkpoint-3 is complete, but older checkpoints could not be"
+    )
+    assert len(said) == 2
 
 
 def resume_errors(folder, given, options, resume, match):
@@ -429,3 +465,61 @@ def test_a_model_without_save_pretrained(world, tmp_path, size):
     expected = world(size)(plain_module, str(tmp_path))[0]
     saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
     assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
+
+
+class Normalized(torch.nn.Module):
+    """Not a PreTrainedModel; its running statistics differ between the ranks, each of which sees its own rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = torch.nn.Embedding(VOCABULARY, 8), torch.nn.BatchNorm1d(8)
+        self.linear = torch.nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids, labels):
+        hidden = self.norm(self.embedding(input_ids).flatten(0, 1))
+        return {"loss": torch.nn.functional.cross_entropy(self.linear(hidden), labels.flatten())}
+
+
+class AtTheBeginning(transformers.TrainerCallback):
+    """Takes the model's buffers when everything is loaded."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.buffers = copies_of_buffers(model)
+
+
+def copies_of_buffers(model):
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def normalized(folder, adapted, resume):
+    """The buffers after training or, with `resume`, at its beginning."""
+    beginning, model = AtTheBeginning(), Normalized()
+    if adapted:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["linear"]))
+    model = bmt.auto_wrap(model)
+    if resume is not None:
+        next(buffer for buffer in model.buffers() if buffer.dtype.is_floating_point).fill_(9.0)
+    trainer = transformers.Trainer(
+        model=model, args=jobs.arguments(folder, save_strategy="steps", save_steps=3), train_dataset=jobs.Rows(),
+        optimizers=(jobs.sgd(model), None), callbacks=[bmt.hf.BMTrainCallback(), beginning],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return copies_of_buffers(model) if resume is None else beginning.buffers
+
+
+@pytest.mark.parametrize("adapted", [True, *in_full(False)])
+@pytest.mark.parametrize("sizes", [(2, 2), *in_full((2, 1))])
+def test_buffers_of_models_whose_weights_trainer_loads(world, tmp_path, sizes, adapted):
+    """Each rank has its own again; with other ranks those of rank 0. With adapters, rank 0's were not loaded."""
+    if adapted:
+        pytest.importorskip("peft")
+    before, after = sizes
+    saved = world(before)(normalized, str(tmp_path), adapted, None)
+    name = next(name for name in saved[0] if name.endswith("running_mean"))
+    assert not torch.equal(saved[0][name], saved[1][name])
+    resumed = world(after)(normalized, str(tmp_path), adapted, str(tmp_path / "checkpoint-3"))
+    for here, there in zip(resumed, saved):
+        check_equal(here, there)

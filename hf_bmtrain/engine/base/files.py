@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
+import logging
 import os
 import re
 import secrets
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_log = logging.getLogger("hf_bmtrain")
 _LOCK = "lock"
 _SECONDS_TO_LOCK = 600.0
 """A temporary folder that has no lock file and is older than this, in seconds, counts as abandoned by a killed
@@ -36,7 +38,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         shutil.copymode(folder / _LOCK, temporary)
         flush(temporary)
         os.replace(temporary, path)
-    flush(path.parent)
+    flush_name(path)
 
 
 @contextmanager
@@ -52,7 +54,30 @@ def staged_folder(path: Path) -> Iterator[Path]:
         yield temporary
         flush(temporary)
         os.rename(temporary, path)
-    flush(path.parent)
+    flush_name(path)
+
+
+def flush_name(path: Path) -> bool:
+    """Flush the folder of a complete file or folder to disk, after `path` was renamed into place.
+
+    If this fails, log a warning instead of raising an error, because `path` is complete and can be read: only a failure
+    of the machine can still undo the renaming.
+
+    Args:
+        path: the new name.
+
+    Returns:
+        Whether the folder was flushed.
+    """
+    try:
+        flush(path.parent)
+    except OSError as error:
+        _log.warning(
+            "%s is complete, but its folder could not be flushed to disk, so it may be lost if the machine fails soon. "
+            "Check the disk. %s: %s", path, type(error).__name__, error,
+        )  # fmt: skip
+        return False
+    return True
 
 
 def delete_abandoned(path: Path) -> None:

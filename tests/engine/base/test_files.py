@@ -1,10 +1,13 @@
 """Files and folders that are complete or not there; tests/checkpoint/test_store.py has kills and abandoned folders."""
 
+import errno
 import os
+from unittest import mock
 
 import pytest
 
 from hf_bmtrain.engine.base.files import atomic_file, staged_folder
+from log_lines import log_lines
 
 
 def test_a_file_is_replaced_at_the_end(tmp_path):
@@ -43,3 +46,22 @@ def test_a_folder_with_contents_is_not_replaced(tmp_path):
         (temporary / "file").write_text("new")
     assert (path / "file").read_text() == "old"
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_what_is_in_place_is_not_an_error(tmp_path):
+    """The new name cannot be flushed: `bmt.save` said that the earlier file was not changed."""
+    flush = os.fsync
+
+    def fail(handle):
+        if os.readlink(f"/proc/self/fd/{handle}") == str(tmp_path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(handle)
+
+    with mock.patch.object(os, "fsync", fail), log_lines() as lines:
+        with atomic_file(tmp_path / "file") as temporary:
+            temporary.write_text("new")
+        with staged_folder(tmp_path / "folder"):
+            pass
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+    for name, line in zip(("file", "folder"), lines, strict=True):
+        assert line.startswith(f"{tmp_path / name} is complete, but its folder could not be flushed to disk")

@@ -17,7 +17,7 @@ from ..base.torch_internals import inside_hooks, top_saved_tensors_hooks
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot
 from .autograd import enter_backward, leave_backward, uncached_autocast
-from .containers import tensors_in
+from .containers import copy_views, tensors_in
 from .recompute import ALWAYS, InputStore, Keeps, Recompute, Replay
 from .recomputed_graph import CannotRecompute, NotCompiled, RecomputedGraphs
 from .schedule import Schedule
@@ -167,16 +167,17 @@ class BlockState:
         """
         keeps = self._kept_in_graph(args, kwargs)
         if keeps is not None:
-            assert self.graphs is not None
+            graphs = self.graphs
+            assert graphs is not None
             try:
                 with self.replay.record(args, kwargs):  # raises an error if this forward changes buffers after all
-                    return self._inside(self.graphs.run, keeps, args, kwargs)
+                    return self._inside(lambda *args, **kwargs: graphs.run(keeps, args, kwargs), *args, **kwargs)
             except CannotRecompute as reason:
                 _log_once(_WHOLE_FORWARD, str(reason))
                 # torch.compile has no effect now, for example because it is disabled in a context around the forward.
                 # In backward it may have an effect again. So use `eager` for both the forward and its recomputation.
                 if isinstance(reason, NotCompiled):
-                    layer_forward = self.graphs.eager
+                    layer_forward = graphs.eager
         nothing = nullcontext()
         around_first, around_again = self.recompute.contexts(args, kwargs, self.pending) or (nothing, nothing)
         again = False
@@ -245,12 +246,25 @@ class BlockState:
         return self.recompute.kept_in_graph(args, kwargs, self.pending)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
+        """Run the layer's forward, and return its outputs, in which views of the block's parameters are copied.
+
+        The views would become invalid when the block is resharded, while other modules still read them.
+
+        layer_forward: the layer's forward, or a function that replaces it.
+        args, kwargs: the arguments of the forward.
+        """
         with self.schedule.inside:
             autocast = uncached_autocast()
             if autocast is None:
-                return layer_forward(*args, **kwargs)
-            with autocast:
-                return layer_forward(*args, **kwargs)
+                outputs = layer_forward(*args, **kwargs)
+            else:
+                with autocast:
+                    outputs = layer_forward(*args, **kwargs)
+        # Without gradients, do not search objects: in generation, every layer gets the key-value cache of all layers.
+        return copy_views(outputs, (*args, *kwargs.values()), self._holds, objects=torch.is_grad_enabled())
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        return any(buffer.holds(tensor) for buffer in self.buffers)
 
     # -- recompute by a checkpoint around the block -------------------------------------------------------------
 

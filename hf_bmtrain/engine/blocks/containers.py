@@ -1,4 +1,4 @@
-"""Find tensors in nested lists, dicts, tuples and objects, and replace them."""
+"""Find tensors in nested lists, dicts, tuples and objects, and replace or copy them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from typing import Any
 
 import torch
 
-from ..base.torch_internals import pytree
+from ..base.torch_internals import disable_compiler, pytree
 
 ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 """Types whose values contain no tensors."""
@@ -56,7 +56,9 @@ def _nodes(value: Any) -> list[Any] | None:
     return None if len(leaves) == 1 and leaves[0] is value else leaves
 
 
-def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(
+    values: Iterable[Any], seen: set[int], strange: list[Any], constants: bool = False
+) -> Iterator[torch.Tensor]:
     """Yield the tensors in `values`, at any depth, that require a gradient.
 
     It finds the tensors among the inputs or outputs of a layer through which its backward passes.
@@ -67,25 +69,26 @@ def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Ite
         strange: a list. Objects that are not searched, although they may contain tensors, are appended to it: those
             that are no containers, have no `__dict__`, and are not known to torch's pytree, such as objects of a class
             with `__slots__`.
+        constants: whether to also yield the tensors that do not require a gradient.
     """
     for value in values:
         if type(value) in ATOMS:
             continue
         if isinstance(value, torch.Tensor):
-            if value.requires_grad:
+            if constants or value.requires_grad:
                 yield value
             continue
         containers = containers_of(value)
         for container in containers:
             if id(container) not in seen:
                 seen.add(id(container))
-                yield from tensors_in(items_of(container), seen, strange)
+                yield from tensors_in(items_of(container), seen, strange, constants)
         if not containers:
             leaves = value if isinstance(value, tuple) else _nodes(value)
             if leaves is None:
                 strange.append(value)
             else:
-                yield from tensors_in(leaves, seen, strange)
+                yield from tensors_in(leaves, seen, strange, constants)
 
 
 def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
@@ -126,3 +129,71 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
     leaves, spec = pytree.tree_flatten(value)
     items = [exchange(leaf, table, seen) for leaf in leaves]
     return value if all(map(is_, items, leaves)) else pytree.tree_unflatten(items, spec)
+
+
+# -- views of memory that will be freed -------------------------------------------------------------------------------
+
+
+_LEAVES = ATOMS | {torch.Tensor}
+
+
+def filled_in(inputs: Iterable[Any], skipped: set[int], objects: bool = False) -> list[Any]:
+    """Return the lists and dicts among `inputs`, also those in tuples, into which a forward may have put tensors.
+
+    Args:
+        inputs: the arguments of the forward.
+        skipped: a set to which the ids of the containers of other objects are added, so that a search for tensors skips
+            such an object also if it is returned.
+        objects: whether to return the other objects too. To search them takes longer: a key-value cache contains the
+            tensors of all layers.
+    """
+    found: list[Any] = []
+    for value in inputs:
+        kind = type(value)
+        if kind in _LEAVES or isinstance(value, torch.Tensor):
+            continue
+        if kind is tuple:
+            found += filled_in(value, skipped, objects)
+        elif kind is list or kind is dict:
+            found.append(value)
+        elif containers := containers_of(value):
+            if objects:
+                found.append(value)
+            else:
+                skipped.update(map(id, containers))
+    return found
+
+
+def copy_views(
+    outputs: Any, inputs: Iterable[Any], is_view: Callable[[torch.Tensor], bool], objects: bool = False
+) -> Any:
+    """Return `outputs`, in which the views of memory that will be freed are replaced by copies.
+
+    In lists, dicts and objects, they are replaced in place. Gradients flow through the copies.
+
+    Args:
+        outputs: the return value of a layer or model.
+        inputs: its arguments. The views that it has put into lists and dicts among them are replaced too.
+        is_view: returns whether a tensor is a view of the memory.
+        objects: whether views are also replaced in other objects among the arguments.
+    """
+    # torch.compile cannot trace the comparison of memory.
+    return (_copy_untraced if torch.compiler.is_compiling() else _copy)(outputs, inputs, is_view, objects)
+
+
+def _copy(outputs: Any, inputs: Iterable[Any], is_view: Callable[[torch.Tensor], bool], objects: bool) -> Any:
+    skipped = set[int]()
+    filled = filled_in(inputs, skipped, objects)
+    if not filled and type(outputs) is torch.Tensor:
+        return outputs.clone() if is_view(outputs) else outputs
+    found = tensors_in((outputs, *filled), skipped, [], constants=True)
+    views = dict.fromkeys([tensor for tensor in found if is_view(tensor)])
+    if not views:
+        return outputs
+    copies, seen = {id(view): view.clone() for view in views}, set[int]()
+    for value in filled:
+        exchange(value, copies, seen)
+    return exchange(outputs, copies, seen)
+
+
+_copy_untraced = disable_compiler(_copy)

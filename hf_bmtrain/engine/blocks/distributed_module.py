@@ -5,21 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from ..base.arguments import expect_callable, expect_module
-from ..base.torch_internals import pytree
+from ..base.torch_internals import disable_compiler
 from ..runtime.world import current_world
 from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, find_slots
 from ..sharding.state_dict import shard_on_load
 from .autograd import anchor_backward, uncached_autocast, watch_backward
-from .schedule import ForwardPass, Schedule
+from .containers import copy_views, filled_in, tensors_in
+from .schedule import Schedule
 from .sharded_module import ShardedModule, extend_class
 
 _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
@@ -27,18 +28,31 @@ _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
 forwards, in which parameters are all-gathered when they are read."""
 
 
-def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
-    """Return a model's `outputs`, in which views of root parameters (those outside blocks) are replaced by copies.
+def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs: Iterable[Any], outputs: Any) -> None:
+    """Keep the full parameters of `module` until the end of the pass if its caller may have got views of them.
 
-    The views would become invalid when the full parameters are freed after the forward.
+    The caller may read the views at any time, which `on_demand.watch` does not see. So this is as if the caller itself
+    had read the parameters. The views are searched in the outputs, in lists and dicts among the arguments, and in
+    attributes.
 
-    forward_pass: the forward that computed `outputs`, which contains the list of the root parameters it has read.
+    Args:
+        module: the module, whose forward has ended.
+        group: the OnDemandGathers (one for each flat buffer) of its parameters.
+        inputs: the arguments of the forward.
+        outputs: its return value. If objects in it cannot be searched, the parameters are kept.
     """
-    if torch.compiler.is_compiling() or not any(reader.unwatched for reader in forward_pass.readers):
-        return outputs
-    if not any(isinstance(leaf, torch.Tensor) and forward_pass.holds(leaf) for leaf in pytree.tree_leaves(outputs)):
-        return outputs
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if forward_pass.holds(t) else t, outputs)
+    seen, strange = set[int](), []
+    found = [outputs] if type(outputs) is torch.Tensor else [*tensors_in((outputs,), seen, strange, constants=True)]
+    filled = filled_in(inputs, set())
+    if filled:
+        found += tensors_in(filled, seen, [], constants=True)
+    found += [value for value in (*vars(module).values(), *module._buffers.values()) if type(value) is torch.Tensor]
+    for gather in group:
+        if strange or any(map(gather.holds, found)):
+            gather.unwatched = True
+
+
+_let_out_untraced = disable_compiler(_let_out)  # torch.compile cannot trace the comparison of memory
 
 
 class DistributedModule(ShardedModule):
@@ -48,6 +62,9 @@ class DistributedModule(ShardedModule):
     it. The full buffer is freed when backward no longer needs it, or after the forward if no output requires a
     gradient. Outside a forward, a read returns the sharded parameter (DistributedParameter) without communication. To
     get the full values there, call `parameter.gather()` on all ranks.
+
+    The forward may return views of parameters. The outputs of the outermost module contain copies of them. Views that
+    are kept elsewhere, for example in an attribute, must not be read when the forward and its backward are over.
 
     A forward is a call of this module or of a DistributedModule that contains it, or a recomputation of such a call.
     After `auto_wrap`, calls of methods named `forward_...` or `get_..._features` also count as forwards, and so do
@@ -98,15 +115,16 @@ class DistributedModule(ShardedModule):
         """
         schedule = self._schedule
         if schedule.in_forward:
-            with self._watch_own():
-                return function(*args, **kwargs)
+            return self._watched(function, args, kwargs)
         if schedule.in_backward:  # activation checkpointing around this module recomputes its forward
-            with uncached_autocast() or nullcontext(), schedule.inside, self._watch_own():
-                return function(*args, **kwargs)
+            with uncached_autocast() or nullcontext(), schedule.inside:
+                return self._watched(function, args, kwargs)
         with uncached_autocast() or nullcontext(), schedule.forward(self._uneven) as forward_pass:
             try:
-                with self._watch_own():
-                    outputs = _without_views(function(*args, **kwargs), forward_pass)
+                outputs = self._watched(function, args, kwargs)
+                if any(reader.unwatched for reader in forward_pass.readers):
+                    # Views of full parameters in the outputs would become invalid when the parameters are freed.
+                    outputs = copy_views(outputs, (*args, *kwargs.values()), forward_pass.holds)
                 forward_pass.check_unwritten()
             except BaseException as error:
                 schedule.explain_shortage(error)
@@ -124,19 +142,29 @@ class DistributedModule(ShardedModule):
         forward_pass.reshard()
         return outputs
 
-    def _watch_own(self) -> AbstractContextManager[None]:
-        """Return a context for this module's forward, so that its parameters are resharded as early as possible.
+    def _watched(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Return `function(*args, **kwargs)`. The parameters of the module are resharded as early as possible.
 
-        Inside the context, `on_demand.watch` tracks which views of the full parameters autograd saves. The parameters
-        are resharded once backward needs none of these views. No other module may read parameters of the same flat
-        buffers inside the context. This is certain only if the module has no children, so for a module with children
-        the context does nothing. It also does nothing if gradients are disabled, because autograd then saves nothing.
+        During the call, `on_demand.watch` tracks which views of the full parameters autograd saves. The parameters are
+        resharded once backward needs none of these views, unless the caller gets views too. No other module may read
+        parameters of the same flat buffers during the call. This is certain only if the module has no children, so with
+        children, nothing is tracked. Nothing is tracked either if gradients are disabled, because autograd then saves
+        nothing.
+
+        function: this module's forward, or a method that runs a part of it.
+        args, kwargs: the arguments of `function`.
         """
         if self._modules or not torch.is_grad_enabled():
-            return nullcontext()
+            return function(*args, **kwargs)
         slices = [p for p in self._parameters.values() if type(p) is DistributedParameter and p.buffer.sharded]
-        own = dict.fromkeys(OnDemandGather.of(p, self._schedule) for p in slices)
-        return watch(list(own)) if own else nullcontext()
+        if not slices:
+            return function(*args, **kwargs)
+        own = list(dict.fromkeys(OnDemandGather.of(p, self._schedule) for p in slices))
+        with watch(own):
+            outputs = function(*args, **kwargs)
+            let_out = _let_out_untraced if torch.compiler.is_compiling() else _let_out
+            let_out(self, own, (*args, *kwargs.values()), outputs)
+        return outputs
 
     # -- weights in and out -------------------------------------------------------------------------------------
 

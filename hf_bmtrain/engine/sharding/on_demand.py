@@ -30,7 +30,8 @@ class OnDemandGather:
     * If they are read only inside the context `watch`, which sees every tensor that autograd saves, the buffer is
       resharded as soon as autograd keeps no view of it. An embedding saves no weights, and a linear layer saves its
       weights until its own backward is over.
-    * If they are read outside `watch`, the buffer stays unsharded until the whole backward is over.
+    * If they are read outside `watch`, or if views of them leave the context (for example in the outputs of a module),
+      the buffer stays unsharded until the whole backward is over.
 
     If autograd unpacks a saved view after the buffer was resharded, for example in a second backward, the buffer is
     gathered again. All ranks gather and reshard at the same points of the forward and the backward.
@@ -40,7 +41,8 @@ class OnDemandGather:
         buffer: the flat buffer to unshard.
 
     Attributes:
-        unwatched: whether the buffer was read outside `watch` in this forward pass.
+        unwatched: whether the buffer was read outside `watch` in this forward pass, or views of it may be. If views
+            leave the context, the caller sets this attribute inside the context.
     """
 
     def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
@@ -238,7 +240,8 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     At the end of the context, the full parameters of a flat buffer are freed if all of the following hold: autograd has
     saved no view of them, they were read only inside `watch`, and only one module has ever read parameters of this
     buffer. (Other modules may soon read them again, as with tied weights.) Views that autograd has not saved are then
-    invalid.
+    invalid. An inner `watch` of the same buffer leaves this to the outer one, whose code may still have such views. If
+    code outside the context may read other views, the caller must set `unwatched` of their OnDemandGather.
 
     Inside the context, torch does not check whether saved tensors are modified in place. So their versions are
     compared in backward, which raises RuntimeError if they differ.
@@ -266,14 +269,15 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
             )
         return owner
 
-    for gather in group:
+    begun = [gather for gather in group if not gather._watched]
+    for gather in begun:
         gather._watched = True
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        for gather in group:
+        for gather in begun:
             gather._watched = False
-    for gather in group:
+    for gather in begun:
         if len(gather._parameters) == 1:
             gather._release_if_unneeded()

@@ -144,7 +144,10 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return a list of the optimizers in `given`: an OptimManager, several optimizers, one optimizer, or None."""
+    """Return a list of optimizers.
+
+    given: an OptimManager, an iterable of optimizers, or one optimizer. None gives an empty list.
+    """
     if given is None:
         return []
     if isinstance(given, OptimManager):
@@ -174,7 +177,10 @@ def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> 
 
 
 def schedulers_of(given: Any) -> list[Any]:
-    """Return a list of the schedulers in `given`: several schedulers, one scheduler, or None."""
+    """Return a list of schedulers.
+
+    given: an iterable of schedulers, or one scheduler. None gives an empty list.
+    """
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) else [given]
@@ -293,10 +299,12 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """Loads saved state into an optimizer.
+    """Loads saved state into an optimizer: create this object, call `target` for each tensor, fill it, and call `load`.
 
-    First copy the saved values into the tensors that `target` returns, then call `load`. If `names` is not empty, the
-    constructor already replaces the state of an AdamOptimizer, because `target` returns the new state tensors.
+    To avoid a second copy of the state, the tensors that `target` returns for an AdamOptimizer are, if possible, its
+    new state tensors. The constructor must allocate them. So if `names` is not empty, it already replaces the
+    AdamOptimizer's old state, step counts and settings. They are lost even if `load` is never called, and the state is
+    then incomplete. Optimizers of other classes, and an AdamOptimizer without `names`, do not change before `load`.
 
     Args:
         optimizer: the optimizer.

@@ -106,7 +106,7 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
             if state[name].shape != tensor.shape:
                 raise ValueError(
                     f"{name} has shape {tuple(state[name].shape)} in the files, but {tuple(tensor.shape)} in the "
-                    "model. Create the model with the configuration of the files"
+                    "model. Create the model with the configuration that belongs to these files"
                 )
             if name != present[0] and not torch.equal(state[name], state[present[0]]):
                 raise ValueError(

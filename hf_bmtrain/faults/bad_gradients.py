@@ -116,10 +116,15 @@ class GradientWatcher(Observer):
         self._watches = weakref.WeakKeyDictionary[Any, OwnGradients]()
 
     def watch(self, owner: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Check this rank's gradients of `parameters`, before they are averaged, in the next 16 steps of `owner`.
+        """In the next 16 steps of `owner`, check this rank's gradients of `parameters` for inf and nan.
 
-        Called after `owner` has skipped a step or, for Hugging Face's Trainer, has logged a bad gradient norm or loss
-        scale.
+        Each gradient is checked when this rank has computed it, before it is averaged over the ranks. An inf or nan has
+        no immediate effect: the results of one step are kept on the device until the next step ends. They are read, to
+        name the rank and the parameter, if that step was skipped (`explain_skip`) or, for Hugging Face's Trainer, after
+        every step (`BadNumbers.end_step`).
+
+        Called after `owner` has skipped a step or, for Hugging Face's Trainer, has found a bad gradient norm or loss
+        scale in Trainer's log.
 
         Args:
             owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.

@@ -343,11 +343,12 @@ class Watch(Monitor):
             self._observe()
             self._show()
             if self.status.waits:
-                # The program waits in an operation that has not raised the error in this time, such as a collective on
-                # the GPU. So leave the loop and interrupt the operation.
+                # The program waits in an operation that has not raised `problem` within _GRACE_SECONDS, such as a
+                # collective on the GPU. So leave the loop and interrupt the operation.
                 break
         first = self.raised_before()
-        # After Ctrl-C, this rank was probably interrupted too, and only waits in native code. Let one rank report it.
+        # If another rank was interrupted first, by Ctrl-C, it reports the interruption. This rank was probably
+        # interrupted too, but cannot raise KeyboardInterrupt while it waits in native code. So log no error here.
         level = logging.DEBUG if first is not None and first[1].interrupted else logging.ERROR
         _log.log(level, "rank %d: %s", self._rank, problem)
         self._interrupt()

@@ -13,8 +13,8 @@ from ..engine.runtime.world import current_world
 from ..faults.bad_gradients import GradientWatcher, explain
 
 _log = logging.getLogger("hf_bmtrain")
-LIMIT = 3  # so many bad gradient norms in a row in Trainer's log end the training
-LEAST_SCALE = 2.0**-24  # a loss scale below it ends the training
+LIMIT = 3  # training ends with an error at this many consecutive entries of Trainer's log with a bad gradient norm
+LEAST_SCALE = 2.0**-24  # training ends with an error if the loss scale falls below this value
 
 
 class BadNumbers:

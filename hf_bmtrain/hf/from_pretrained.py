@@ -299,9 +299,9 @@ def _report(model: torch.nn.Module, world: World) -> None:
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
-        "rank %d of %d: of %d parameters of %s, each rank reads only its own elements, from memory-mapped files. Each "
-        "rank stores 1/%d of each of the %d parameters that transformers has converted (to another dtype, or by "
-        "merging). The %d parameters that are not in the files were initialized, in full on every rank%s",
+        "rank %d of %d: %d parameters of %s are in memory-mapped files, and each rank reads only its own elements of "
+        "them. Each rank stores 1/%d of each of the %d parameters that transformers has converted (to another dtype, "
+        "or by merging). The %d parameters that are not in the files were initialized, in full on every rank%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.shard_group.size,
         len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",

@@ -162,8 +162,9 @@ class Difference(NamedTuple):
 class CollectiveLog:
     """The log of the operations that this rank has issued to one communicator. Each operation is one entry, a number.
 
-    Every rank must issue the same operations in the same order, so the logs of all ranks must be equal. Only one thread
-    at a time may add entries; any thread may read them.
+    Every rank must issue the same operations in the same order, so the logs of all ranks must be equal. To check this,
+    each rank publishes the `excerpt` of its log, the last SENT (64) entries, and the other ranks pass it to `compare`.
+    Only one thread at a time may add entries; any thread may read them.
 
     Attributes:
         name: the communicator's name.
@@ -249,7 +250,7 @@ class CollectiveLog:
         self.refuse()
 
     def excerpt(self) -> Excerpt:
-        """Return the last SENT (64) entries of this log, or all if there are fewer."""
+        """Return the last SENT (64) entries of this log, or all if there are fewer, for `compare` on other ranks."""
         return _excerpt(self._memory)
 
     def compare(self, theirs: Excerpt) -> Difference | None:

@@ -126,8 +126,10 @@ class TwoLevels:
         Collective: every rank must call it. Call `wait` of the returned ticket before you use `part` or `full`.
 
         Args:
-            part: (hosts * n,), written with the shards of the ranks that have this rank's index on their hosts.
-            full: (size * n,), written with the shards of all ranks.
+            part: (hosts * n,), written with the shards of the ranks that have this rank's index on their hosts, in the
+                order of the hosts. These are consecutive shards.
+            full: (size * n,), written with the shards of all ranks, in the order of their numbers: first those of the
+                ranks with index 0 on their hosts, then those with index 1, and so on. See the argument `order`.
             shard: (n,), this rank's shard.
         """
         arrived = self.rail.all_gather(part, shard)

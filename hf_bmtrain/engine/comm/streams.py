@@ -39,7 +39,9 @@ DONE: Event = _Done()
 
 
 class WorkStream:
-    """A queue of work with its own CUDA stream. The caller must not free memory while queued work uses it.
+    """A queue of GPU work: a CUDA stream of its own, whose work runs concurrently with that of other streams.
+
+    The caller must not free memory while queued work uses it.
 
     Args:
         device: the CUDA device.
@@ -51,7 +53,7 @@ class WorkStream:
         self._device, self._stream = device, torch.cuda.Stream(device, priority=priority)
 
     def run(self, function: Callable[[], object]) -> None:
-        """Call `function` with this queue's CUDA stream as the current stream, so that its kernels run there."""
+        """Call `function` at once. The kernels that it launches are put into this queue, not on the current stream."""
         with torch.cuda.stream(self._stream):
             function()
 

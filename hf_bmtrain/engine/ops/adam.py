@@ -175,7 +175,8 @@ def adam_update(
             read too, and a negative sign of exp_avg_sq marks a residual of 32768, which is stored as -32768.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
-        weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; None if `master` is the weight.
+        weight: (n,) float16 or bfloat16, written with the updated masters, rounded to nearest even; None if `master` is
+            the weight.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model. An element's position and the number of
             the step determine the random bits of stochastic rounding. Neither depends on the number of ranks, so
@@ -234,7 +235,8 @@ def update_reference(
 ) -> None:
     """Compute the same as `adam_update` with torch, on any device. The host waits for the device.
 
-    Stochastic rounding uses the same random bits as the kernel.
+    `adam_update` calls this function for tensors that are not on a CUDA device, and tests compare the kernel with it.
+    If `exp_avg` is bfloat16, it is rounded stochastically, with the same random bits as in the kernel.
 
     Args:
         grad: (n,), only read. For the dtypes of this and the other tensors, see `adam_update`.
@@ -242,7 +244,8 @@ def update_reference(
             masters and weights).
         exp_avg: (n,), updated.
         exp_avg_sq: (n,), updated.
-        weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.
+        weight: (n,), written with the updated masters, rounded to nearest even. With residuals, it is read too, because
+            only weights and residuals together determine the masters. None if the masters are the weights themselves.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model. It and the number of the step determine
             the random bits.

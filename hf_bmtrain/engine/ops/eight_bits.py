@@ -237,7 +237,8 @@ def update_reference(
         master: (n,), updated: the float32 masters, or the int16 residuals of bfloat16 weights (the differences between
             masters and weights).
         moments: the moments of these elements, updated.
-        weight: (n,), written with `master` rounded to nearest even; or None if the masters are the weights themselves.
+        weight: (n,), written with the updated masters, rounded to nearest even. With residuals, it is read too, because
+            only weights and residuals together determine the masters. None if the masters are the weights themselves.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model. It and the number of the step determine
             the random bits.

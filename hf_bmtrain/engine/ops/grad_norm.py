@@ -92,10 +92,10 @@ class Segments:
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Three tensors for the CUDA kernels: the division of the segments into chunks of at most PIECE elements.
+        """Three tensors for the CUDA kernels: the division of the segments into pieces of at most PIECE elements.
 
-        The first has the index of each chunk's first element (int64), and the second has each chunk's length (int32).
-        The third has the index of each segment's first chunk, followed by the total number of chunks (int64).
+        The first has the index of each piece's first element (int64), and the second has each piece's length (int32).
+        The third has the index of each segment's first piece, followed by the total number of pieces (int64).
         """
         begins, lengths, firsts = [], [], [0]
         for start, end in itertools.pairwise(self.offsets):
@@ -193,7 +193,7 @@ def _segmented_on_cpu(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 
 def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of `flat` in float64. Chunks limit the memory that float64 copies take."""
+    """Return the sum of squares of `flat` in float64. To save memory, convert CHUNK elements at a time."""
     if flat.numel() <= CHUNK:
         wide = flat.detach().double()
         return torch.dot(wide, wide)

@@ -129,8 +129,12 @@ def install() -> Callable[[], None]:
 
     This function makes two changes:
 
-    * It registers a hook, which torch calls before each step of every optimizer in this process. The hook calls `check`
-      when necessary, records the optimizer's settings for the comparison between ranks, and shards a loaded state.
+    * It registers a hook, which torch calls before each step of every optimizer in this process. Before the first step,
+      and again after the optimizer's parameters have changed or more parameters were sharded, the hook calls `check`:
+      it raises an error if the optimizer would not train its parameters correctly, or differs between ranks. In every
+      step, the hook records the optimizer's settings, which the ranks compare. If `optimizer.load_state_dict` was
+      called since the last step, the hook checks that full tensors in the loaded state are the same on all ranks, and
+      replaces them by this rank's elements. (An AdamOptimizer has replaced them already.)
     * It enables `foreach` for sharded parameters: torch's optimizers then pass lists of parameters to functions such as
       `torch._foreach_add_`, instead of updating the parameters one by one, which is slower.
 

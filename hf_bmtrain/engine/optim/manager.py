@@ -107,7 +107,9 @@ class OptimManager:
         # From the last step:
         self._skipped: HostFlag | None = None  # the skip flag, until the host has read it
         self._updated_in_backward = False  # whether an optimizer updated weights during the backward already
-        # The gradients and their version counters. If the step was skipped, those unchanged since then are dropped.
+        # The gradients that the last step used, with their version counters. If the host learns later that this step
+        # was skipped, `_end_last_step` drops them: it sets `.grad` to None where it is still the same, unmodified
+        # tensor. A `.grad` that was replaced or written since belongs to a later backward, and is kept.
         self._used: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._skips = SkippedSteps(max_skipped_steps)
         self._steps = 0  # the number of steps so far, including those that were skipped
@@ -236,7 +238,7 @@ class OptimManager:
 
         Raises:
             TypeError: `loss` is not a tensor.
-            RuntimeError: as for `backward`, if the last step was skipped.
+            RuntimeError: the last step was skipped, and `backward` would raise the same error.
         """
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
@@ -441,7 +443,7 @@ class OptimManager:
         Collective: every rank must call it. Before anything is loaded, the checksums, the number of optimizers and the
         presence of schedulers and a loss scale are checked. Then the optimizers are loaded one after another, then the
         schedulers, and then the loss scale. If one of them raises an error, those before it have been loaded already.
-        Then load a state that fits before you continue training.
+        In that case, do not continue training before you have loaded a state that fits.
 
         Args:
             state_dict: the result of `state_dict`. If it was saved with gather_opt=True, all ranks pass rank 0's
@@ -452,7 +454,7 @@ class OptimManager:
             TypeError: `state_dict` is not a dict, or `gather_opt` is not a bool or None.
             ValueError: the state is incomplete, or does not fit this manager, an optimizer or a scheduler.
             RuntimeError: the ranks' states differ where they must be equal, or a value does not match its checksum
-                because the file is damaged; or as for `backward`, if the last step was skipped.
+                because the file is damaged. Or the last step was skipped, and `backward` would raise the same error.
         """
         expect_kind("state_dict", state_dict, dict, "the result of OptimManager.state_dict()")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
@@ -515,7 +517,7 @@ class OptimManager:
         Raises:
             ValueError: `check_own_state` raises it, and nothing is loaded. Or a scheduler raises it, because the state
                 is of another kind of scheduler; the schedulers before it have been loaded then.
-            RuntimeError: as for `backward`, if the last step was skipped.
+            RuntimeError: the last step was skipped, and `backward` would raise the same error.
         """
         self.check_own_state(state)
         self._end_last_step()

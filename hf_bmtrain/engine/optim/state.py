@@ -153,12 +153,12 @@ def _misfit(saved: dict[str, Any], world: World) -> str | None:
 
 
 class FullState:
-    """Makes `optimizer.state_dict()` return full tensors if there is an Accelerator, and allows loading full tensors.
+    """Lets `optimizer.state_dict()` return full tensors for Hugging Face Accelerate, and allows loading full tensors.
 
     An optimizer over sharded parameters has a FullState as its attribute `full_state`. Accelerate saves only rank 0's
-    state dict and loads the file on every rank, so that all ranks would get rank 0's shards. With an Accelerator,
-    `state_dict()` is therefore collective and returns full tensors; `accelerator.save_state` calls it on every rank.
-    Without an Accelerator, it returns this rank's elements. Both forms can be loaded: before the next step, a tensor
+    state dict and loads the file on every rank, so that all ranks would get rank 0's shards. So if the program uses an
+    `accelerate.Accelerator`, `state_dict()` is collective and returns full tensors; `accelerator.save_state` calls it
+    on every rank. Otherwise, it returns this rank's elements. Both forms can be loaded: before the next step, a tensor
     with as many elements as the full parameter is replaced by this rank's elements.
 
     Args:
@@ -352,8 +352,10 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     Raises:
         RuntimeError: the ranks have state for different parameters.
     """
-    # `mine` has an entry for each state value of each parameter: {(name, key): (whether the value has the local
-    # parameter's shape, the number of local elements of the parameter, a copy of the value if it may be unsharded)}.
+    # `mine` has an entry for each state value of each sharded parameter: {(name, key): (whether the value has the local
+    # parameter's shape, the number of local elements of the parameter, a copy of the value)}. The copy is needed only
+    # if the value turns out not to be sharded. It is None if the value has the local parameter's shape, unless this is
+    # one element, which may also be a step count.
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():

@@ -210,16 +210,20 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def storage_kind(self) -> StorageKind:
-        """The StorageKind of this parameter, that is, how its shard is kept and sent (plain, quantized, …).
+        """The StorageKind with which a full copy of this parameter is to be sharded.
 
-        `mark` copies it to full copies of the parameter. A copy that is sharded later is then stored in the same way.
+        For a parameter that tensor parallelism splits, or an unsplit one with `tp_mode=True`, it is the StorageKind of
+        the parameter itself, so that the copy is sharded over the same ranks. Otherwise it is PLAIN, even if the
+        parameter is quantized or all-gathered in float8: how to store the copy is then chosen anew. `mark` copies it to
+        the full copy that is made when the parameter or its model is deep-copied, or the parameter is sharded again.
         """
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Copy `init_method`, `group` and the storage kind of this parameter to `full`, a full copy of it.
+        """Copy `init_method`, `group` and `storage_kind` of this parameter to `full`, a full copy of it.
 
-        If the copy is sharded later, it is then stored in the same form (plain, quantized, …) as this parameter.
+        If this parameter is split by tensor parallelism, or has `tp_mode=True`, the copy can then be sharded over the
+        same ranks later.
         """
         full.init_method, full.group = self.init_method, self.group
         if self.storage_kind != PLAIN:  # otherwise omit it, so that pickled copies contain no class of this library

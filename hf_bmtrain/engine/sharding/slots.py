@@ -176,13 +176,18 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 @contextmanager
 def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
-    """Set the slots to None inside the context, so that `module._apply(convert)` does not change local parameters.
+    """Context manager that hides local parameters from `module._apply(convert)`, so that they are not converted.
 
-    Raises RuntimeError at the start if `convert` would move local parameters to another device or cast them.
+    Inside the context the slots are set to None, and at its end to the local parameters again, even if `convert` has
+    raised an error.
 
     Args:
         slots: the entries of modules' `_parameters` that are set to local parameters.
         convert: the function that `_apply` applies to every tensor.
+
+    Raises:
+        RuntimeError: at the start of the context, if `convert` changes the dtype or device of an empty tensor with the
+            dtype and device of a local parameter. The slots are not changed then.
     """
     for slot in slots:
         probe = torch.empty(0, dtype=slot.sharded.dtype, device=slot.sharded.device)

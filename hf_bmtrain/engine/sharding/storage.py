@@ -180,11 +180,16 @@ class Storage:
     def after_gather(self) -> None:
         """Compute the full parameters from the result of the all-gather, on the current stream.
 
-        Called after each all-gather if `unpacks` is True. Here it does nothing.
+        If `unpacks` is True, `ShardedBuffer.wait` calls this method once after each all-gather. It is not called for an
+        all-gather whose result is discarded: the buffer is resharded before `wait`. Here it does nothing.
         """
 
     def reshard(self) -> None:
-        """Free the memory that an all-gather has filled. Also works if `after_gather` was not called after it."""
+        """Free the memory that the last all-gather has filled, and the memory of the full parameters.
+
+        An override must also work if `after_gather` was not called since that all-gather. The call is left out if the
+        result is discarded, for example because only other ranks need it (`ShardedBuffer.take_part`).
+        """
         if self.full is not None:
             self.full.free()
 

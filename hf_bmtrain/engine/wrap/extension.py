@@ -74,10 +74,11 @@ class Extension:
         """Change modules and parameters of `plan.model` before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
-        """Return the ids of parameters of blocks that need flat buffers of their own, apart from all other parameters.
+        """Return the ids of parameters that must not share a flat buffer with the other parameters of their block.
 
-        The parameters that all extensions return together may share a flat buffer with each other, but not with other
-        parameters.
+        `wrap` forms the union of the sets that all extensions return. A parameter in the union shares flat buffers only
+        with parameters of the same block that are in the union, too. As always, they must also have the same dtype,
+        `requires_grad` and storage kind.
 
         plan: the model that is being wrapped, and its division into blocks and other modules.
         """

@@ -58,9 +58,11 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs of the block that runs backward next, after the block with `inputs`; None if there is none.
+        """Return the inputs that were saved last before `inputs`, of those that still exist, or None if there are none.
 
-        These are the last `_Inputs` (the inputs of one forward) that were saved before `inputs` and still exist.
+        Backward needs them next, because it goes through the blocks in the opposite order of the forward.
+
+        inputs: the inputs of one forward of a block.
         """
         found = None
         for each in (reference() for reference in self._saved):

@@ -220,8 +220,9 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     if not torch.compiler.is_compiling():
         found = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
         return (found if weights is None else found * weights[..., None]).sum(1)
-    # Inductor makes of these additions one kernel, which reads neighboring elements of a row. Of a sum over the middle
-    # dimension it makes a reduction whose threads read different rows, which is several times slower.
+    # In compiled code, add the rows one after another instead of calling `sum(1)`. Inductor fuses these additions into
+    # one kernel, whose threads read neighboring elements of a row. It would compile `sum(1)` to a reduction whose
+    # threads read different rows, which is several times slower.
     dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
     wide = torch.promote_types(dtype, torch.float32)  # as torch's sum adds 16-bit elements
     total = rows.new_zeros(len(places), rows.shape[1], dtype=wide)

@@ -141,8 +141,9 @@ class Calibration(Observer):
 class CalibrationInStep(Calibration):
     """Measures the float8 noise of layers in the first training forward. Used if blocks are not compiled.
 
-    The ranks decide which layers keep float8 at the start of a later training forward: the first one after every rank
-    has run the backward of the measured forward. The arguments are those of `Calibration`.
+    At the start of a later training forward, the ranks decide which layers continue to use float8. This is the first
+    training forward that begins after a backward, and before which no block on any rank is still waiting for its
+    backward. The arguments are those of `Calibration`.
     """
 
     _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then
@@ -172,7 +173,8 @@ class CalibrationAhead(Calibration):
     `Calibration`.
 
     The separate forward gets copies of the training forward's arguments. It is not compiled and runs without gradients.
-    Right after it, the ranks decide which layers keep using float8. Random generators and the model's buffers,
+    Right after it, the ranks decide which layers keep using float8. If a block on some rank is still waiting for its
+    backward, they cannot, and the next training forward measures again. Random generators and the model's buffers,
     attributes and containers are restored, even if the separate forward raises an error.
     """
 
@@ -183,7 +185,7 @@ class CalibrationAhead(Calibration):
 
     @property
     def has_measured(self) -> bool:
-        return False  # `before_forward` measures and decides in the same call
+        return False  # `before_forward` decides right after measuring or, if it cannot, measures again in the next call
 
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ class Criterion:
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         num_items: the divisor of the mean, for example the number of targets in all micro-batches on all ranks. It is a
             number, or a tensor of one element on any device. None divides by the number of targets that are not ignored
-            in this call.
+            in this call or, with class weights, by the sum of their weights.
     """
 
     rows: CrossEntropy
@@ -79,13 +79,22 @@ class Criterion:
         return targets
 
     def factor(self, targets: Tensor) -> Tensor:
-        """Return the factor, (1,) float32, by which `reduce` multiplies the sum of the losses.
+        """Return the factor by which `reduce` multiplies the sum of the losses: 1 / divisor for a mean, otherwise 1.
 
-        The factor is computed on the device of the targets, without a synchronization. For a mean it is 1 / divisor. If
-        the divisor is 0, because all targets are ignored, the factor is 1: the mean is then 0, whereas torch's is NaN.
-        For reduction "sum" or "none" the factor is 1.
+        Not collective, and the host does not wait for the device. The divisor is:
 
-        targets: int64, of any shape, the class of each row.
+        * `num_items`, if it is not None, with or without class weights. To average over all ranks, the caller must pass
+          a number that counts the targets of all ranks.
+        * otherwise, without class weights, the number of targets in this call on this rank that are not ignored.
+        * otherwise, with class weights, the sum of the class weights of these targets.
+
+        If the divisor is 0, the factor is 1. So if all targets are ignored, the mean is 0, whereas torch's is NaN.
+
+        Args:
+            targets: int64, of any shape, the class of each row.
+
+        Returns:
+            The factor, (1,) float32, on the device of the targets.
         """
         one = torch.ones(1, device=targets.device)
         if self.reduction != "mean":

@@ -40,9 +40,14 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 class MemoryPlanner(Observer):
     """Owns the plans for use_checkpoint="auto" and keep_frozen="auto", and calls their methods during training.
 
-    There is at most one planner per world. As an observer, it is called before each forward of a wrapped model and
-    after each backward. For a backward in which memory is measured, `finish_backward` is also called when the backward
-    ends, or `abandon_backward` if the backward raises an error.
+    With use_checkpoint="auto", a plan decides which blocks are recomputed in backward. With keep_frozen="auto", a plan
+    decides which frozen parameters stay unsharded between steps.
+
+    There is at most one planner per world. As an observer, it is called before each forward of a wrapped model, and
+    after each backward (`end_backward`). While memory is measured for use_checkpoint="auto", the planner also takes
+    part in the backward, like a block. At the end of that backward, before `end_backward`, the schedule calls
+    `finish_backward` of the planner and of the blocks. If the backward has raised an error, the next forward calls
+    `abandon_backward` instead.
 
     Args:
         world: the ranks that plan together.

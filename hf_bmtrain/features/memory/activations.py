@@ -273,7 +273,7 @@ class Activations:
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
         self._stale = True  # True until the first plan, and from a later measurement to the next plan
-        self._left = 0  # the value of `left` while it is not None
+        self._left = 0  # what the last plan leaves; the property `left` returns it only while that plan is up to date
         self.measuring = False
 
     @property

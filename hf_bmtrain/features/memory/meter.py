@@ -129,7 +129,9 @@ class MeasuredInputs:
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # cache of `cover`: {shapes: a `number` for which it returns True}
+        # A cache of `cover`: {input shapes of a forward: a number of forwards since the last backward, up to which
+        # `cover` returns True for these shapes}.
+        self._covered: dict[Shapes, int] = {}
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
         """Store the input shapes of a forward whose memory was measured.

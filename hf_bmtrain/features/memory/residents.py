@@ -99,7 +99,8 @@ class Residents:
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # the peak of allocated bytes since measuring began; None while not measuring
         self._free = 0  # bytes free at the start of a pass: the smallest number since measuring began
-        self._spare = 0  # how many fewer bytes than `_free` may be free before buffers are chosen again
+        # If fewer than `_free` - `_spare` bytes are free at the start of a pass, the ranks choose the buffers again.
+        self._spare = 0
         self._policies: list[Any] = []  # the blocks' recompute policies when measuring began
 
     @property

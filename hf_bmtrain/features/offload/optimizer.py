@@ -137,9 +137,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
         # 4. The grouping in 1. may have split runs (parameters that are updated together), because parameters that were
-        # updated during the backward and others cannot be in the same run. Forget which parameters are active: the next
-        # backward then updates none early, and the next call of `step` forms the runs anew and merges adjacent
-        # parameters.
+        # updated during the backward and others cannot be in the same run. An empty `_active` discards the grouping:
+        # the next backward then updates no parameters, and the next `step` forms new runs, in which adjacent parameters
+        # are together again.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()

@@ -108,8 +108,8 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
         _log.warning(
             "%d weights that bitsandbytes has quantized, such as '%s', are outside the model's blocks (transformer "
             "layers) or shared by several of them, so they are dequantized. To load them unquantized, list their "
-            "modules in llm_int8_skip_modules of BitsAndBytesConfig. To keep those outside blocks in 4 bits, include "
-            "their modules in the argument blocks of auto_wrap.",
+            "modules in llm_int8_skip_modules of BitsAndBytesConfig. To keep those outside blocks in 4 bits, pass "
+            "auto_wrap(model, blocks=[...]) a list that contains the model's blocks and also these modules.",
             len(unpacked), unpacked[0],
         )  # fmt: skip
     if found:

@@ -118,8 +118,13 @@ class Replay:
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
         """Context manager for a recomputation: inside it, the layer has the state that a snapshot contains.
 
-        At its end, the layer gets back the state that it had before. Tensors that are attributes, or items of
-        containers, are not copied, so what was written to them in place is neither undone nor restored.
+        The state is the layer's buffers and attributes, the items of containers in attributes and arguments, and random
+        generators (see `Replay`). At the end of the context, the layer gets back the state that it had before.
+
+        Only the tensors that are buffers are copied. Inside the context, the layer has new copies of the buffers that
+        its forwards change, so writes to them have no effect afterwards. For the tensors in attributes and containers,
+        only the references are exchanged. If such a tensor was modified in place after the forward began, the
+        recomputation reads the modified values. If the recomputation modifies it in place, the modification stays.
 
         torch's checkpoint ends a recomputation early by raising an exception. If this happens inside a TorchScript
         function, torch no longer recognizes the exception, so this context manager suppresses it.

@@ -58,14 +58,19 @@ class Groups:
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return the StorageKind of parameters with `tp_mode=True`, which determines over which ranks they are sharded.
+        """Return the StorageKind of parameters with `tp_mode=True`: how to shard them, and to average their gradients.
 
-        If the parameters are split, the result is a `Part`, which shards each part over the ranks that have it, one in
-        each group. Otherwise the result is a `SameRows`, which shards the parameters over all ranks. Gradients are
-        averaged over the same ranks.
+        Args:
+            dim: the dimension on which the whole tensors are split over a tensor-parallel group, or -1 if the tensors
+                are not split.
 
-        dim: the dimension on which the whole tensors are split over a tensor-parallel group, or -1 if the parameters
-            are not split.
+        Returns:
+            For `dim` >= 0, a `Part`. Each parameter is this rank's part of a tensor, such as the weight of a
+            ColumnParallelLinear. It is sharded over the ranks that have the same part, one of each group.
+            For `dim` = -1, a `SameRows`. Each parameter is a full tensor that every rank of a group uses for the same
+            rows, such as the bias of a RowParallelLinear with all_reduce_output=True. It is sharded over all ranks.
+            In both cases, the gradient is averaged over the ranks that shard the parameter. For example, with 8 ranks
+            and tp_size=2 there are 4 groups: these are 4 ranks for a `Part`, and 8 for a `SameRows`.
         """
         return SameRows(self) if dim < 0 else Part(self, dim)
 

@@ -21,7 +21,9 @@ class TensorParallel(Extension):
     """
 
     def __init__(self, options: Options) -> None:
-        # quantize_frozen would shard rank 0's weights over all ranks, but rank 0 has only its own part of each split
+        # sequence_parallel would divide the tokens of a row between consecutive ranks. But with tp_size, consecutive
+        # ranks form a group that computes the same tokens with different parts of the weights.
+        # quantize_frozen would shard rank 0's weights over all ranks. But rank 0 has only its own part of each split
         # weight.
         unfit = {"sequence_parallel": options.sequence_parallel > 1, "quantize_frozen": options.quantize_frozen}
         self._unfit = [name for name, asked in unfit.items() if asked]

@@ -15,8 +15,9 @@ __all__ = ["CheckpointBlockContext"]
 class CheckpointBlockContext:
     """Context manager that all-gathers the parameters of a block, so that their full values can be read.
 
-    Collective: every rank must enter and leave it. It does the same as `gathered(block)`. Prefer `gathered`, which
-    takes any module and can also be used to modify the parameters.
+    Collective: every rank must enter and leave it. It does the same as `gathered(block)`: the full parameters are
+    copies, the block cannot be called inside, and changed values raise RuntimeError at the end. Prefer `gathered`,
+    which takes any module and with `modify=True` also writes changes back.
 
     Args:
         block: the CheckpointBlock, for example a transformer layer of a model that `auto_wrap` has sharded.
@@ -40,14 +41,21 @@ class CheckpointBlockContext:
     def enter(self) -> None:
         """All-gather the parameters of the block. Collective: every rank must call it.
 
-        Does nothing if an earlier `enter` has gathered them and `exit` was not called since.
+        A `with` statement calls `enter` and `exit` by itself. Call both only where `with` cannot be used. A second
+        `enter` before `exit` does nothing.
         """
         if self._inside is None:
             self._inside = gathered(self._block)
             self._inside.__enter__()
 
     def exit(self) -> None:
-        """Free the full parameters that `enter` gathered, if any. Collective: every rank must call it."""
+        """Free the full parameters that `enter` gathered. Collective: every rank must call it.
+
+        Does nothing if `enter` was not called.
+
+        Raises:
+            RuntimeError: values of the full parameters were changed since `enter`.
+        """
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.__exit__(None, None, None)

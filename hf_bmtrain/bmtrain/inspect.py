@@ -107,9 +107,14 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
         prefix: a text to put before each name. The pattern must match the name with this prefix.
 
     Returns:
-        A list with a dict for each parameter whose name matches. Each dict has the keys name, shape, std (unbiased),
-        mean, max and min of the full parameter, and grad_std and grad_mean of its gradient (0.0 without a gradient).
-        For a tied parameter, the list has a dict for each of its names.
+        A list with a dict for each parameter whose name matches; a tied parameter has a dict for each of its names. The
+        keys are:
+
+        * name, with the prefix, and shape, the full shape;
+        * std (unbiased), mean, max and min, over all elements of the full parameter;
+        * grad_std and grad_mean, of the full `.grad`, which includes a loss scale; 0.0 without a gradient.
+
+        Parameters that are not sharded are described by this rank's values alone.
     """
     world = current_world()
     expect_module("model", model)
@@ -152,19 +157,23 @@ class _Record:
 
 
 class InspectTensor:
-    """The tensors recorded by `record_tensor` inside one `with inspect_tensor()`."""
+    """The tensors recorded by `record_tensor` inside one `with inspect_tensor()`, which creates this object.
+
+    Read it after the backward: `get_summary` computes statistics over all ranks, `get_tensor` returns one tensor of
+    this rank, and `summary` lists all tensors of this rank.
+    """
 
     def __init__(self) -> None:
         self._records: list[_Record] = []
 
     def add(self, x: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
-        """Record a tensor. `record_tensor` calls this method.
+        """Record a tensor. Called by `record_tensor`, which model code should call instead.
 
         Args:
-            x: the tensor.
+            x: the tensor. It is kept itself, not copied.
             name: its name.
             group: a prefix of its name in the summary, or None.
-            requires_grad: whether to keep its gradient, if `x` requires one.
+            requires_grad: whether to keep its gradient too, if `x` requires one (`x.retain_grad()`).
         """
         wants = requires_grad and x.requires_grad
         if wants:
@@ -186,10 +195,15 @@ class InspectTensor:
         """Compute statistics of the recorded tensors over all ranks. Collective: every rank must call it.
 
         Returns:
-            A list with a dict for each recorded tensor, in order. Each dict has the keys name, shape, std (unbiased),
-            mean, max, min, grad_std and grad_mean; the last two are None if there is no gradient. These describe the
-            concatenation of all ranks' tensors on dimension 0. The name is `group.N.name`, or `N.name` without a group,
-            where N counts the tensors of the same group and name, from 0.
+            A list with a dict for each recorded tensor, in order, the same on every rank. All values describe the
+            concatenation of the ranks' tensors on dimension 0. The keys are:
+
+            * name: `group.N.name`, or `N.name` without a group. N counts the tensors of the same group and name, from
+              0.
+            * shape: the shape of the concatenation. Scalars have shape ().
+            * std (unbiased), mean, max, min: over all elements.
+            * grad_std, grad_mean: of the gradient, or None if no gradient was kept. Each rank's elements have the
+              gradient of that rank's own loss, times the loss scale if there is one.
 
         Raises:
             RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place later.
@@ -229,7 +243,7 @@ class InspectTensor:
             index: its index among the tensors recorded with this name and group; None for the first.
 
         Returns:
-            The tensor, or None if no such tensor was recorded.
+            The recorded tensor itself, not a copy; None if no such tensor was recorded.
         """
         found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
         index = index or 0
@@ -267,11 +281,12 @@ class _Recording(Observer):
 def inspect_tensor() -> Iterator[InspectTensor]:
     """Record the tensors that are passed to `record_tensor` inside this context.
 
-    A tensor is recorded once per forward, even if activation checkpointing recomputes it. Recorded tensors stay in
-    memory as long as the `InspectTensor` exists.
+    The model's forward calls `record_tensor(x, name)` where an activation is of interest. Every forward adds its
+    tensors; a recomputation in backward adds none. Recorded tensors, with their autograd graph, stay in memory as long
+    as the `InspectTensor` exists.
 
     Returns:
-        A context manager that yields an `InspectTensor`.
+        A context manager that yields an `InspectTensor`, which contains the recorded tensors.
 
     Raises:
         RuntimeError: another `inspect_tensor` is active.
@@ -297,7 +312,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     """Record an activation in the active `inspect_tensor` context; do nothing outside one.
 
     Args:
-        x: the activation, any shape.
+        x: the activation, any shape. It is kept itself, so do not modify it in place afterwards.
         name: its name in the summary.
         group: a prefix of the name, or None.
         requires_grad: whether to keep its gradient too, if `x` requires one.

@@ -66,7 +66,7 @@ def round_up(x: int, d: int) -> int:
 
 
 def check_torch_version(version_str: str) -> int:
-    """Compare the installed torch with a version.
+    """Compare the installed torch with a version. Only the first three numbers count, so "2.6.0rc1" equals "2.6.0".
 
     Args:
         version_str: a version such as "2.6.0".
@@ -106,10 +106,11 @@ def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print the memory allocated on rank 0's device, in GiB: now, and the peak since the last call.
+    """Print the memory that torch has allocated on rank 0's device, in GiB: now, and the peak since the last call.
 
-    Only rank 0 prints. On the CPU, the resident memory of rank 0's process is printed: now, and the peak since its
-    start.
+    Only rank 0 prints. Each call resets torch's peak of this rank's device (`torch.cuda.reset_peak_memory_stats`), so
+    that the next call shows a new peak. On the CPU, the resident memory of rank 0's process is printed instead: now,
+    and the peak since the process started.
 
     Args:
         message: a text to print before the numbers.

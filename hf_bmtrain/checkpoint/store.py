@@ -75,22 +75,24 @@ class Saving:
 def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: bool = False) -> Saving | None:
     """Save the full tensors of a model, including persistent buffers, to one file. Collective: every rank must call it.
 
-    Rank 0 writes to a temporary folder `file_name`.*.tmp, flushes the file to disk, and renames it into place. If the
-    job is killed, `file_name` is the previous or the new file, and the next save deletes the temporary folder. The file
-    contains a checksum of each tensor, which `load` verifies and other readers ignore.
+    Rank 0 writes the file in a temporary folder `file_name`.*.tmp, flushes it to disk, and renames the file into place.
+    If the job is killed, `file_name` is the previous or the new file, never a part of one, and the next save deletes
+    the temporary folder. The file contains a checksum of each tensor, which `load` verifies and other readers ignore.
 
     Args:
         model: a model with or without sharded parameters.
         file_name: the file to write. If the name ends in `.safetensors`, the file has that format, and contains tied
             weights once. With any other name, it is a state dict that `torch.load(weights_only=True)` can read.
-        non_blocking: return as soon as the values are in host memory on rank 0, and let a thread write the file. The
-            thread's errors are raised by `Saving.wait`, which must be called before saving to the same file again.
+        non_blocking: whether to return as soon as the values are in host memory on rank 0, and to let a thread of rank
+            0 write the file.
 
     Returns:
-        A `Saving` if `non_blocking`, otherwise None.
+        A `Saving` if `non_blocking`, otherwise None. Its `wait()` waits for the file. Call it before saving to the same
+        file again.
 
     Raises:
         RuntimeError: on every rank, if the file cannot be written. If `file_name` existed before, it is not changed.
+            With `non_blocking`, `Saving.wait` raises this error instead, on rank 0 only.
         TypeError, ValueError: an argument has the wrong type, or the file name is empty.
 
     Example::
@@ -119,7 +121,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
     """Load a file of full tensors into a model, in place. Collective: every rank must call it.
 
-    Each rank reads its own elements of each tensor, so every host must be able to read the file. The file may have been
+    Each rank reads only its own elements of each tensor, so every host must be able to read the file. It may have been
     written by `bmt.save`, `torch.save(model.state_dict())`, Hugging Face's `save_pretrained` or BMTrain. Files of
     torch.save are read with `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share
     this work.
@@ -128,10 +130,12 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
         model: the model whose parameters and buffers are overwritten.
         file_name: a file, a folder with Hugging Face weights, or the `.index.json` in it. The tensors must have
             the names of the model's state dict. A tied weight needs only one of its names.
-        strict: whether the file must contain exactly the names of the model's state dict.
+        strict: whether the file must contain exactly the names of the model's state dict. False leaves tensors that the
+            file lacks unchanged, and ignores names that the model lacks.
 
     Returns:
-        The result of `load_state_dict`: the missing and the unexpected keys.
+        The result of torch's `model.load_state_dict`, with the lists `missing_keys` (not in the file) and
+        `unexpected_keys` (not in the model).
 
     Raises:
         RuntimeError: on every rank, if the file cannot be read or is damaged, or if its shapes (or, with `strict`, its

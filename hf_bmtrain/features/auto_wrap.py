@@ -85,19 +85,20 @@ def auto_wrap(
 ) -> torch.nn.Module:
     """Shard a model over all ranks, in place, and return it. Collective: every rank must call it.
 
-    The items of each outermost `nn.ModuleList` that contains parameters become CheckpointBlocks, and the list becomes a
-    TransformerBlockList. Every other module all-gathers its own parameters when it is called, as a DistributedModule
-    does. Class names, `state_dict` keys and tied weights are preserved. The model moves to this rank's device, and
-    every rank receives rank 0's weights and buffers. Convert the model to another dtype before this call. Create the
-    optimizer after it, because `model.parameters()` then yields local parameters, which hold this rank's elements.
+    The items of each outermost `nn.ModuleList` of layers become CheckpointBlocks, and the list becomes a
+    TransformerBlockList. (Of nested lists, the inner ones count. Lists with embeddings or None are left out.) Every
+    other module all-gathers its own parameters when it is called, as a DistributedModule does. Class names,
+    `state_dict` keys and tied weights are preserved. The model moves to this rank's device, and every rank receives
+    rank 0's weights and buffers. Convert the model to another dtype before this call. Create the optimizer after it,
+    because `model.parameters()` then yields local parameters, which hold this rank's elements.
 
     After adding parameters such as adapters, call `auto_wrap(model)` again. It shards each new parameter with the block
     that contains it.
 
     Args:
-        model: the model, on any device. If `weights` is passed, the model must be on the meta device.
-        zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. None uses the value
-            given to `init_distributed`.
+        model: the model with its weights, on any device; or, if `weights` is passed, on the meta device.
+        zero_level: 3 frees a block's full parameters after its forward, and all-gathers them again for its backward. 2
+            keeps them in between. None uses the value given to `init_distributed`.
         use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "attention"
             keeps the outputs of attention, and recomputes everything else. "auto" on a GPU measures the first step,
             then recomputes only as much as memory requires. If no block needs recomputation, the remaining memory is
@@ -107,15 +108,17 @@ def auto_wrap(
         blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
             ModuleList or Sequential among them is replaced by its items.
         weights: the folder or file, as for `load`, with the weights of a model that is on the meta device. Each rank
-            keeps only its shard.
+            reads and keeps only its shard. None: the model has its weights already.
         keep_frozen: whether frozen parameters stay unsharded between steps. True: all. False: none. "auto": as many as
-            fit on the GPU.
+            fit on the GPU, which is measured in the first steps; none on the CPU.
         quantize_frozen: "nf4" or "fp8" quantizes the frozen weight matrices of blocks to 4 or 8 bits, which makes them
             read-only. None quantizes none.
-        float8: whether the linear layers in blocks compute in float8. "rows" is a synonym of True.
-        keep: names of modules to exclude from float8.
-        sequence_parallel: the number of consecutive ranks over which each sequence (row of the batch) is split. All
-            ranks of such a group must be given the same batch.
+        float8: whether the linear layers in blocks compute in float8. Layers that cannot are logged with the reason.
+            "rows" is a synonym of True.
+        keep: modules to exclude from `float8`, with all layers in them. A name such as "down_proj" or "layers.0.mlp"
+            selects every module whose full name in the model contains it between dots.
+        sequence_parallel: the number of consecutive ranks that share each sequence (row of the batch): in blocks, each
+            computes a part of its tokens. Pass complete rows to the model, the same batch on all ranks of such a group.
         offload_activations: whether to keep the inputs of recomputed blocks in host memory until backward. They are
             copied while the GPU computes. This has no effect on the CPU.
         mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another. N chunks
@@ -164,15 +167,21 @@ def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> to
     """Shard a model as `auto_wrap` does, unless it is sharded already. Collective: every rank must call it.
 
     A model is returned unchanged if it is a TransformerBlockList (a list of sharded layers), or if it contains
-    CheckpointBlocks or DistributedModules (sharded layers or modules) and all its parameters are sharded.
+    CheckpointBlocks or DistributedModules (sharded layers or modules) and all its parameters are sharded. The other
+    arguments have no effect then.
 
     Args:
         model: the model.
-        *args: the further positional arguments of `auto_wrap`.
-        **kwargs: the keyword arguments of `auto_wrap`.
+        *args: the other arguments of `auto_wrap`, by position: `zero_level`, `use_checkpoint` and so on.
+        **kwargs: the other arguments of `auto_wrap`, by name.
 
     Returns:
         `model`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the model cannot be sharded (the message says why), or an argument is out of range.
+        RuntimeError: the ranks' models or arguments differ, or this version of torch does not support an argument.
     """
     expect_module("model", model)
     if isinstance(model, TransformerBlockList) or (

@@ -41,13 +41,14 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     All parameters must be on one device. Parameters of one parameter group that are adjacent in a flat buffer are
     updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are read,
-    never written. In `step`, the host does not wait for the device.
+    never written. In `step`, the host does not wait for the device, except in the few steps that compare the ranks'
+    optimizers.
 
     The state consists of m, v and, for half-precision weights, a master copy of w, all in float32 by default. The
     weights are the masters, rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which
-    needs no master, and 12 per element of a half-precision weight. Exception: on CUDA, the master of a bfloat16 weight
-    is stored without loss as its 16-bit difference from the weight. The state then takes 10 bytes per element, and
-    `optimizer.state[p]` has this "residual" instead of "master". `state_dict()` always has float32 masters.
+    needs no master, and 12 per element of a half-precision weight. For a bfloat16 weight on CUDA it takes only 10: the
+    master is stored without loss as its 16-bit difference from the weight, and `optimizer.state[p]` has this "residual"
+    instead of "master". `state_dict()` always has float32 masters.
 
     If half-precision weights are written between steps (by loading, averaging or masking), the masters of the changed
     weights are set to values that round to the new weights.
@@ -64,14 +65,14 @@ class AdamOptimizer(torch.optim.Optimizer):
         betas: β₁ and β₂, at least 0 and below 1.
         eps: a number that is added to √v, outside the square root.
         weight_decay: the weight decay wd, at least 0.
-        hold_steps: the number of first steps of a parameter in which m, v and t are updated but w is not, so that the
-            moments warm up first. Skipped steps do not count. Parameter groups may have different values.
+        hold_steps: a parameter's first `hold_steps` steps update m, v and t but not w, so that the moments warm up
+            first. Skipped steps do not count. Parameter groups may have different values.
         decoupled: whether weight decay is decoupled from the gradient, as in the formula. False adds weight_decay·w to
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
-            random bits depend on the element and the step, but not on the number of ranks. (Exception: parameters that
-            are laid out differently in memory if there is only one rank.)
+            random bits depend on the element and the step, but not on the number of ranks. Only with
+            `auto_wrap(float8=True)`, one rank may get other random bits than several.
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
             With 8, residuals may be off by their last bit, and the state takes 2.06 bytes per element of a float32
             weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision weights. Checkpoints have
@@ -134,7 +135,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Add a parameter group.
 
         Args:
-            param_group: a dict with "params" and the settings that differ from the defaults.
+            param_group: a dict with "params" and the settings that differ from the optimizer's: "lr", "betas", "eps",
+                "weight_decay", "hold_steps", "decoupled".
 
         Raises:
             TypeError: `param_group` is not a dict, or a setting has the wrong type.
@@ -163,18 +165,22 @@ class AdamOptimizer(torch.optim.Optimizer):
     def step(self, closure=None, scale: float = 1.0):
         """Update every parameter that has a gradient.
 
-        Collective: every rank must call it, because some steps compare the optimizers of all ranks.
+        Collective: every rank must call it, because some steps compare the optimizers of all ranks: the first step, and
+        the first one after the parameter groups have changed, more parameters were sharded, or a state was loaded.
 
         Args:
             closure: a function that computes the loss, called before the update; or None.
-            scale: the number by which the gradients are divided, above 0.
+            scale: the number by which the gradients are divided, above 0, such as the loss scale. If OptimManager or
+                GradScaler has set `grad_scale`, the gradients are divided by both.
 
         Returns:
             The return value of `closure`, or None.
 
         Raises:
-            TypeError, ValueError: `closure` is not callable, or `scale` is not a finite number above 0.
-            RuntimeError: the optimizers of the ranks differ.
+            TypeError: `closure` is not callable, or `scale` is not a number.
+            ValueError: `scale` is not finite or not above 0, or the parameters are on several devices.
+            RuntimeError: the optimizers or the loaded states of the ranks differ, the optimizer was created before the
+                model was sharded, or the gradients of an unsharded parameter differ between the ranks.
         """
         loss = None
         if closure is not None:
@@ -254,7 +260,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         ]  # fmt: skip
 
     def wait(self) -> None:
-        """Make the current stream wait until the last update has written the weights. The host does not wait."""
+        """Make the current stream wait for an update that runs on another stream. The host does not wait.
+
+        AdamOptimizer updates on the stream that is current in `step`, so this call is not needed. It exists for
+        AdamOffloadOptimizer, which updates on other streams.
+        """
         for state in self._states:
             if state.run.buffer is not None:
                 state.run.buffer.update.wait()
@@ -375,16 +385,22 @@ class AdamOptimizer(torch.optim.Optimizer):
         return type(self)(groups, exp_avg_dtype=self._exp_avg_dtype)
 
     def state_dict(self, gather: bool = False) -> dict:
-        """Return this rank's state in the form of torch's AdamW, with a float32 "master" for half-precision weights.
-
-        The tensors are the optimizer's own, which the next step changes. Exception: masters that are stored as 16-bit
-        differences from the weights (residuals), and moments that are stored in 8 bits, are converted to new float32
-        tensors in host memory.
+        """Return the state in the form of torch's AdamW, with a float32 "master" for half-precision weights.
 
         Args:
-            gather: False returns this rank's state. True returns the full state on rank 0, copied to host memory, and
-                no tensors on other ranks. To load it, with any number of ranks, every rank passes rank 0's result to
-                `load_state_dict`. With True, this method is collective: every rank must call it.
+            gather: False returns this rank's state, not collective. The tensors are the optimizer's own, which the next
+                step changes. Only masters and second moments of bfloat16 weights on CUDA, and 8-bit moments, are new
+                float32 tensors in host memory. If the job has an Accelerator, the result is the full state on every
+                rank instead, in host memory, and the call is collective.
+                True returns the full state on rank 0, copied to host memory, and no tensors on other ranks.
+                Collective: every rank must call it. To load this state, with any number of ranks, every rank passes
+                rank 0's result to `load_state_dict`.
+
+        Returns:
+            {"state": {number of a parameter: {"step", "exp_avg", "exp_avg_sq" and, if any, "master"}}, "param_groups":
+            as in torch}. Except for "step", the tensors are (n,) for the n elements of the parameter on this rank. In a
+            full state, those of sharded parameters have the full shape. With `gather=True` there is also "sliced", the
+            names of the tensors that were sharded.
         """
         expect_flag("gather", gather)
         if gather:
@@ -398,12 +414,18 @@ class AdamOptimizer(torch.optim.Optimizer):
             self.state = kept
 
     def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return {parameter: its state} without copying. The next step changes these tensors.
+        """Return this rank's state in the form in which the optimizer stores it. Not collective.
 
-        Exception: 8-bit moments are returned as new float32 tensors in host memory. For bfloat16 weights on CUDA, the
-        state has "residual" (the 16-bit differences between masters and weights) instead of "master" (the float32 copy
-        of the weights that the optimizer updates). If weights were written since the last step, their float32 masters
-        are first set to values that round to the new weights.
+        `bmt.save_state` calls this to save a checkpoint without a second copy of the state. In your own code, use
+        `state_dict`, whose form does not depend on the device. If weights were written since the last step, their
+        float32 masters are first set to values that round to the new weights.
+
+        Returns:
+            {parameter: {name: tensor}} for the parameters that have a state. The tensors are the optimizer's own, which
+            the next step changes; 8-bit moments are returned as new float32 tensors in host memory instead. "step" is a
+            scalar. All others are (n,) for the n elements of the parameter on this rank: "exp_avg", "exp_avg_sq" and,
+            for half-precision weights, "master", the float32 copy that the optimizer updates. bfloat16 weights on CUDA
+            have "residual" instead, the 16-bit differences between masters and weights.
         """
         self._finish()
         for state in self._states:
@@ -416,15 +438,17 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Load the state of any AdamW optimizer, in float32. (Torch's optimizers cast it to the parameters' dtype.)
 
         The loaded state is a copy in host memory until the next step, so that the device never stores it twice.
-        Collective if the state is from `state_dict(gather=True)`: every rank must then call it.
+        Collective: every rank must call it, because the ranks compare full states. They compare the result of
+        `state_dict(gather=True)` in this call, and any other full state in the next `step`.
 
         Args:
-            state_dict: this rank's state; or, on every rank, the full state, from which this rank takes its elements.
+            state_dict: this rank's state, from its own `state_dict()`; or, on every rank, the same full state, from
+                `state_dict(gather=True)` or from torch's AdamW. Each rank takes its elements of a full state.
 
         Raises:
             TypeError: `state_dict` is not a dict.
-            ValueError: the state does not fit the parameters.
-            RuntimeError: the ranks pass different full states.
+            ValueError: `state_dict` lacks "state" or "param_groups", or does not fit the parameters.
+            RuntimeError: the ranks pass different results of `state_dict(gather=True)`.
         """
         check_state(state_dict)
         if "sliced" in state_dict:  # the state is a full one, from state_dict(gather=True)
@@ -432,24 +456,33 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._load(state_dict, copied=True)
 
     def take_state_dict(self, state_dict: dict) -> None:
-        """Load a state dict like `load_state_dict`, but do not copy tensors that are float32 and in host memory.
+        """Load this rank's state like `load_state_dict`, but without copying float32 tensors that are in host memory.
 
-        The optimizer keeps these tensors until its next step, so the caller must not write to them.
+        `bmt.load_state` calls this with tensors that it has just read. The optimizer uses them until its next step, so
+        the caller must not write to them. Every rank must call it, because the next `step` compares what the ranks have
+        loaded.
+
+        Args:
+            state_dict: {"state": {number of a parameter: {name: value}}, "param_groups": as in torch}.
         """
         self._load(state_dict, copied=False)
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Load step counts and parameter groups, and allocate the other state tensors.
 
-        The caller fills these tensors in place, so that loading a checkpoint needs no second copy of the state.
+        `bmt.load_state` calls this and then reads the checkpoint into the returned tensors, so that loading needs no
+        second copy of the state. It replaces the optimizer's earlier state. Every rank must call it, because the next
+        `step` compares what the ranks have loaded.
 
         Args:
-            state_dict: a state dict whose "state" contains only step counts.
+            state_dict: {"state": {number of a parameter: {"step": count}}, "param_groups": as in torch}.
 
         Returns:
-            {parameter: {name: state tensor}} for the parameters that have a step count, in the form in which the
-            optimizer stores the state. This may be 8-bit moments, and "residual" (16-bit differences between float32
-            masters and weights) instead of "master".
+            {parameter: {name: tensor}} for the parameters that have a step count: the optimizer's own tensors, to be
+            filled in place. Apart from "step" they are (n,) for n elements on this rank, in the form in which the
+            optimizer stores them: "exp_avg", "exp_avg_sq" and, for half-precision weights, "master", or "residual" (the
+            16-bit differences between masters and weights) for bfloat16 weights on CUDA. With `state_bits=8`, the
+            tensors of the 8-bit moments have other names, and scales of fewer elements.
         """
         self._load(state_dict, copied=True)
         self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])

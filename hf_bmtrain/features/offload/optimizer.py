@@ -35,10 +35,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     `step` copies and updates the state in chunks, on separate streams, and returns before the last chunks are updated.
     The next forward can begin before the step is complete: `step` starts with the parameters that the model uses first,
-    and the all-gather of a block waits only for the update of that block's parameters. Forward, backward,
-    `parameter.gather()`, `state_dict`, loading, `.data` and the next `step` wait automatically. After a `step`, call
-    `wait()` before any other read or write of parameters or of `optimizer.state` (for example an average over
-    `model.parameters()`), and before writing to gradients.
+    and the all-gather of a block waits only for the update of that block's parameters.
+
+    Forward, backward, torch operations on parameters, state dicts, loading, `zero_grad` and the next `step` wait for
+    the update automatically. Call `wait()` only before other code writes to gradients in place, or accesses the memory
+    of parameters without torch operations. Do not read `optimizer.state`, which is still being copied to host memory
+    after a `step`: read `state_dict()` or `stored_state()`, for which the host waits.
 
     Args:
         params: the parameters, or parameter groups, as for AdamOptimizer.
@@ -46,11 +48,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
         betas: β₁ and β₂.
         eps: added to √v, outside the square root.
         weight_decay: the weight decay.
-        hold_steps: the number of steps at the start of training that update the moments but not the weights.
-        record_delta: whether to compute, after every step, the mean and variance of its update over all elements, in
-            units of the learning rate (see `delta_moments`). `get_avg_delta()` and `get_var_delta()` return them. Use
-            it only for inspection, because it is slow: the host waits for the step, all state is copied to the device
-            again, in parts of about 30 MiB, and a small all-reduce follows.
+        hold_steps: a parameter's first `hold_steps` steps update the moments but not the weights.
+        record_delta: whether to compute, after every step, the mean and variance of its update divided by lr, over the
+            elements on all ranks. `get_avg_delta()` and `get_var_delta()` return them. Use it only for inspection,
+            because it is slow: the host waits for the step, all state is copied to the device again, in parts of about
+            30 MiB, and a small all-reduce follows.
         decoupled: whether the weight decay is decoupled from the gradient (AdamW). False adds it to the gradient (L2).
         exp_avg_dtype: the dtype of the first moment, float32 or bfloat16.
         state_bits: must be 32; AdamOptimizer also accepts 8.
@@ -94,21 +96,37 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return type(self)(groups, record_delta=self._delta is not None, exp_avg_dtype=self._exp_avg_dtype)
 
     def get_avg_delta(self) -> float:
-        """Return the mean, over all elements, of the last step's update divided by lr; 0 without `record_delta`.
+        """Return the mean of δ, the last step's update divided by lr; 0 without `record_delta=True`.
 
-        Waits for the device. A skipped step does not change the value.
+            w ← w − lr·δ    δ = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps) + wd·w
+
+        Without `decoupled`, the term wd·w is left out, because m contains it. δ is also computed if lr is 0 or
+        `hold_steps` holds the weights. The mean is over the elements, on all ranks, of the parameters that had a
+        gradient. `step` has computed it, so this call is not collective, but it waits for the device. A skipped step
+        does not change the value.
         """
         return 0.0 if self._delta is None else self._delta[0].item()
 
     def get_var_delta(self) -> float:
-        """Return the variance, over all elements, of the last step's update divided by lr; 0 without `record_delta`.
+        """Return the variance of δ, the last step's update divided by lr; 0 without `record_delta=True`.
 
-        Waits for the device. A skipped step does not change the value.
+            w ← w − lr·δ    δ = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps) + wd·w
+
+        Without `decoupled`, the term wd·w is left out, because m contains it. δ is also computed if lr is 0 or
+        `hold_steps` holds the weights. The variance (biased, with divisor n) is over the n elements, on all ranks, of
+        the parameters that had a gradient. `step` has computed it, so this call is not collective, but it waits for the
+        device. A skipped step does not change the value.
         """
         return 0.0 if self._delta is None else self._delta[1].item()
 
     def wait(self) -> None:
-        """Make the current stream, but not the host, wait until the last step has updated weights and state."""
+        """Make the current stream, but not the host, wait until the last step has updated the weights.
+
+        Call it after `step` only before code that does not wait by itself: code that writes to gradients in place, or
+        accesses the memory of parameters without torch operations. Forward, backward, torch operations on parameters,
+        state dicts, loading, `zero_grad` and the next `step` wait by themselves. The copy of the state to host memory
+        may still be running after this call, so read `state_dict()` instead of `optimizer.state`.
+        """
         if self._mover is not None:
             self._mover.updated.wait()
 
@@ -196,19 +214,23 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def update_in_backward(self) -> Iterator[None]:
         """Return a context in which a backward updates each block's parameters as soon as their gradient is reduced.
 
-        `step` then updates the other parameters. After `step` the weights are bitwise the same as without this context.
-        Do not use the weights between the backward and `step`, when only some of them are updated. The next forward
-        waits for the whole update, because it begins with the first block, which is updated last.
+        Call `step` after the context; it updates the other parameters. The weights are then bitwise the same as without
+        this context. Do not use the weights between the backward and `step`, when only some of them are updated. The
+        next forward waits for the whole update, because it begins with the first block, which is updated last.
 
-        Do not combine this context with gradient clipping, loss scaling or skipped steps, which need all gradients
-        before the first update: `clip_grad_norm` and `step` then raise an error. If a gradient is inf or nan, the
-        weights become inf or nan too, and OptimManager raises an error. Some parameters are updated only by `step`:
+        Set lr and other settings before the backward. Do not clip, scale or change gradients, because some are used
+        during the backward already: `OptimManager.clip_grad_norm` raises RuntimeError, and so does `step` if a
+        gradient or setting has changed since, or if it gets a `grad_scale`. Steps cannot be skipped either: if a
+        gradient is inf or nan, the weights become inf or nan too, and OptimManager raises RuntimeError, at the latest
+        in its next `backward` or `step`.
 
-        * ordinary parameters (those that are not sharded),
-        * the parameters of a flat buffer (those that are sharded together) in the first step, in the first step after a
-          load, and when the step before had gradients for different parameters of the buffer,
-        * all parameters of a model whose ranks may enter different blocks, because a rank may still need a block when
-          others have reduced its gradient.
+        Some parameters are updated only by `step`:
+
+        * parameters that are not sharded,
+        * some or all others in the first step, in the first one after a load, after a change of the set of parameters
+          that have a gradient, and if a `.grad` was replaced,
+        * all parameters of an uneven model (one of which ranks may enter different blocks), because a rank may still
+          need a block when others have reduced its gradient.
 
         Returns:
             A context manager for the last backward of a step.

@@ -36,19 +36,23 @@ def predict_memory(
     mlp_chunks: int = 1,
     sequence_parallel: int = 1,
 ) -> Prediction:
-    """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`.
+    """Predict the memory that a training step takes on each rank. Call it after `init_distributed`, before `auto_wrap`.
 
-    Not collective: a single rank may call it. On GPUs, after the second training step, predicted and measured memory
-    are logged. If they differ by more than 5 %, the log entry is a warning and includes the predicted table.
+    Training is simulated on a copy of the model on torch's meta device, whose tensors have shapes but no values. Pass
+    the arguments with which `auto_wrap` and the optimizer will be called. Not collective: a single rank may call it.
+
+    If this rank then trains the same model on a GPU, the call also checks the prediction: when the third step begins,
+    the predicted peak and the measured peak of the second step are logged. If they differ by more than 5 %, this is a
+    warning with the predicted table. An out-of-memory error shows the table too.
 
     Args:
         model: the model before it is wrapped, on any device. It is not changed.
-        batch: the keyword arguments of the model's forward, whose output has a `loss`. Only their shapes and dtypes
-            are used.
+        batch: the keyword arguments of the model's forward for one micro-batch of one rank, with the labels, so that
+            the output has a `loss`. Only shapes and dtypes of tensors are used.
         make_optimizer: a function that returns the optimizer for a list of parameters.
         zero_level: as for `auto_wrap`.
         use_checkpoint: as for `auto_wrap`.
-        micro_batches: the number of micro-batches (backward passes) per step.
+        micro_batches: the number of micro-batches (forwards and backwards) per step.
         keep_frozen: as for `auto_wrap`.
         quantize_frozen: as for `auto_wrap`.
         float8: as for `auto_wrap`.
@@ -62,7 +66,7 @@ def predict_memory(
 
     Raises:
         ValueError: a setting is out of range, the model is already wrapped, or its output has no loss.
-        RuntimeError: the forward depends on the values of its inputs, which the meta device does not have.
+        RuntimeError: the forward reads values of tensors, such as `.item()`, which the meta device does not have.
     """
     world = current_world()
     if any(hasattr(parameter, "buffer") for parameter in model.parameters()):
